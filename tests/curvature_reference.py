@@ -86,6 +86,19 @@ def gradient_twice(value: Tensor, leaves: list[Tensor]) -> Tensor:
     return torch.stack(rows)
 
 
+def gauss_newton(module: nn.Module, inputs: Any, target: Tensor | None, loss: Loss, names: Any = None) -> Tensor:
+    """J^T L'' J, with J and L'' by torch.autograd.functional."""
+    chosen = {n: p.detach() for n, p in module.named_parameters() if names is None or n in names}
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+
+    def output(*values: Tensor) -> Tensor:
+        return torch.func.functional_call(module, dict(zip(chosen, values, strict=True)), args)
+
+    z = module(*args).detach()
+    J = torch.cat([j.reshape(z.numel(), -1) for j in torch.autograd.functional.jacobian(output, tuple(chosen.values()))], 1)
+    return J.T @ torch.autograd.functional.hessian(lambda z: loss(z, target), z).reshape(z.numel(), -1) @ J
+
+
 def largest_error(found: hk.Hessian, expected: Tensor) -> float:
     """Largest difference over all pairs of parameters, relative to the largest entry of the pair's block."""
     whole, worst = float(expected.abs().max()), 0.0

@@ -165,13 +165,17 @@ def test_loader_that_reuses_its_memory_and_later_training_leave_the_result_alone
             target.copy_(T[start : start + 2])
             yield inputs, target
 
-    made = hk.hessian(module, loader()), hk.hessian(module, loader(), lazy=True)
+    made, operator = (
+        (hk.hessian(module, loader()), hk.hessian(module, loader(), lazy=True)),
+        hk.hessian_operator(module, loader()),
+    )
     with torch.no_grad():
         for p in module.parameters():
             p.add_(1.0)
     for found in made:
         assert error(found.outer(), outer) <= EXACT
         assert error(found.matrix, blocks) <= EXACT
+    assert error(operator.to_matrix(), blocks) <= EXACT
 
 
 def test_parameter_that_only_some_batches_reach() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -46,7 +44,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", [None, ["*W_1", "*W_2"], ["*W_V"], ["*W_K", "*W_1"]], ids=str)
+@pytest.mark.parametrize("params", [None, ["*W_1", "*W_2"], ["*W_K", "*W_1"]], ids=str)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks(name: str, params: list[str] | None) -> None:
     assert_diagonal(hk.TransformerBlock(4, 5, **BLOCKS[name]), draw(2, 3, 4), params=params)
@@ -71,8 +69,7 @@ TOKENS = torch.tensor([[1, 5, 1], [0, 2, 6]])
 LABELS = torch.tensor([[3, -100, 1], [0, 6, 6]])
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("batch_size", [None, 1])
+@pytest.mark.parametrize(("tied", "batch_size"), [(True, None), (False, 1)])
 def test_language_model_with_ignored_labels(tied: bool, batch_size: int | None) -> None:
     assert_diagonal(LanguageModel(tied=tied), TOKENS, LABELS, loss="cross_entropy", batch_size=batch_size)
 
@@ -82,11 +79,8 @@ def test_a_tied_table_alone() -> None:
 
 
 def test_layers_of_torch() -> None:
-    encoder = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, norm_first=True), 1, enable_nested_tensor=False
-    )
-    assert_diagonal(encoder, draw(2, 3, 4))
-    assert_diagonal(nn.TransformerDecoderLayer(4, 2, 5, batch_first=True), (draw(2, 3, 4), draw(2, 5, 4, seed=3)))
+    assert_diagonal(nn.TransformerEncoderLayer(4, 2, 3, batch_first=True, norm_first=True), draw(2, 3, 4))
+    assert_diagonal(nn.TransformerDecoderLayer(4, 2, 3, batch_first=True), (draw(2, 3, 4), draw(2, 5, 4, seed=3)))
 
 
 X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
@@ -106,7 +100,7 @@ def assert_parameters(found: Any, expected: Tensor) -> None:
         start += values.numel()
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 2, 9])
+@pytest.mark.parametrize("batch_size", [1, 2])
 def test_batches_of_unequal_sizes(batch_size: int | None) -> None:
     module, steps = behind_a_layer(), []
     batches = [(X, T), (X[:2, :2], T[:2, :2])]
@@ -124,15 +118,6 @@ def test_batches_of_unequal_sizes(batch_size: int | None) -> None:
 
 def test_samples_that_depend_on_each_other_are_not_split() -> None:
     assert_diagonal(ROWS_MEET["samples meet"].module(), X, batch_size=2)
-
-
-def test_a_batch_that_nothing_chosen_has_an_effect_on() -> None:
-    module = Formula(lambda s, x: torch.tanh(x @ s.A) if len(x) == 3 else torch.tanh(x @ s.B), A=(4, 2), B=(4, 2))
-    batches = [(X[:3], T[:3, :, :2]), (X[3:], T[3:, :, :2])]
-    found = hessian_diagonal(module, batches, params="A", weights=[4, 1])
-    assert_parameters(found, 0.8 * reverse_over_reverse(module, *batches[0], mse, ["A"]).diagonal())
-    values = [float(mse(module(x), t).detach()) for x, t in batches]
-    assert found.loss == pytest.approx(0.8 * values[0] + 0.2 * values[1], rel=1e-13)
 
 
 def test_what_torch_cannot_trace_is_not_taken_for_no_effect() -> None:
@@ -184,31 +169,6 @@ def test_the_first_sample_tells_how_many_fit(chunk: int | None, expected: list[i
     assert steps == expected
 
 
-def test_several_batches() -> None:
-    module = randomised(LanguageModel()).eval()
-    batches = [(TOKENS, LABELS), (TOKENS.flip(1), LABELS.flip(0)), (TOKENS[:1], LABELS[:1])]
-    seen: list[tuple[int, int]] = []
-    found = hessian_diagonal(module, batches, loss="cross_entropy", progress=lambda done, of: seen.append((done, of)))
-    matrix = hk.hessian(module, batches, loss="cross_entropy")
-    assert (found.flat - matrix.matrix.diagonal()).abs().max() <= 1e-12 * found.flat.abs().max()
-    assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
-    assert seen[-1] == (5, 5)
-    total = hessian_diagonal(module, batches, loss="cross_entropy", reduction="sum")
-    assert total.trace == pytest.approx(12 * found.trace, rel=1e-12)
-
-
-def test_a_loss_of_ones_own_and_one_of_the_module() -> None:
-    module, x, y = randomised(hk.TransformerBlock(4, 5)), draw(2, 3, 4), draw(2, 3, 4, seed=7)
-    expected = hk.hessian(module, x, y, loss=nn.functional.huber_loss).matrix.diagonal()
-    found = hessian_diagonal(module, x, y, loss=nn.functional.huber_loss)
-    assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
-    whole = Formula(lambda s, x: torch.tanh(x @ s.W).square().sum(), W=(4, 5))
-    expected = hk.hessian(whole, x, loss=None).matrix.diagonal()
-    assert (hessian_diagonal(whole, x, loss=None).flat - expected).abs().max() <= 1e-12 * expected.abs().max()
-    with pytest.raises(hk.InputError, match="kind='ggn' needs the module's output"):
-        hessian_diagonal(whole, x, loss=None, kind="ggn")
-
-
 def test_what_it_says_of_itself() -> None:
     module = randomised(nn.Linear(4, 2))
     found = hessian_diagonal(module, draw(3, 4), draw(3, 2))
@@ -222,44 +182,12 @@ def test_what_it_says_of_itself() -> None:
     assert said["entries"]["bias"] == {"shape": [2], "trace": 2.0, "min": 1.0, "max": 1.0}
 
 
-def test_parameters_without_effect() -> None:
-    module = Formula(lambda s, x: torch.tanh(x @ s.W), W=(4, 2), unused=(3,))
-    assert (hessian_diagonal(module, draw(3, 4), draw(3, 2))["unused"] == 0).all()
-    with pytest.raises(hk.InputError, match=r"none of the parameters \('unused'\) has an effect"):
-        hessian_diagonal(module, draw(3, 4), draw(3, 2), params="unused")
-
-
-@pytest.mark.parametrize(("options", "said"), [({"kind": "kfac"}, "kind='kfac' is not known"), ({"batch_size": 0}, "no sample")])
-def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(hk.InputError, match=said):
-        hessian_diagonal(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)
-
-
-def test_an_entry_that_is_not_finite_is_named() -> None:
-    module = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2))
-    with pytest.raises(hk.InputError, match=r"the block \('W', 'W'\) is NaN or infinite"):
-        hessian_diagonal(module, torch.zeros(3, 4).double(), draw(3, 2))
-
-
-LARGE = """
-import resource, torch, hessiankit as hk
-from torch import nn
-torch.manual_seed(0)
-resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-module = nn.Sequential(*(hk.TransformerBlock(96, 384, n_heads=2) for _ in range(2)))
-size = sum(p.numel() for p in module.parameters())
-found = hk.hessian_diagonal(module, torch.randn(1, 4, 96), torch.randn(1, 4, 96))
-assert size > 190_000 and found.flat.numel() == size, size
-print(next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 2**20)
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, where the peak is the process's own and not its parent's")
 def test_memory_is_far_below_that_of_the_matrix() -> None:
-    """200,000 parameters: the matrix in float32 takes 149 GiB."""
-    done = subprocess.run([sys.executable, "-c", LARGE], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.0
+    module = randomised(nn.Sequential(*(hk.TransformerBlock(16, 64, n_heads=2) for _ in range(2))))
+    size = sum(p.numel() for p in module.parameters())
+    with Meter() as meter:
+        hessian_diagonal(module, draw(1, 4, 16), draw(1, 4, 16, seed=7))
+    assert meter.peak < 0.05 * 8 * size**2
 
 
 def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

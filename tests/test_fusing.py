@@ -22,13 +22,13 @@ from derivations.softmax import Softmax
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.engine import attention_fusion
 
-B, H, L, E = 2, 2, 5, 3
+B, H, L, E = 2, 2, 4, 2
 WIDTH = H * E
 X, T = draw(B, L, WIDTH), draw(B, L, WIDTH, seed=2)
 CAUSAL = torch.ones(L, L, dtype=torch.bool).tril()
 HIDDEN = draw(B, 1, L, L, seed=5) > 0.5  # of each sample, equal for its heads; some of it above the diagonal, some below
 HIDDEN[..., 0] = False
-PADDED = torch.tensor([[0, 0, 0, 0, 0], [0, 0, 0, 1, 1]]).bool()[:, None, None, :]
+PADDED = torch.tensor([[0, 0, 0, 0], [0, 0, 1, 1]]).bool()[:, None, None, :]
 BIAS = draw(H, L, L, seed=6)
 KEYS, VALUES = draw(E, 4, seed=8), draw(H, L, E, seed=9)
 TEMPERATURES, SAMPLES = draw(H, 1, 1, seed=10), draw(B, 1, L, L, seed=11)
@@ -405,12 +405,12 @@ def test_nothing_of_the_size_of_the_weights_is_kept() -> None:
 
 hf = pytest.importorskip("transformers")
 
-VOCABULARY = 11
+VOCABULARY = 5
 TOKENS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
 RIGHT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "vocab_size": VOCABULARY}
-GPT2 = {**SPECIAL, "n_positions": 6, "n_embd": 4, "n_layer": 2, "n_head": 2, "use_cache": False}
+GPT2 = {**SPECIAL, "n_positions": 6, "n_embd": 4, "n_layer": 2, "n_head": 2, "n_inner": 5, "use_cache": False}
 SIZES = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "num_attention_heads": 2}
 LLAMA = {**SPECIAL, **SIZES, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
 MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], str]] = {

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, cross_entropy, draw, largest_error, mse, randomised, reverse_over_reverse
-from operator_cases import LABELS, TOKENS, TiedBlock
+from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -40,7 +39,10 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_file_and_result(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kept", [0, 2**30])
+def test_file_and_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
+    """The curvature is kept from panel to panel or computed again: the bytes are the same."""
+    monkeypatch.setattr(planning, "CACHE", kept)
     module, out, steps = block(), tmp_path / "h.npy", []
     found = hk.hessian(module, X, T, out=out, progress=lambda done, total: steps.append((done, total)))
     plain = hk.hessian(module, X, T)
@@ -71,23 +73,6 @@ def test_second_call_opens_the_file(tmp_path: Path) -> None:
     assert np.load(out)[0, 0] != 7.0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kept", [0, 2**30])
-@pytest.mark.parametrize("batch_size", [None, 2])
-def test_labels_batches_and_kept_curvature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int, batch_size: Any) -> None:
-    """The curvature is kept from panel to panel or computed again: the bytes are the same."""
-    monkeypatch.setattr(planning, "CACHE", kept)
-    module = randomised(TiedBlock())
-    options: Any = {"loss": "cross_entropy", "batch_size": batch_size}
-    found = hk.hessian(module, TOKENS, LABELS, out=tmp_path / "a.npy", **options)
-    assert torch.equal(found.matrix, hk.hessian(module, TOKENS, LABELS, **options).matrix)
-    assert largest_error(found, reverse_over_reverse(module, TOKENS, LABELS, cross_entropy)) <= 1e-12
-    batches = [(TOKENS[:1, :3], LABELS[:1, :3]), (TOKENS[1:], LABELS[1:])]
-    several = hk.hessian(module, batches, out=tmp_path / "b.npy", **options)
-    assert torch.equal(several.matrix, hk.hessian(module, batches, **options).matrix)
-    assert several.loss == hk.hessian(module, batches, **options).loss
-
-
 def test_float32_and_params(tmp_path: Path) -> None:
     module = block().float()
     some = {"params": ["attention.*", "norm_2.bias"]}
@@ -97,15 +82,6 @@ def test_float32_and_params(tmp_path: Path) -> None:
     half = hk.hessian(block().bfloat16(), X.bfloat16(), T.bfloat16(), out=tmp_path / "b.npy", **some)
     assert np.load(tmp_path / "b.npy").dtype == np.float32
     assert torch.equal(half.matrix, hk.hessian(block().bfloat16(), X.bfloat16(), T.bfloat16(), **some).matrix)
-
-
-def test_a_batch_without_effect(tmp_path: Path) -> None:
-    """One whose output does not depend on the parameters adds to the loss only."""
-    module = Formula(lambda m, x: (x * m.w).tanh() if x.shape[0] == 2 else x, w=(3,))
-    batches = [(draw(2, 3), draw(2, 3, seed=2)), (draw(1, 3), draw(1, 3, seed=3))]
-    found, plain = hk.hessian(module, batches, out=tmp_path / "h.npy"), hk.hessian(module, batches)
-    assert torch.equal(found.matrix, plain.matrix)
-    assert found.loss == plain.loss
 
 
 KILLED = """
@@ -329,9 +305,8 @@ def test_memory_and_values_are_checked_first(tmp_path: Path, monkeypatch: pytest
     def root(m: Any, x: Tensor) -> Tensor:
         return (x * m.w).abs().sqrt()
 
-    module = Formula(root, w=(3,), v=(2,))
     with pytest.raises(hk.InputError, match=r"the block \('w', 'w'\) is NaN or infinite"):
-        hk.hessian(module, torch.zeros(2, 3, dtype=torch.float64), draw(2, 3), out=tmp_path / "n.npy")
+        hk.hessian(Formula(root, w=(3,)), torch.zeros(2, 3, dtype=torch.float64), draw(2, 3), out=tmp_path / "n.npy")
     assert not (tmp_path / "n.npy").exists()
     monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
     with pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* Pass batch_size=1"):
