@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -145,14 +146,10 @@ def loss_surface_bound(
         steps.append(
             SurfaceStep(
                 k,
-                abs(_mean(there[: k + 1]) - _mean(there[:k])),
-                abs(here[k] - _mean(here[:k])),
+                abs(fmean(there[: k + 1]) - fmean(there[:k])),
+                abs(here[k] - fmean(here[:k])),
                 float((gradients[k] - mean).norm()) * distance,
                 curvature * distance**2,
             )
         )
     return SurfaceReport(tuple(steps), distance, curvature, max(float(g.norm()) for g in gradients))
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)

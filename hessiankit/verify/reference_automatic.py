@@ -43,15 +43,12 @@ class ReverseOverReverse(Reference):
             v = [rows[..., problem.slices[n]].reshape(*lead, *p.shape) for n, p in problem.params.items()]
             return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
 
-        try:
-            with problem.at(), differentiable_attention():
-                graph = GradientGraph(problem.call(), list(problem.own.values()))
-                if not graph.parts:
-                    what = "gradient" if graph.loss.requires_grad else "loss"
-                    return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
-                value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
-        except FAILURES as error:
-            raise self.unsupported(error) from error
+        with problem.at(), differentiable_attention():
+            graph = GradientGraph(problem.call(), list(problem.own.values()))
+            if not graph.parts:
+                what = "gradient" if graph.loss.requires_grad else "loss"
+                return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
+            value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
         return value, None, note
 
     @contextmanager
@@ -96,10 +93,7 @@ class JvpOfGrad(Reference):
                 found: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
                 return torch.cat([x.reshape(-1) for x in found.values()])
 
-            try:
-                value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
-            except FAILURES as again:
-                raise self.unsupported(again) from again
+            value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
             note = "; ".join(filter(None, (why, note)))
         return value, None, note
 
@@ -186,12 +180,9 @@ class FuncHessian(Reference):
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         together, alone = (ROUTES[name].products(problem.flat_loss, problem.theta) for name in self.routes)  # type: ignore[misc]
-        try:
-            if problem.swap_fault:
-                raise Unsupported(self.name, problem.swap_fault)
-            value, note = in_chunks(together, lambda row: alone(row[None])[0], V, chunk, progress)
-        except FAILURES as error:
-            raise self.unsupported(error) from error
+        if problem.swap_fault:
+            raise Unsupported(self.name, problem.swap_fault)
+        value, note = in_chunks(together, lambda row: alone(row[None])[0], V, chunk, progress)
         return value, None, note
 
 
@@ -217,12 +208,8 @@ class ComplexStep(Reference):
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         if problem.dtype not in _COMPLEX:
             raise Unsupported(self.name, f"torch has no complex type of {problem.dtype}")
-        try:
-            fault = problem.swap_fault
-        except FAILURES as error:
-            raise self.unsupported(error) from error
-        if fault:
-            raise Unsupported(self.name, fault)
+        if problem.swap_fault:
+            raise Unsupported(self.name, problem.swap_fault)
         h = 1e-30 if problem.dtype == torch.float64 else 1e-12
         slope = problem.flat_gradient()
         gradient = self._gradient(problem)
@@ -243,7 +230,7 @@ class ComplexStep(Reference):
                 for v in V:
                     products.append(derivative(v))
                     progress(len(products), len(V))
-        except (*FAILURES, UserWarning) as error:
+        except UserWarning as error:
             raise self.unsupported(error) from error
         return torch.stack(products) if products else torch.zeros_like(V), None, ""
 
@@ -299,28 +286,25 @@ class Curvlinops(Reference):
             raise Unsupported(self.name, f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
 
         target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
-        try:
-            with problem.at(), differentiable_attention():
-                operator = HessianLinearOperator(
-                    _OneBatch(problem.module, problem.loss),
-                    losses[problem.loss],
-                    list(problem.own.values()),
-                    [({"inputs": problem.inputs}, target)],
-                    check_deterministic=False,
-                    batch_size_fn=lambda batch: 1,
-                )
-                gradient, loss = operator.gradient_and_loss()
-                flat = torch.cat([g.detach().reshape(-1) for g in gradient])
-                # Its products exchange the parameters by name, its gradient does not.
-                if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
-                    raise Unsupported(self.name, fault)
+        with problem.at(), differentiable_attention():
+            operator = HessianLinearOperator(
+                _OneBatch(problem.module, problem.loss),
+                losses[problem.loss],
+                list(problem.own.values()),
+                [({"inputs": problem.inputs}, target)],
+                check_deterministic=False,
+                batch_size_fn=lambda batch: 1,
+            )
+            gradient, loss = operator.gradient_and_loss()
+            flat = torch.cat([g.detach().reshape(-1) for g in gradient])
+            # Its products exchange the parameters by name, its gradient does not.
+            if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
+                raise Unsupported(self.name, fault)
 
-                def multiply(rows: Tensor) -> Tensor:
-                    return (operator @ rows.T).T
+            def multiply(rows: Tensor) -> Tensor:
+                return (operator @ rows.T).T
 
-                value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
-        except FAILURES as error:
-            raise self.unsupported(error) from error
+            value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
         return value, None, note
 
 

@@ -81,7 +81,7 @@ class Reference(ABC):
 
     @abstractmethod
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        """Return H V (k, P), the route's own error estimate of the same shape or None, and a note."""
+        """Return H V (k, P), the route's own error estimate of the same shape or None, and a note; ``FAILURES`` may be raised."""
 
     def measure(
         self,
@@ -115,8 +115,11 @@ class Reference(ABC):
             raise InputError(f"{self.name}: directions have shape {tuple(directions.shape)}; expected (k, {problem.size}).")
         directions = directions.to(problem.theta)
         start = time.perf_counter()
-        with torch.enable_grad():
-            value, error, note = self._products(problem, directions, chunk, progress or _silent)
+        try:
+            with torch.enable_grad():
+                value, error, note = self._products(problem, directions, chunk, progress or _silent)
+        except FAILURES as failure:
+            raise self.unsupported(failure) from failure
         if V is None:
             value, error = value.T, None if error is None else error.T
         if value.is_cuda:

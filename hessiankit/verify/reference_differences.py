@@ -51,14 +51,11 @@ class CentralDifferences(Reference):
         lengths = V.norm(dim=1, keepdim=True)
         units = V / torch.where(lengths > 0, lengths, 1)
         found: list[_Settled] = []
-        try:
-            with problem.at():
-                noise = gradient_noise(problem, precision)
-                for unit in units:
-                    found.append(_best_step(problem, unit, precision, noise))
-                    progress(len(found), len(V))
-        except FAILURES as error:
-            raise self.unsupported(error) from error
+        with problem.at():
+            noise = gradient_noise(problem, precision)
+            for unit in units:
+                found.append(_best_step(problem, unit, precision, noise))
+                progress(len(found), len(V))
         if not found:
             return torch.zeros_like(V), torch.zeros_like(V), ""
         notes, kinks = [], [one.kink for one in found if one.kink]
@@ -144,11 +141,11 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
     tiny, suspicious, h = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5, FIRST_STEP[precision]
     odd = [odd_part(k * h) for k in (1, 2, 3, 4)]
     best, known = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
-    coarse, rising, rough, lowest, previous = _combine(odd, h), 0, False, math.inf, math.inf
+    coarse, rising, rough, lowest, previous = combined(odd, h), 0, False, math.inf, math.inf
     for _ in range(HALVINGS[precision]):
         h /= 2
         odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
-        fine = _combine(odd, h)
+        fine = combined(odd, h)
         error = torch.maximum(_per_block(problem, coarse - fine), noise / h)
         for where, better in zip(problem.slices.values(), (error < known).tolist(), strict=True):
             if better:
@@ -196,7 +193,8 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     return torch.stack(samples).median(dim=0).values
 
 
-def _combine(odd: Sequence[Tensor], h: float) -> Tensor:
+def combined(odd: Sequence[Tensor], h: float) -> Tensor:
+    """Return the derivative from the differences f(x + k h) - f(x - k h), k = 1 to 4."""
     total = WEIGHTS[0] * odd[0]
     for weight, part in zip(WEIGHTS[1:], odd[1:], strict=True):
         total = total + weight * part

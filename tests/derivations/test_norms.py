@@ -29,7 +29,7 @@ def matrices() -> Iterator[Tensor]:
     """Gaussian, sparse, low-rank and badly scaled matrices of several shapes."""
     generator = torch.Generator().manual_seed(3)
     for m, n in [(3, 5), (5, 3), (4, 4), (1, 6), (6, 1), (7, 2)]:
-        for _ in range(10):
+        for _ in range(3):
             G = torch.randn(m, n, generator=generator, dtype=F64)
             yield G
             yield G * (torch.rand(m, n, generator=generator, dtype=F64) < 0.3)
