@@ -24,7 +24,7 @@ from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
 from hessiankit.engine.kernel_products import KernelProduct, multiply
-from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled, mirror
+from hessiankit.engine.kernel_sums import _one, _several, add_compiled, add_rows_compiled, mirror
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -256,6 +256,39 @@ def test_whole_hessians_with_and_without(placement: str, dtype: torch.dtype) -> 
     assert not torch.equal(compiled.matrix, plain.matrix)  # another order of sums
     assert compiled.asymmetry < (1e-13 if dtype == torch.float64 else 1e-5)
     close(compiled.matrix, plain.matrix.double().numpy())
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("n", [30, 5000])  # and more rows than are summed at once
+def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, several: bool, n: int) -> None:
+    u, v = (WeightJacobian(name, None, rows_of(n, 9, dtype=torch.float64, seed=k), 11, False) for k, name in enumerate("uv"))
+    pairs = [(v, rows_of(n, 11, 11, dtype=torch.float64, seed=3 + k)) for k in range(1 + several)]
+    into = torch.full((101, 101), torch.nan, dtype=torch.float64)
+    part = into[1:-1, 1:-1]
+    found = _several(u, pairs, part) if several else _one(u, *pairs[0], part, False)
+    assert found is not None
+    assert found.covers
+    replace(found, over=True).bound(kernels.hessiankit_lift)()
+    close(part, sum(written_out(u, *pair) for pair in pairs))
+    assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_planned_hessians_are_written_over_what_lies_there(tied: bool) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(TransformerBlock(8, 12, activation="gelu"), TransformerBlock(8, 12, placement="pre")).double()
+    if tied:
+        model[1].load_state_dict(model[0].state_dict(), strict=False)
+        for name, p in list(model[0].named_parameters()):
+            owner, _, last = name.rpartition(".")
+            setattr(model[1].get_submodule(owner), last, p)
+    model[0].register_parameter("unused", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+    x, y = (torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(2))
+    f = hessiankit.hessian_function(model, x, y)
+    assert f.plan is not None
+    expected = hessiankit.hessian(model, x, y).matrix
+    for _ in range(2):
+        close(f(out=torch.full_like(expected, torch.nan)).matrix, expected.numpy())
 
 
 def test_digits_do_not_depend_on_threads() -> None:

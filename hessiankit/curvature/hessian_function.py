@@ -116,7 +116,7 @@ class HessianFunction(Printed):
             self.reason = str(error).splitlines()[0]
             return
         self.plan._terms = self._block_terms
-        self._memory = MatrixMemory(self._task.slices, self._task.dtype, self._task.device)
+        self._memory = MatrixMemory(self._task.size, self._task.dtype, self._task.device)
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
         self._run(matrix)
         matrix.mirror()
@@ -131,7 +131,7 @@ class HessianFunction(Printed):
             value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"])
             if states.drawn_from():
                 raise PlanError("an operation draws random numbers")
-        return make_plan(recorder, self._tensors, matrix.data, [value], allowed)
+        return make_plan(recorder, self._tensors, matrix.data, [value], allowed, tuple(task.slices.values()))
 
     def _run(self, matrix: SymmetricStorage) -> float:
         assert self.plan is not None
@@ -240,15 +240,18 @@ class HessianFunction(Printed):
 
     def _checked_out(self, out: Tensor | None) -> Tensor:
         if out is None:
-            check_matrix(self._task.size, self._task.dtype, self._task.device)
-            return self._memory.matrix()
+            found = self._memory.again()
+            if found is None:
+                check_matrix(self._task.size, self._task.dtype, self._task.device)
+                found = self._memory.new()
+            return found
         n, dtype, device = self._task.size, self._task.dtype, self._task.device
         if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
             raise InputError(
                 f"{WHO}: out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; pass a contiguous tensor of shape "
                 f"{(n, n)}, {dtype} on {device}, without requires_grad"
             )
-        return out.zero_()
+        return out
 
     def _unplanned(self, data: tuple[Any, Any], out: Tensor | None) -> Hessian:
         found = hessian(self.module, *data, **self._options)

@@ -15,6 +15,7 @@ A factor is a tensor with a stride for each index, 0 for those that it does not 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
@@ -52,6 +53,7 @@ class KernelSum:
         terms: Of the right side, each a product: a scalar of (n, x1, x2), or None, and a vector of (n, x1, x2, z).
         symmetric: Whether into[m1, m2] and into[m2, m1] take the same, so that it is summed once.
         mean: Whether the left side is symmetric up to rounding, and its mean is taken.
+        over: Whether it is written over what lies in ``into``, all of which it has to cover, rather than added to it.
     """
 
     into: Tensor
@@ -64,6 +66,7 @@ class KernelSum:
     terms: Sequence[tuple[KernelFactor | None, KernelFactor]]
     symmetric: bool = False
     mean: bool = False
+    over: bool = False
     name: ClassVar[str] = "compiled sum"
 
     def add(self, kernels: ctypes.CDLL) -> float:
@@ -78,6 +81,11 @@ class KernelSum:
     def multiplications(self) -> int:
         """How many there are."""
         return self.rows * self.left[0] * self.left[1] * self.right[0] * self.right[1] * self.right[2]
+
+    @property
+    def covers(self) -> bool:
+        """Whether every entry of ``into`` is summed."""
+        return self.multiplications == self.rows * math.prod(self.into.shape) > 0
 
     def factors(self) -> Iterator[tuple[KernelFactor | None, int]]:
         """Yield every factor with how many strides it has."""
@@ -112,7 +120,7 @@ class BoundSum:
     def __init__(self, terms: KernelSum, function: Any) -> None:
         self.sum, self._function = terms, function
         numbers = [terms.rows, *terms.left, 2 if terms.mean else int(terms.symmetric), *terms.right, *terms.strides]
-        numbers.append(len(terms.terms))
+        numbers += (int(terms.over), len(terms.terms))
         pointers: list[int | None] = []
         for factor, indices in terms.factors():
             pointers.append(None if factor is None else factor.data.data_ptr())
@@ -124,7 +132,7 @@ class BoundSum:
         self._seen = (ctypes.c_double * 2)()
 
     def __call__(self) -> None:
-        """Add the sum to what it is added to."""
+        """Put the sum where it belongs."""
         self._seen[0] = self._seen[1] = 0.0
         threads = torch.get_num_threads() if self._many else 1
         into = self.sum.into.data_ptr()

@@ -12,10 +12,12 @@ A number that Python reads on the way (how many labels count, say) is a *guard*:
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hessiankit.engine.block_terms import BlockTerms
-from hessiankit.engine.kernel_sums import BoundSum
+from hessiankit.engine.kernel_sums import BoundSum, KernelSum
 from hessiankit.engine.recorder import Note, PlanError, PlannedStep, Recorder, TensorSpec, storage_key
 from hessiankit.support.errors import InputError
 
@@ -65,15 +67,16 @@ class ExecutionPlan:
     recorded: int
     _calls: list[Callable[[], Any]] = field(default_factory=list, repr=False)
     _outputs: list[tuple[Tensor, TensorSpec]] = field(default_factory=list, repr=False)
+    _zeroed: list[Tensor] = field(default_factory=list, repr=False)
     _sums: list[Any] = field(default_factory=list, repr=False)
     _values: list[Tensor] = field(default_factory=list, repr=False)
     _terms: Callable[[str, str], BlockTerms] | None = field(default=None, repr=False)
 
     def run(self, output: Tensor) -> list[float]:
-        """Run all operations on the present values of the inputs; the result is added to ``output``.
+        """Run all operations on the present values of the inputs, and write the result over ``output``.
 
         Args:
-            output: Of the shape, strides and dtype of the output that was recorded, zero where it is not to be added to.
+            output: Of the shape, strides and dtype of the output that was recorded.
 
         Returns:
             The numbers that were asked for when the plan was made.
@@ -84,6 +87,8 @@ class ExecutionPlan:
         storage, start = output.untyped_storage(), output.storage_offset()
         for view, recorded in self._outputs:
             view.set_(storage, start + recorded.offset, recorded.shape, recorded.strides)
+        for part in self._zeroed:
+            part.zero_()
         for call in self._calls:
             call()
         return [float(x) for x in self._values]
@@ -113,16 +118,22 @@ class ExecutionPlan:
 
 
 def make_plan(
-    record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor], bytes_allowed: int = 2**63
+    record: Recorder,
+    inputs: Iterable[Tensor],
+    output: Tensor,
+    values: Sequence[Tensor],
+    bytes_allowed: int = 2**63,
+    rows: Sequence[slice] = (),
 ) -> ExecutionPlan:
     """Make a plan of what was recorded.
 
     Args:
         record: Of the inputs and the output.
         inputs: The tensors that may have other entries when the plan is run.
-        output: What results are added to; when the plan is run another tensor takes its place.
+        output: What results are added to, zero at first; when the plan is run another tensor takes its place.
         values: Scalars among the results that are returned as numbers.
         bytes_allowed: Of intermediates.
+        rows: Of each parameter, where the output is P x P and only its blocks (i, j) with i not after j are wanted.
 
     Raises:
         PlanError: An operation writes into an input, Python reads a number that is not an integer, or there is too little memory.
@@ -131,17 +142,20 @@ def make_plan(
     >>> x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
     >>> with recording([x, total]) as record:
     ...     _ = total.add_(x * x)
-    >>> plan, x[0], result = make_plan(record, [x], total, []), 3.0, torch.zeros(2)
+    >>> plan, x[0], result = make_plan(record, [x], total, []), 3.0, torch.empty(2)
     >>> _ = plan.run(result)
     >>> result.tolist(), [step.name for step in plan.steps]
     ([9.0, 4.0], ['mul', 'add_'])
     """
-    return _Maker(record, inputs, output, values).plan(bytes_allowed)
+    return _Maker(record, inputs, output, values, rows).plan(bytes_allowed)
 
 
 class _Maker:
-    def __init__(self, record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor]) -> None:
-        self.notes, self.kept, self.output = record.notes, record.kept, output
+    def __init__(
+        self, record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor], rows: Sequence[slice]
+    ) -> None:
+        self.notes, self.kept, self.output, self.rows = list(record.notes), record.kept, output, rows
+        self.whole = record.spec(output)
         self.given = {storage_key(x) for x in inputs}
         self.result = storage_key(output)
         self.values = [record.spec(x) for x in values]
@@ -158,6 +172,7 @@ class _Maker:
         self.arena = torch.empty(workspace, dtype=torch.uint8, device=self.output.device)
         constants = sum(m.bytes for key, m in self.memory.items() if key in self.made and not m.varies)
         plan = ExecutionPlan((), workspace, constants, len(self.notes))
+        plan._zeroed = [self._tensor(part) for part in self._zeroed(kept)]
         steps = []
         for n in kept:
             note = self.notes[n]
@@ -261,6 +276,60 @@ class _Maker:
             storage = self.arena.untyped_storage() if scratch else self.kept[x.storage]
             self.moved[x] = x.on(storage, self.memory[x.storage].place if scratch else 0)
         return self.moved[x]
+
+    # What of the result is zero at first
+
+    def _zeroed(self, kept: Sequence[int]) -> list[TensorSpec]:
+        """Let compiled sums that are the first to reach a block of the result write over it; return what else there is of it."""
+        reached: set[tuple[int, int]] = set()
+        covered: set[tuple[int, int]] = set()
+        first: list[int] = []
+        for n in kept if self.rows else ():
+            note = self.notes[n]
+            for x in dict.fromkeys(x for x in (*note.read(), *note.written()) if x.storage == self.result):
+                found = self._blocks(x)
+                if found is None:
+                    return [self.whole]
+                blocks, whole = found
+                is_sum = bool(note.args) and isinstance(note.args[0], KernelSum) and note.args[0].covers
+                if is_sum and whole and reached.isdisjoint(blocks):
+                    first.append(n)
+                    covered |= blocks
+                reached |= blocks
+        for n in first:
+            note = self.notes[n]
+            self.notes[n] = replace(note, args=(replace(note.args[0], over=True),))
+        return self._uncovered(covered)
+
+    def _blocks(self, x: TensorSpec) -> tuple[set[tuple[int, int]], bool] | None:
+        """Return the blocks that a part of the result lies in, and whether it is all of them; None if it lies in several rows."""
+        width = self.whole.strides[0]
+        top, left = divmod(x.offset - self.whole.offset, width)
+        steps = [divmod(stride, width) for stride in x.strides]
+        bottom, right = (
+            first + 1 + sum((size - 1) * step[k] for size, step in zip(x.shape, steps, strict=True))
+            for k, first in enumerate((top, left))
+        )
+        starts = [rows.start for rows in self.rows]
+        i, j, last = (bisect_right(starts, at) - 1 for at in (top, left, right - 1))
+        if bottom > self.rows[i].stop or right > width:
+            return None
+        whole = (top, bottom, left, right) == (self.rows[i].start, self.rows[i].stop, self.rows[j].start, self.rows[last].stop)
+        return {(i, k) for k in range(j, last + 1)}, whole and x.numel == (bottom - top) * (right - left)
+
+    def _uncovered(self, covered: Collection[tuple[int, int]]) -> list[TensorSpec]:
+        """Return parts of the result that hold all its blocks (i, j), i not after j, but some."""
+        if not self.rows:
+            return [self.whole]
+        width, found = self.whole.strides[0], []
+        for i, rows in enumerate(self.rows):
+            for is_covered, group in groupby(range(i, len(self.rows)), lambda j, i=i: (i, j) in covered):  # type: ignore[misc]
+                if not is_covered:
+                    columns = [self.rows[j] for j in group]
+                    shape = (rows.stop - rows.start, columns[-1].stop - columns[0].start)
+                    offset = self.whole.offset + rows.start * width + columns[0].start
+                    found.append(replace(self.whole, shape=shape, offset=offset))
+        return found
 
     # How it is called
 

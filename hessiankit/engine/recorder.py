@@ -48,9 +48,14 @@ class TensorSpec:
     storage_bytes: int
 
     @property
+    def numel(self) -> int:
+        """How many entries there are."""
+        return math.prod(self.shape)
+
+    @property
     def bytes(self) -> int:
         """Of the entries."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.numel * self.dtype.itemsize
 
     def on(self, storage: torch.UntypedStorage, start: int = 0) -> Tensor:
         """Return such a tensor on other memory, which starts so many bytes into a storage."""

@@ -52,31 +52,32 @@ def _on(pages: mmap.mmap, n: int, dtype: torch.dtype) -> Tensor:
 class MatrixMemory:
     """Memory for n x n matrices, one after the other: that of a matrix that is gone is used again.
 
-    New pages arrive zeroed by the system, which takes longer than to write zeros into old ones.
+    New pages arrive zeroed by the system, which takes longer than to write into old ones.
 
     Args:
-        slices: Rows of each parameter; only blocks (i, j) with i not after j are made zero, the others are mirrored later.
+        size: n.
         dtype: Of the entries.
         device: Where they are kept.
     """
 
-    def __init__(self, slices: Mapping[str, slice], dtype: torch.dtype, device: torch.device) -> None:
-        self._rows, self._dtype, self._device = list(slices.values()), dtype, device
-        self._size = max((rows.stop for rows in self._rows), default=0)
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._size, self._dtype, self._device = size, dtype, device
         self._kept: list[tuple[mmap.mmap, StorageWeakRef]] = []
 
-    def matrix(self) -> Tensor:
-        """Return a matrix whose blocks (i, j), i not after j, are zero."""
+    def again(self) -> Tensor | None:
+        """Return a matrix in memory of one that is gone, whose entries it has; None where there is none."""
         for k, (pages, reference) in enumerate(self._kept):
             if reference.expired():
                 found = _on(pages, self._size, self._dtype)
                 self._kept[k] = (pages, StorageWeakRef(found.untyped_storage()))
-                for rows in self._rows:
-                    found[rows, rows.start :].zero_()
                 return found
+        return None
+
+    def new(self) -> Tensor:
+        """Return a matrix in new memory."""
         fresh = _pages(self._size, self._dtype, self._device)
         if fresh is None:
-            return zeros(self._size, self._dtype, self._device)
+            return torch.empty(self._size, self._size, dtype=self._dtype, device=self._device)
         found = _on(fresh, self._size, self._dtype)
         if len(self._kept) < KEPT and len(fresh) < SPARE:
             self._kept.append((fresh, StorageWeakRef(found.untyped_storage())))

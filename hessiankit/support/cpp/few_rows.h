@@ -21,6 +21,17 @@ struct Term {
   Factor<T> scalar, vector;
 };
 
+// So many entries of a vector, added to what lies at an address or written over it.
+template <typename T>
+void put_columns(const typename Lanes<T>::type& sum, int64_t columns, T* to, bool over) {
+  using V = typename Lanes<T>::type;
+  V* d = reinterpret_cast<V*>(to);
+  if (columns == Lanes<T>::count)
+    *d = over ? sum : *d + sum;
+  else
+    for (int64_t c = 0; c < columns; ++c) to[c] = over ? sum[c] : to[c] + sum[c];
+}
+
 template <typename T>
 struct FewRows {
   using V = typename Lanes<T>::type;
@@ -28,10 +39,11 @@ struct FewRows {
   static constexpr int64_t DEEP = 192;  // rows n summed at once
 
   int64_t depth, x1, x2, width, out_x1, out_x2;
+  bool over;  // what lies in the matrix is not read
   const std::vector<Term<T>>& terms;
   const std::vector<const T*>& from;  // the left side of each m, along n at a stride
   int64_t step;
-  const std::vector<int64_t>& to;  // where each m is added
+  const std::vector<int64_t>& to;  // where each m is put
   T* out;
 
   struct Strip {
@@ -79,8 +91,8 @@ struct FewRows {
                 const bool all = !finite || counts[y] == some;
                 const int32_t* which = all ? nullptr : rows.data() + y * some;
                 const T* left = strip.left + start * strip.height;
-                add(strip, all ? some : counts[y], which, left, scalars + y * some, x2 * some, vectors, some,
-                    out + x * out_x1 + y * out_x2 + z, std::min<int64_t>(W, width - z));
+                put(strip, all ? some : counts[y], which, left, scalars + y * some, x2 * some, vectors, some,
+                    out + x * out_x1 + y * out_x2 + z, std::min<int64_t>(W, width - z), over && start == 0);
               }
           }
         }
@@ -149,9 +161,9 @@ struct FewRows {
     return true;
   }
 
-  // Adds one tile; s and v: the packed scalars and vectors, those of one term so far apart.
-  void add(const Strip& strip, int64_t count, const int32_t* which, const T* left, const T* s, int64_t s_next, const T* v,
-           int64_t v_next, T* at, int64_t columns) const {
+  // Sums and puts one tile; s and v: the packed scalars and vectors, those of one term so far apart.
+  void put(const Strip& strip, int64_t count, const int32_t* which, const T* left, const T* s, int64_t s_next, const T* v,
+           int64_t v_next, T* at, int64_t columns, bool first) const {
     V sums[TALL];
     for (int64_t h = 0; h < strip.count; ++h) __builtin_prefetch(at + to[strip.first + h], 1);
     if (terms.size() == 1)
@@ -160,13 +172,7 @@ struct FewRows {
       tile<2>(strip.height, count, which, left, s, s_next, v, v_next, sums);
     else
       tile<0>(strip.height, count, which, left, s, s_next, v, v_next, sums);
-    for (int64_t h = 0; h < strip.count; ++h) {
-      T* d = at + to[strip.first + h];
-      if (columns == W)
-        *reinterpret_cast<V*>(d) += sums[h];
-      else
-        for (int64_t c = 0; c < columns; ++c) d[c] += sums[h][c];
-    }
+    for (int64_t h = 0; h < strip.count; ++h) put_columns(sums[h], columns, at + to[strip.first + h], first);
   }
 
   template <int given>

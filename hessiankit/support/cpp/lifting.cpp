@@ -1,4 +1,4 @@
-// Sums of products that are added to a part of a large matrix,
+// Sums of products that are added to a part of a large matrix, or written over what lies there,
 //
 //     out[m, x, z] += sum_n left[n, m] right[n, x, z],        m = (m1, m2), x = (x1, x2), z contiguous in the matrix,
 //
@@ -7,7 +7,7 @@
 //     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = sum_t s_t[n, x] v_t[n, x, z].
 //
 // A block of the right side is laid out in panels that stay in the cache, a strip of the left one beside it; a tile of
-// ROWS x (two vectors) is summed in registers and added to the matrix once. Rows n at which a strip or a panel is zero,
+// ROWS x (two vectors) is summed in registers and reaches the matrix once. Rows n at which a strip or a panel is zero,
 // as behind a ReLU, are left out, unless something is not finite: then 0 x inf has to show.
 
 #include "few_rows.h"
@@ -31,6 +31,7 @@ struct Sum {
   bool mean;        // and the left side is symmetric up to rounding, of which the mean is taken
   int64_t x1, x2, width;
   int64_t out_m1, out_m2, out_x1, out_x2;
+  bool over;  // what lies in the matrix is not read
   Factor<T> a, b;
   std::vector<Term<T>> terms;
   T* out;
@@ -223,15 +224,12 @@ struct Sum {
       which ? tile<1, true>(count, which, left, right, sums) : tile<1, false>(count, which, left, right, sums);
   }
 
-  static void add(const V sum[2], int64_t columns, T* to) {
-    V* d = reinterpret_cast<V*>(to);
-    if (columns >= W) d[0] += sum[0];
-    if (columns == WIDE) d[1] += sum[1];
-    const T* s = reinterpret_cast<const T*>(sum);
-    for (int64_t c = columns / W * W; c < columns; ++c) to[c] += s[c];
+  static void put(const V sum[2], int64_t columns, T* to, bool over) {
+    put_columns(sum[0], std::min<int64_t>(W, columns), to, over);
+    if (columns > W) put_columns(sum[1], columns - W, to + W, over);
   }
 
-  // Asks for lines of the matrix while the tile is summed that will be added to them.
+  // Asks for lines of the matrix while the tile is summed that they take.
   static void fetch(const T* to, int64_t columns) {
     for (int64_t c = 0; c < columns; c += 64 / int64_t(sizeof(T))) __builtin_prefetch(to + c, 1);
     __builtin_prefetch(to + columns - 1, 1);
@@ -279,8 +277,8 @@ struct Sum {
           tile(p.columns, met, desk.both.data(), left, right, sums);
         }
         for (int64_t h = 0; h < high; ++h) {
-          add(sums[h], p.columns, to + row[h].to);
-          if (row[h].too >= 0) add(sums[h], p.columns, to + row[h].too);
+          put(sums[h], p.columns, to + row[h].to, over && start == 0);
+          if (row[h].too >= 0) put(sums[h], p.columns, to + row[h].too, over && start == 0);
         }
       }
     }
@@ -293,7 +291,7 @@ struct Sum {
       std::vector<int64_t> to;
       for (int64_t i = 0; i < m1; ++i)
         for (int64_t j = 0; j < m2; ++j) from.push_back(a.at(i, j)), to.push_back(i * out_m1 + j * out_m2);
-      return FewRows<T>{depth, x1, x2, width, out_x1, out_x2, terms, from, a.n, to, out}.run(threads);
+      return FewRows<T>{depth, x1, x2, width, out_x1, out_x2, over, terms, from, a.n, to, out}.run(threads);
     }
     order();
     list();
@@ -326,17 +324,17 @@ Factor<T> factor(const void* data, const int64_t* strides, bool z) {
 template <typename T>
 void lift(const void* const* data, const int64_t* s, void* out, int64_t threads, double* skew) {
   std::vector<Term<T>> terms;
-  for (int64_t t = 0; t < s[11]; ++t)
-    terms.push_back({factor<T>(data[2 + 2 * t], s + 18 + 7 * t, false), factor<T>(data[3 + 2 * t], s + 21 + 7 * t, true)});
-  Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10],
-         factor<T>(data[0], s + 12, false), factor<T>(data[1], s + 15, false), terms, static_cast<T*>(out), {}, {}}
+  for (int64_t t = 0; t < s[12]; ++t)
+    terms.push_back({factor<T>(data[2 + 2 * t], s + 19 + 7 * t, false), factor<T>(data[3 + 2 * t], s + 22 + 7 * t, true)});
+  Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11] != 0,
+         factor<T>(data[0], s + 13, false), factor<T>(data[1], s + 16, false), terms, static_cast<T*>(out), {}, {}}
       .run(threads, skew);
 }
 
 }  // namespace
 
 // Numbers: depth, m1, m2, kind (0 plain, 1 triangular, 2 triangular and the mean), x1, x2, width; strides of out along m1, m2,
-// x1, x2; terms; strides of a and b along (n, m1, m2); of each term's scalar along (n, x1, x2) and vector along (n, x1, x2, z).
+// x1, x2; whether what lies in out is written over; terms; strides of a and b along (n, m1, m2); of each term's scalar along (n, x1, x2) and vector along (n, x1, x2, z).
 extern "C" int hessiankit_lift(int single, const void* const* data, const int64_t* numbers, void* out, int64_t threads, double* skew) {
   try {
     if (single)
