@@ -145,9 +145,14 @@ def _is_cut_off(node: Node, known: Mapping[Node, Any], moving: Collection[Node])
     if node in moving or not isinstance(known[node], Tensor):
         return False
     memory = known[node].untyped_storage().data_ptr()
-    return node.target is torch.ops.aten.detach.default or any(
-        (n in moving or n.target is torch.ops.aten.detach.default) and _reads(known[n], {memory}) for n in node.all_input_nodes
+    return _detaches(node, moving) or any(
+        (n in moving or _detaches(n, moving)) and _reads(known[n], {memory}) for n in node.all_input_nodes
     )
+
+
+def _detaches(node: Node, moving: Collection[Node]) -> bool:
+    """Tell whether a node is ``detach``, and not only another name of a constant: torch detaches new memory under some modes."""
+    return node.target is torch.ops.aten.detach.default and any(n in moving or len(n.users) > 1 for n in node.all_input_nodes)
 
 
 def _refusal(operation: Any, what: str) -> TraceError:
