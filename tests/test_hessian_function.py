@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from curvature_reference import Formula
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -49,11 +51,33 @@ def transformer() -> tuple[nn.Module, Tensor, Tensor]:
     return model, tokens[:, :-1], tokens[:, 1:]
 
 
+def interleaved(x: Tensor) -> Tensor:
+    """A rotary embedding, its columns written into new memory."""
+    angle, out = torch.arange(x.shape[1], dtype=DOUBLE).unsqueeze(1), torch.empty_like(x)
+    out[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
+    out[..., 1::2] = x[..., 1::2] * angle.cos() + x[..., ::2] * angle.sin()
+    return out
+
+
+def of_complex_numbers(x: Tensor) -> Tensor:
+    """A rotary embedding as a product of complex numbers."""
+    turn = torch.polar(torch.ones(x.shape[1], 1, dtype=DOUBLE), torch.arange(x.shape[1], dtype=DOUBLE).unsqueeze(1))
+    return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turn).flatten(-2)
+
+
+def attention(rotary: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor, Tensor]:
+    def attend(s: nn.Module, x: Tensor) -> Tensor:
+        return torch.softmax(rotary(x @ s.Q) @ rotary(x @ s.K).mT, -1) @ x
+
+    return Formula(attend, Q=(4, 4), K=(4, 4)), torch.randn(2, 3, 4, dtype=DOUBLE), torch.randn(2, 3, 4, dtype=DOUBLE)
+
+
 CASES = {
     "classifier": (classifier, "cross_entropy"),
     "hybridnorm": (lambda: block("hybridnorm"), "mse"),
     "peri, swiglu": (lambda: block("sandwich", activation="swiglu", norm="rmsnorm"), "mse"),
     "language model": (transformer, "cross_entropy"),
+    "rotary embedding written in place": (lambda: attention(interleaved), "mse"),
     "torch's layer": (
         lambda: (
             nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, dtype=DOUBLE),
@@ -178,7 +202,7 @@ def test_another_number_of_labels_is_planned_again() -> None:
     assert torch.equal(f().matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix)
     t = torch.tensor([0, -100, 1, -100, 2])
     assert torch.allclose(f(target=t).matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix, rtol=0, atol=1e-13)
-    assert f.plans == 3
+    assert f.plans == 2
 
 
 def test_a_saturated_softmax_keeps_its_digits() -> None:
@@ -214,6 +238,62 @@ def test_a_module_that_computes_something_else_is_refused(factor: float) -> None
     module.factor = factor
     with pytest.raises(TraceError, match=r"the module's own loss is .*its 'factor' has changed; make the function anew"):
         f()
+
+
+def test_a_module_with_another_gradient_is_refused() -> None:
+    """What is detached, or frozen, has the same loss."""
+    stopped, x = {"yes": False}, torch.randn(3, 4, dtype=DOUBLE)
+
+    def run(s: nn.Module, x: Tensor) -> Tensor:
+        y = torch.tanh(x @ s.W)
+        return (y.detach() if stopped["yes"] else y) @ s.V
+
+    net = Formula(run, W=(4, 3), V=(3, 2))
+    f = hk.hessian_function(net, x, torch.zeros(3, 2, dtype=DOUBLE))
+    f()
+    stopped["yes"] = True
+    with pytest.raises(TraceError, match=r"own gradient is not that of the plan: .*; make the function anew"):
+        f()
+    stopped["yes"] = False
+    move(net)
+    assert torch.allclose(f().matrix, hk.hessian(net, x, torch.zeros(3, 2, dtype=DOUBLE)).matrix, rtol=0, atol=1e-13)
+    net.W.requires_grad_(False)
+    with pytest.raises(InputError, match=r"the parameter 'W' does not require grad now"):
+        f()
+
+
+def test_a_gradient_that_cancels_is_no_other_gradient() -> None:
+    """At a minimum the gradient is rounding."""
+    layer, x = nn.Linear(4, 3, dtype=DOUBLE), torch.randn(6, 4, dtype=DOUBLE)
+    t = torch.randn(6, 3, dtype=DOUBLE)
+    f = hk.hessian_function(layer, x, t)
+    rows = torch.cat([x, torch.ones(6, 1, dtype=DOUBLE)], 1)
+    best = torch.linalg.lstsq(rows, t).solution.T
+    with torch.no_grad():
+        layer.weight.copy_(best[:, :4])
+        layer.bias.copy_(best[:, 4])
+    assert torch.allclose(f().matrix[:12, :12], 2 / 18 * torch.kron(torch.eye(3, dtype=DOUBLE), x.T @ x), rtol=0, atol=1e-13)
+
+
+def test_errors_of_a_later_call_are_those_of_hessian() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    with pytest.raises(InputError, match=r"labels lie in \[0, 7\], expected 0 to 2"):
+        f(target=t.where(t != 2, 7))
+    f = hk.hessian_function(
+        module, x, torch.rand(5, 3, dtype=DOUBLE), loss=lambda z, t: nn.functional.binary_cross_entropy(z.sigmoid(), t)
+    )
+    with pytest.raises(InputError, match=r"the loss, called as .*, raised: all elements of target should be between 0 and 1"):
+        f(target=torch.full((5, 3), 2.0, dtype=DOUBLE))
+
+
+def test_complex_numbers_are_not_planned() -> None:
+    module, x, t = attention(of_complex_numbers)
+    f = hk.hessian_function(module, x, t)
+    assert f.plan is None
+    assert "conjugate" in f.reason
+    move(module)
+    assert torch.equal(f().matrix, hk.hessian(module, x, t).matrix)
 
 
 def test_buffers_move_with_the_module() -> None:

@@ -18,10 +18,10 @@ from hessiankit.engine.block_terms import BlockTerms, block_terms
 from hessiankit.engine.diagnosis import check_finite, without_effect
 from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan
 from hessiankit.engine.problem.batches import batches, gather
-from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors
-from hessiankit.engine.problem.handshake import ROUNDING
+from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors, one_kind
+from hessiankit.engine.problem.handshake import ROUNDING, GenericSlope
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import own_loss
+from hessiankit.engine.problem.own_call import OwnGradient, called
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
 from hessiankit.engine.recorder import PlanError, recording
@@ -30,10 +30,12 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
+from hessiankit.tracing.source_line import first_line
 
 WHO = "hessian_function"
 SHARE = 0.25  # of the free memory that a plan may take
 AGREE = 1e3  # times the rounding unit, relative to the largest entry: how close a plan has to come to the engine
+UNSEEN = "the module computes with something that a record of torch's operations does not show; use hessiankit.hessian for it"
 
 
 class HessianFunction(Printed):
@@ -83,16 +85,18 @@ class HessianFunction(Printed):
         start = time.perf_counter()
         self._check_module()
         self._take(data)
-        own = self._own_loss()
+        own = self._own_call(data[0])
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device, self._checked_out(out))
         try:
-            value = self._run(matrix)
+            value, slope = self._run(matrix)
         except GuardError:
             self._make(data)
             return self._planned(data, out) if self.plan is not None else self._unplanned(data, out)
-        self._compare_loss(own, value)
-        if not self._compared and self._moved():
-            self._compare_with_engine(matrix.data, data)
+        self._compare_loss(own.loss, value)
+        if not self._is_own_gradient(own, slope):
+            self._compare_with_engine(matrix.data, data, f"the module's own gradient is not that of the plan: {self._cause()}")
+        elif not self._compared and self._moved():
+            self._compare_with_engine(matrix.data, data, UNSEEN)
         return self._result(matrix, value, time.perf_counter() - start)
 
     # Making a plan
@@ -106,21 +110,22 @@ class HessianFunction(Printed):
         if len(evaluation.unused) == len(self._task.parameters):
             raise without_effect(WHO, self._task.parameters)
         self._fallbacks, self._size = evaluation.fallbacks, abs(evaluation.loss)
+        self._slope = GenericSlope(self._task)
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
         self._at = [x.clone() for x in self._tensors]
         self.plans += 1
         try:
             self.plan, self.reason = self._recorded(), ""
-        except (PlanError, NotImplementedError) as error:
-            self.reason = str(error).splitlines()[0]
+        except (PlanError, TraceError, NotImplementedError) as error:  # the same was traced just now, without being recorded
+            self.reason = first_line(error.__cause__ or error)
             return
         self.plan._terms = self._block_terms
         self._memory = MatrixMemory(self._task.size, self._task.dtype, self._task.device)
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
         self._run(matrix)
         matrix.mirror()
-        self._check_same(matrix.data, expected, "the values that it was made at")
+        self._check_same(matrix.data, expected, UNSEEN)
 
     def _recorded(self) -> ExecutionPlan:
         task = self._task
@@ -128,27 +133,25 @@ class HessianFunction(Printed):
         allowed = int(SHARE * available_memory(task.device))
         record = recording([*self._tensors, matrix.data], allowed)
         with preserved_random_states(task.module) as states, record as recorder, task.at(), torch.no_grad():
-            value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"])
+            value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"], on_gradient=self._slope.add)
+            slope = self._slope.value()
             if states.drawn_from():
                 raise PlanError("an operation draws random numbers")
-        return make_plan(recorder, self._tensors, matrix.data, [value], allowed, tuple(task.slices.values()))
+        return make_plan(recorder, self._tensors, matrix.data, [value, slope], allowed, tuple(task.slices.values()))
 
-    def _run(self, matrix: SymmetricStorage) -> float:
+    def _run(self, matrix: SymmetricStorage) -> tuple[float, float]:
+        """Add the matrix; return the loss and its slope."""
         assert self.plan is not None
         with torch.inference_mode():
-            (value,) = self.plan.run(matrix.data)
+            value, slope = self.plan.run(matrix.data)
         matrix.skew = self.plan.skew
-        return value
+        return value, slope
 
-    def _check_same(self, found: Tensor, expected: Tensor, where: str) -> None:
+    def _check_same(self, found: Tensor, expected: Tensor, why: str) -> None:
         scale = float(expected.abs().max())
         apart = float((found - expected).abs().max())
         if not apart <= AGREE * torch.finfo(found.dtype).eps * scale and math.isfinite(scale):
-            raise TraceError(
-                f"{WHO}: at {where} the plan gives a Hessian that is off by {apart / scale if scale else apart:.1e} of its "
-                "largest entry: the module computes with something that a record of torch's operations does not show; "
-                "use hessiankit.hessian for it"
-            )
+            raise TraceError(f"{WHO}: the plan gives a Hessian that is off by {apart / scale if scale else apart:.1e}: {why}")
 
     # One evaluation
 
@@ -165,6 +168,11 @@ class HessianFunction(Printed):
         for name, x, values in state.tensors():
             if name in now and now[name] is not x:
                 raise InputError(f"{WHO}: the parameter {name!r} is another tensor now; make the function anew")
+            if name in self._task.parameters and not x.requires_grad:
+                raise InputError(
+                    f"{WHO}: the parameter {name!r} does not require grad now; call requires_grad_(True) on it, or make the "
+                    "function anew"
+                )
             _check_alike(f"the tensor {name!r} of the module", x, values)
 
     def _take(self, data: tuple[Any, Any]) -> None:
@@ -187,32 +195,44 @@ class HessianFunction(Printed):
                     with torch.no_grad():
                         copy.copy_(x)
 
-    def _own_loss(self) -> float:
-        with torch.no_grad():  # there is no plan of a module that draws random numbers
-            return float(own_loss(self._task, self._task.run()))
+    def _own_call(self, inputs: Any) -> OwnGradient:
+        """Return loss and gradient of the module as it is now."""
+        with torch.inference_mode(False), torch.enable_grad():  # there is no plan of a module that draws random numbers
+            try:
+                made, _ = called(WHO, self._task, inputs, self._task.device, handshake=True)
+            except InputError:
+                one_kind(WHO, self.module, self._task.leaves, dtypes=True)  # a parameter may be the cause, which is named then
+                raise
+        assert made.reference is not None
+        return made.reference
 
     def _compare_loss(self, own: float, value: float) -> None:
-        eps = max(torch.finfo(self._task.dtype).eps, *(torch.finfo(p.dtype).eps for p in self._task.parameters.values()))
-        if abs(own - value) <= ROUNDING * eps * max(abs(own), abs(value), self._size):
+        if abs(own - value) <= ROUNDING * self._slope.eps * max(abs(own), abs(value), self._size):
             return
         if not (math.isfinite(own) and math.isfinite(value)):
             return  # the matrix is not finite either, and the error for that names the operation
+        raise TraceError(f"{WHO}: the module's own loss is {own:.6g}, that of the plan {value:.6g}: {self._cause()}")
+
+    def _is_own_gradient(self, own: OwnGradient, slope: float) -> bool:
+        """Tell whether the slope is that of the module's own call, up to rounding."""
+        expected, size = self._slope.expected(own)
+        return not math.isfinite(expected) or abs(expected - slope) <= ROUNDING * self._slope.eps * size
+
+    def _cause(self) -> str:
         changed = self._task.state.changed_attribute()
         cause = f"its {changed!r} has changed" if changed else "it takes another branch, or reads something that has changed"
-        raise TraceError(
-            f"{WHO}: the module's own loss is {own:.6g}, that of the plan {value:.6g}: {cause}; make the function anew"
-        )
+        return f"{cause}; make the function anew"
 
     def _moved(self) -> bool:
         return any(not torch.equal(x, before) for x, before in zip(self._tensors, self._at, strict=True))
 
-    def _compare_with_engine(self, upper: Tensor, data: tuple[Any, Any]) -> None:
+    def _compare_with_engine(self, upper: Tensor, data: tuple[Any, Any], why: str) -> None:
         """Compare the blocks (i, j), i not after j, with those that :func:`hessian` finds here."""
         expected, found = hessian(self.module, *data, **self._options).matrix, upper.clone()
         for rows in self._task.slices.values():
             found[rows.stop :, rows] = expected[rows.stop :, rows]
             found[rows, rows] = (found[rows, rows] + found[rows, rows].T) / 2
-        self._check_same(found, expected, "other values than those it was made at")
+        self._check_same(found, expected, why)
         self._compared = True
 
     def _result(self, matrix: SymmetricStorage, value: float, seconds: float) -> Hessian:

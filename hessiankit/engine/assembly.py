@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from hessiankit.engine.problem.task import Task, check_memory
 from hessiankit.engine.recorder import unrecorded
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.tracing.trace import Trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
@@ -49,7 +50,7 @@ def assemble(
     """
     handshake = Handshake(task)
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        value, fallbacks = assemble_chunks(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake)
+        value, fallbacks = assemble_chunks(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake.add)
     handshake.close()
     return float(value), fallbacks
 
@@ -62,9 +63,12 @@ def assemble_chunks(
     progress: Callable[[int, int], None] | None = None,
     gauss_newton: bool = False,
     on_memory: Callable[[LossTrace, int], None] | None = None,
-    handshake: Handshake | None = None,
+    on_gradient: Callable[[Trace, Mapping[int, Tensor], float], None] | None = None,
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """Do what :func:`assemble` does at the values that the module's parameters have now; the loss is a scalar tensor."""
+    """Do what :func:`assemble` does at the values that the module's parameters have now; the loss is a scalar tensor.
+
+    ``on_gradient`` is called with the trace of each chunk, the derivatives of ``share`` times its loss, and ``share``.
+    """
     normalizer, batch = normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
@@ -81,8 +85,8 @@ def assemble_chunks(
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
-        if handshake is not None:
-            handshake.add(traced.trace, slopes, share)
+        if on_gradient is not None:
+            on_gradient(traced.trace, slopes, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True

@@ -164,6 +164,43 @@ class Handshake:
         )
 
 
+class GenericSlope:
+    """The derivative of the loss along one generic direction: a number by which the gradients of a plan and a call are compared.
+
+    Args:
+        task: Whose parameters; its gradient is of the size that rounding is relative to.
+
+    Attributes:
+        eps: The rounding unit of the coarsest type that the module computes in.
+    """
+
+    def __init__(self, task: Task) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self._along = {name: torch.randn(x.shape, generator=generator).to(x) for name, x in task.parameters.items()}
+        self._terms: list[Tensor] = []
+        self._size = 0.0
+        self.eps = max(torch.finfo(x.dtype).eps for x in (*task.parameters.values(), torch.empty(0, dtype=task.dtype)))
+        if task.reference is not None:
+            self._size = self.expected(task.reference)[1]
+
+    def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float) -> None:
+        """Add some samples, as :meth:`Handshake.add` does."""
+        self.eps = max(self.eps, trace.eps)
+        self._terms += [
+            (adjoints[at] * self._along[name]).sum() / share for name, at in trace.parameters.items() if at in adjoints
+        ]
+
+    def value(self) -> Tensor:
+        """Return the derivative by what has been added."""
+        return torch.stack(self._terms).sum()
+
+    def expected(self, own: OwnGradient) -> tuple[float, float]:
+        """Return the derivative by a gradient, and the size of its terms or of those of the task's own, the larger of the two."""
+        terms = [(slope * self._along[name]).double() for name, slope in own.gradient.items() if slope is not None]
+        size = math.fsum(float(x.abs().sum()) for x in terms)
+        return math.fsum(float(x.sum()) for x in terms), max(size, self._size)
+
+
 def _largest(x: Tensor | None) -> float:
     """Return the largest absolute value, NaN if there is one; 0 where there is nothing."""
     if x is None or not x.numel():

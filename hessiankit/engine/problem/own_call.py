@@ -108,12 +108,12 @@ def own_call(
     _check_constant_rows(who, task, inputs)
     if later and task.state.changed_tensor() is not None:
         with task.at():
-            return _called(who, task, inputs, device, handshake=handshake)[0]
+            return called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
-            made, value = _called(who, user, inputs, device, handshake=handshake)
+            made, value = called(who, user, inputs, device, handshake=handshake)
             if (changed := own.changed()) is not None:
                 raise InputError(
                     f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
@@ -175,7 +175,12 @@ def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
     return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
 
 
-def _called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
+def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
+    """Call the module and the loss as they are now; check the inputs, what the two return, and the target.
+
+    Returns:
+        The request with the name of the loss, if it has one, and the gradient of this call, if ``handshake``; the loss.
+    """
     outputs = _run(who, task, inputs)
     out = read_outputs(who, task.loss, outputs)
     if isinstance(out, Tensor) and not is_finite(out):

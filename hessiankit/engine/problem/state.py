@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy as shallow
 from functools import partial
@@ -102,6 +102,7 @@ class ModuleState:
         with torch.no_grad():
             for _, x, values in self.tensors():
                 values.copy_(x)
+        self._held.refresh({id(x) for _, x, _ in self.tensors()})
 
     def copied(self) -> ModuleState:
         """Return the same state with copies of its own."""
@@ -219,6 +220,10 @@ class Held:
             *(path for path, x, version, _ in self._tensors if x._version != version),
         )
         return next(iter(found), None)
+
+    def refresh(self, tensors: Collection[int]) -> None:
+        """Take over that the tensors of these ids have been written into."""
+        self._tensors = [(path, x, x._version if id(x) in tensors else n, flag) for path, x, n, flag in self._tensors]
 
     def restore(self) -> None:
         """Let everything hold what it did; the values of tensors are left as they are."""
