@@ -21,9 +21,15 @@ KEYWORDS = {"input_ids": IDS, "attention_mask": MASK}
 
 
 @pytest.mark.parametrize(
-    "inputs", [KEYWORDS, UserDict(KEYWORDS), {"attention_mask": MASK, "input_ids": IDS}, (IDS, MASK), [IDS, MASK]]
+    ("inputs", "returns"),
+    [
+        (KEYWORDS, "dict"),
+        (UserDict(KEYWORDS), "object"),
+        ({"attention_mask": MASK, "input_ids": IDS}, "tensor"),
+        ((IDS, MASK), "object"),
+        ([IDS, MASK], "tensor"),
+    ],
 )
-@pytest.mark.parametrize("returns", ["tensor", "dict", "object"])
 def test_padded_tokens(inputs: Any, returns: str) -> None:
     module = Padded(returns)
     expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, cross_entropy, draw, largest_error, mse, randomised, reverse_over_reverse
+from curvature_reference import Formula, cross_entropy, draw, gauss_newton, largest_error, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -64,15 +64,9 @@ def test_samples_that_are_mixed_are_kept_together(name, size):
 @pytest.mark.parametrize("loss", LOSSES)
 def test_outer_part_is_gauss_newton(loss):
     module, x, (target, function) = block(), draw(3, 3, 4), LOSSES[loss]
-    parameters = {n: p.detach() for n, p in module.named_parameters()}
-    jacobians = torch.autograd.functional.jacobian(
-        lambda *ps: torch.func.functional_call(module, dict(zip(parameters, ps, strict=True)), (x,)), tuple(parameters.values())
-    )
-    J = torch.cat([j.reshape(36, -1) for j in jacobians], 1)
-    second = torch.autograd.functional.hessian(lambda z: function(z, target), module(x).detach()).reshape(36, 36)
     found = hk.hessian(module, x, target, loss=loss)
-    outer = found.outer()
-    assert (outer - J.T @ second @ J).abs().max() <= 1e-13 * outer.abs().max()
+    outer, expected = found.outer(), gauss_newton(module, x, target, function)
+    assert (outer - expected).abs().max() <= 1e-13 * outer.abs().max()
     assert torch.equal(outer, outer.T)
     assert (outer + found.functional() - found.matrix).abs().max() <= 1e-15 * found.matrix.abs().max()
     assert float(torch.linalg.eigvalsh(outer)[0]) >= -1e-14 * float(outer.abs().max())
@@ -110,13 +104,6 @@ def test_nothing_is_left_behind():
     assert not found.matrix.requires_grad
 
 
-def test_the_key_bias_has_no_curvature():
-    """Adding one vector to every key adds a constant to each row of logits, which softmax does not see."""
-    found = hk.hessian(block(attention_bias=True), draw(3, 3, 4), draw(3, 3, 4, seed=7))
-    rows = found.matrix[found.slices["attention.b_K"]]
-    assert rows.abs().max() < 1e-15 * found.matrix.abs().max()
-
-
 @pytest.mark.parametrize("options", [{}, {"placement": "pre", "norm": "rmsnorm", "n_heads": 2}])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_single_precision(loss, options):
@@ -130,16 +117,6 @@ def test_single_precision(loss, options):
     assert torch.equal(single.matrix, single.matrix.T)
 
 
-@pytest.mark.parametrize("placement", ["pre", "post"])
-@pytest.mark.parametrize("scale", [1e-3, 1e-1, 1e1, 1e3])
-def test_inputs_of_any_size(scale, placement):
-    """Relative to the whole matrix: at the ends softmax is flat or saturated, and its blocks are what rounding leaves."""
-    module, x, target = block(placement=placement, activation="silu"), scale * draw(3, 3, 4), draw(3, 3, 4, seed=7)
-    found, expected = hk.hessian(module, x, target), reverse_over_reverse(module, x, target, mse)
-    assert torch.isfinite(found.matrix).all()
-    assert (found.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
-
-
 def test_saturated_attention_has_no_query_and_key_curvature():
     module = block(placement="post")
     module.attention.W_Q.data *= 1e6
@@ -148,14 +125,6 @@ def test_saturated_attention_has_no_query_and_key_curvature():
     assert torch.isfinite(found.matrix).all()
     assert (found.block("attention.W_Q", "attention.W_Q") == 0).all()
     assert (found.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
-
-
-def test_confident_logits():
-    module = Formula(lambda s, x: x @ s.W, W=(4, 3))
-    module.W.data *= 1e4
-    found = hk.hessian(module, draw(5, 4), torch.tensor([0, 1, 2, 0, 1]), loss="cross_entropy")
-    assert torch.isfinite(found.matrix).all()
-    assert found.matrix.abs().max() < 1e-12
 
 
 # The report -----------------------------------------------------------------------------------------------------------

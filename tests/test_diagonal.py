@@ -120,12 +120,6 @@ def test_samples_that_depend_on_each_other_are_not_split() -> None:
     assert_diagonal(ROWS_MEET["samples meet"].module(), X, batch_size=2)
 
 
-def test_what_torch_cannot_trace_is_not_taken_for_no_effect() -> None:
-    module = Formula(lambda s, x: (x @ s.W).unique(), W=(4, 2))
-    with pytest.raises(hk.InputError, match="_unique2"):
-        hessian_diagonal(module, X, torch.zeros(()), loss=lambda z, t: z.square().sum())
-
-
 def test_rows_that_stay_apart_cost_no_products() -> None:
     """All but the weights by which a token reaches others, and those that are used twice."""
     module = behind_a_layer()

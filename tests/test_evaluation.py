@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
+from curvature_reference import draw, largest_error, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -143,12 +143,6 @@ def test_parameters_without_effect_are_said() -> None:
         hk.hessian(Partly(), draw(2, 3), loss=None, params=["idle", "detached"])
     report = hk.check(Partly(), draw(2, 3), loss=None)
     assert "no effect on the loss: 'idle', 'detached'" in report.table()
-
-
-def test_operation_that_autograd_does_not_know_is_still_named() -> None:
-    module = Formula(lambda m, x: m.lin(x).unique(), lin=nn.Linear(4, 4))
-    with pytest.raises(hk.InputError, match="the derivative for '_unique2' is not implemented"):
-        hk.hessian(module, draw(2, 4), torch.zeros(()), loss=lambda z, t: z.square().sum())
 
 
 def test_small_parts_of_large_parameters_never_make_the_block(

@@ -18,7 +18,7 @@ from hessiankit.curvature.planning import Meter, measure
 from hessiankit.engine import forward_sweep
 from hessiankit.engine.problem import task
 
-X, T = draw(6, 4, 6), draw(6, 4, 6, seed=2)
+X, T = draw(5, 4, 6), draw(5, 4, 6, seed=2)
 
 
 def block() -> nn.Module:
@@ -30,7 +30,7 @@ def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch
     found = hk.hessian(block(), X, T, dry_run=True)
     assert isinstance(found, hk.Forecast)
     assert (found.parameters, found.matrix_bytes, found.disk_bytes) == (180, 180 * 180 * 8, 0)
-    assert (found.samples, found.batches, found.chunks, found.panels) == (6, 1, 1, 1)
+    assert (found.samples, found.batches, found.chunks, found.panels) == (5, 1, 1, 1)
     assert found.dtype == "float64"
     assert found.fits
     assert found.memory_bytes == found.matrix_bytes + found.workspace_bytes
@@ -57,7 +57,7 @@ def test_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.flops > 2 * found.flops  # every panel sweeps anew
 
 
-@pytest.mark.parametrize("batch_size", [None, 1, 4])
+@pytest.mark.parametrize("batch_size", [None, 1, 3])
 def test_counts_what_runs(batch_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The forecast is a bound on the bytes alive while the Hessian is computed, and knows its operations."""
     found = hk.hessian(block(), X, T, batch_size=batch_size, dry_run=True)
@@ -66,18 +66,18 @@ def test_counts_what_runs(batch_size: int | None, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(forward_sweep.ForwardSweep, "run", lambda self: (sweeps.append(self), inner(self)))
     with Meter() as meter:
         hk.hessian(block(), X, T, batch_size=batch_size, handshake=False)
-    assert len(sweeps) == found.chunks == {None: 1, 1: 6, 4: 2}[batch_size]
+    assert len(sweeps) == found.chunks == {None: 1, 1: 5, 3: 2}[batch_size]
     assert meter.peak <= found.memory_bytes <= 3 * meter.peak + forecast.MARGIN
-    assert found.flops == pytest.approx(meter.flops, rel=0.35 if batch_size == 4 else 0.05)  # the last chunk counts as a full one
+    assert found.flops == pytest.approx(meter.flops, rel=0.35 if batch_size == 3 else 0.05)  # the last chunk counts as a full one
 
 
 def test_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a few lengths, a batch counts as the next larger one that has been measured."""
-    batches = [(draw(1, n, 6), draw(1, n, 6, seed=n)) for n in range(2, 7)]
+    batches = [(draw(1, n, 6), draw(1, n, 6, seed=n)) for n in range(2, 6)]
     exact = hk.hessian(block(), batches, dry_run=True)
     monkeypatch.setattr(planning, "MEASURED", 2)
     bound = hk.hessian(block(), batches, dry_run=True)
-    assert (exact.batches, exact.chunks, bound.chunks) == (5, 5, 5)
+    assert (exact.batches, exact.chunks, bound.chunks) == (4, 4, 4)
     assert exact.flops < bound.flops < 2 * exact.flops
     assert exact.workspace_bytes == bound.workspace_bytes
 

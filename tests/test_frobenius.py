@@ -54,9 +54,7 @@ def test_blocks(name: str) -> None:
     module, steps = block(**BLOCKS[name]), []
     found = frobenius_norms(module, X, T, progress=lambda done, total: steps.append((done, total)))
     assert_norms(found, reverse_over_reverse(module, X, T, mse))
-    dense = hk.hessian(module, X, T)
-    assert_norms(found, dense.matrix)
-    assert found.loss == pytest.approx(dense.loss, rel=1e-13)
+    assert found.loss == pytest.approx(float(mse(module(X), T).detach()), rel=1e-13)
     panels = steps[0][1] // 3
     assert panels > 5
     assert steps == [(3 * n, 3 * panels) for n in range(1, 1 + panels)]

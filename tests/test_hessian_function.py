@@ -41,13 +41,13 @@ def classifier() -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def block(placement: str, **options: Any) -> tuple[nn.Module, Tensor, Tensor]:
-    module = hk.TransformerBlock(d_model=4, d_ff=6, n_heads=2, placement=placement, **options).double()
+    module = hk.TransformerBlock(d_model=4, d_ff=3, n_heads=2, placement=placement, **options).double()
     return module, torch.randn(2, 3, 4, dtype=DOUBLE), torch.randn(2, 3, 4, dtype=DOUBLE)
 
 
 def transformer() -> tuple[nn.Module, Tensor, Tensor]:
-    model = hk.Transformer(11, 8, 12, n_layers=2, n_heads=2, causal=True, max_len=6).double()
-    tokens = torch.randint(11, (2, 6))
+    model = hk.Transformer(5, 4, 5, n_layers=2, n_heads=2, causal=True, max_len=4).double()
+    tokens = torch.randint(5, (2, 5))
     return model, tokens[:, :-1], tokens[:, 1:]
 
 
@@ -80,7 +80,7 @@ CASES = {
     "rotary embedding written in place": (lambda: attention(interleaved), "mse"),
     "torch's layer": (
         lambda: (
-            nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True, dtype=DOUBLE),
+            nn.TransformerEncoderLayer(4, 2, 3, dropout=0.0, batch_first=True, dtype=DOUBLE),
             torch.randn(2, 3, 4, dtype=DOUBLE),
             torch.randn(2, 3, 4, dtype=DOUBLE),
         ),

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 
 import transformers as hf
 
-VOCABULARY = 11
+VOCABULARY = 6
 TOKENS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
 LABELS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
 MASKS = {
@@ -49,7 +49,7 @@ ENCODER = {
 BERT = {**ENCODER, "vocab_size": VOCABULARY, "max_position_embeddings": 6, "pad_token_id": 0}
 T5 = {**SPECIAL, "vocab_size": VOCABULARY, "d_model": 4, "d_kv": 3, "d_ff": 5, "num_layers": 1, "num_heads": 2}
 EXPERTS = {"experts_implementation": "eager", "num_experts_per_tok": 2}
-GPT2 = {**SPECIAL, "vocab_size": VOCABULARY, "n_positions": 6, "n_embd": 4, "n_layer": 2, "n_head": 2}
+GPT2 = {**SPECIAL, "vocab_size": VOCABULARY, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2, "n_inner": 5}
 
 CAUSAL: dict[str, Callable[..., nn.Module]] = {
     "GPT-2": lambda **o: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, **o)),

@@ -58,8 +58,7 @@ def test_one_number_is_one_square_of_the_right_colour(tmp_path: Path) -> None:
             assert (red, green, blue) == pytest.approx(expected, abs=0.012)
 
 
-@pytest.mark.parametrize("scale", ["blocks", "parameters"])
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize(("scale", "several"), [("blocks", False), ("parameters", True)])
 def test_labels_neither_overlap_nor_leave_the_page(scale: str, several: bool) -> None:
     matrix, names, sizes = vision_transformer()
     picture = side_by_side([matrix, matrix], names, sizes, scale=scale) if several else heatmap(matrix, names, sizes, scale=scale)

@@ -103,3 +103,5 @@ def test_what_has_no_matrix_is_refused_by_name(name: str) -> None:
     place = "products with the Hessian are" if name == "hessian_operator" else r"the block \('W', 'W'\) is"
     with pytest.raises(hk.InputError, match=f"{place} NaN or infinite"):
         call(root, 0 * X, T[..., :2])
+    with pytest.raises(hk.InputError, match="the derivative for '_unique2' is not implemented"):
+        call(Formula(lambda s, x: (x @ s.W).unique(), W=(4, 2)), X, torch.zeros(()), loss=lambda z, t: z.square().sum())

@@ -174,6 +174,9 @@ EXACT: dict[str, Callable[[Formula, Tensor], Tensor]] = {
     "a parameter of a parameter": lambda s, x: torch.tanh(x @ nn.Parameter(s.W)) * s.v,
     "an array of what is detached": lambda s, x: torch.tanh(x @ s.W) * s.v * torch.from_numpy(s.v.detach().numpy()),
     "gradients off and on": inner_gradient_switch,
+    "gradients off for a view of the same memory": lambda s, x: (
+        (y := x @ s.W) * torch.no_grad()(lambda z: z.contiguous())(y) * s.v
+    ),
     "detached and differentiated again": lambda s, x: torch.tanh((x @ s.W).detach().requires_grad_()) * s.v,
     "a tensor twice": lambda s, x: torch.tanh(x @ s.W) * (s.v * s.v) + torch.add(s.v, s.v),
     "a constant written into": written_constant,

@@ -108,11 +108,3 @@ def test_matrix_that_does_not_fit_is_refused_before_any_work(monkeypatch: pytest
     with pytest.raises(hk.OutOfMemoryError, match=r"7,296 parameters make a 7,296 x 7,296 torch.float64 matrix of 0.4 GiB"):
         hk.hessian(wide, data(2, 3, 32), data(2, 3, 32))
     assert not called
-
-
-def test_module_and_its_gradients_are_left_alone() -> None:
-    module = block()
-    before = {n: p.detach().clone() for n, p in module.named_parameters()}
-    hk.hessian(module, data(), data())
-    hk.check(module, data(), data())
-    assert all(torch.equal(before[n], p) and p.grad is None for n, p in module.named_parameters())

@@ -112,35 +112,6 @@ def test_parameters_and_inputs_stay_as_they_are():
     assert torch.is_grad_enabled()
 
 
-def without_gradient(s: Formula, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        frozen = torch.tanh(x @ s.W)
-        with torch.enable_grad():
-            alive = torch.tanh(x @ s.V)
-    return frozen * (x @ s.V) * alive
-
-
-def decorated(s: Formula, x: Tensor) -> Tensor:
-    return torch.no_grad()(lambda y: y.contiguous())(x @ s.W) * (x @ s.W) * (x @ s.V)
-
-
-@pytest.mark.parametrize(
-    "f",
-    [
-        without_gradient,
-        decorated,
-        lambda s, x: (x @ s.W).detach() * torch.tanh(x @ s.V) + x @ s.W,
-        lambda s, x: torch.tanh(x @ s.W).data * torch.tanh(x @ s.V) * (x @ s.W),
-    ],
-)
-def test_what_the_module_detaches_is_constant(f):
-    module = Formula(f, W=(4, 3), V=(4, 3))
-    assert_exact(module, draw(2, 4))
-    with torch.no_grad():
-        again = hk.hessian(module, draw(2, 4), draw(2, 3, seed=7))
-    assert torch.equal(again.matrix, hk.hessian(module, draw(2, 4), draw(2, 3, seed=7)).matrix)
-
-
 def branch_on_data(s: Formula, x: Tensor) -> Tensor:
     y = torch.tanh(x @ s.W)
     return y * 2 if (x > 0).all() else y * x.max().item() + x.tolist()[0][0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -31,8 +32,10 @@ def test_of_two_parameters(first: str, second: str, where: str) -> None:
     assert_exact(paired(first, second, where, tied=False), draw(2, 3, 4))
 
 
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize(("first", "second"), sorted({(min(pair), max(pair)) for pair in PAIRS}))
+@pytest.mark.parametrize(
+    ("first", "second", "where"),
+    sample([(*pair, where) for pair in itertools.combinations_with_replacement(USES, 2) for where in WHERE], 2),
+)
 def test_of_one_parameter(first: str, second: str, where: str, request: pytest.FixtureRequest) -> None:
     """Whose entries both reach; also with axes walked in small chunks."""
     module, x, target = paired(first, second, where, tied=True), draw(2, 3, 4), draw(2, 3, 3, seed=7)

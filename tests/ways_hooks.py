@@ -26,6 +26,11 @@ def _dropout_function() -> nn.Module:
     return Net(lambda m, x: F.dropout(m.l(x).tanh(), 0.3) * m.v)
 
 
+@refused("dropout of attention weights", RANDOM)
+def _attention_dropout() -> nn.Module:
+    return Net(lambda m, x: F.scaled_dot_product_attention(*[m.l(x)[None] * m.v] * 3, dropout_p=0.5)[0])
+
+
 @refused("torch.rand in forward", RANDOM)
 def _rand() -> nn.Module:
     return Net(lambda m, x: (m.l(x) + torch.rand_like(x)).tanh() * m.v)

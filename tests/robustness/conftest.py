@@ -17,6 +17,6 @@ else:
         "suppress_health_check": list(HealthCheck),
         "print_blob": True,
     }
-    settings.register_profile("default", settings(derandomize=True, max_examples=8, **COMMON))
+    settings.register_profile("default", settings(derandomize=True, max_examples=6, **COMMON))
     settings.register_profile("search", settings(max_examples=int(os.environ.get("HYPOTHESIS_EXAMPLES", "500")), **COMMON))
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
