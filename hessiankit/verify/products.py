@@ -19,7 +19,7 @@ from hessiankit.verify.health import Health, agreeing
 from hessiankit.verify.probes import Direction
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
-from hessiankit.verify.rows import loss_row
+from hessiankit.verify.rows import gradient_errors, loss_row
 
 CLOSED = "closed form"
 SMALL = 1e-2
@@ -197,17 +197,9 @@ class Products:
         with self.problem.at():
             own = dict(zip(self.problem.params, self.problem.gradient(), strict=True))
         mine = self.problem.unflatten(self.operator.gradient)
-        sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
-        gaps = {n: float((mine[n] - own[n]).abs().max()) for n in own}
-        floor, rounding = FLOOR * torch.finfo(self.precision).eps * max(sizes.values()), None
+        errors = gradient_errors(own, mine, self.precision, self.rtol, lambda: self._gradient_noise(own, mine))
         for group, members in self.groups.items():
-            worst = 0.0
-            for n in members:
-                error = gaps[n] / sizes[n] if sizes[n] else gaps[n]
-                if error > self.rtol and sizes[n] <= floor:
-                    rounding = rounding or self._gradient_rounding(own, mine)
-                    error = 0.0 if gaps[n] <= rounding[n] else error
-                worst = max(worst, error) if error == error else error
+            worst = max((errors[n] for n in members), key=lambda error: (error != error, error))  # NaN is the worst
             yield CheckRow(f"gradient: {group}", MODULE, worst, worst <= self.rtol, 0.0, self._method)
 
     def diagonal(self, found: Tensor, seconds: float) -> Iterator[CheckRow]:
@@ -237,7 +229,7 @@ class Products:
                     worst = max(worst, error) if math.isfinite(error) else math.inf
             yield CheckRow(f"diagonal: {group}", name, worst, worst <= self.rtol, seconds, self._method)
 
-    def _gradient_rounding(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
+    def _gradient_noise(self, own: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> dict[str, float]:
         with self._near.at():
             there = dict(zip(own, self._near.gradient(), strict=True)), self.problem.unflatten(self._near_operator.gradient)
         pairs = list(zip((own, mine), there, strict=True))

@@ -30,6 +30,30 @@ def loss_row(loss: float, problem: Problem, rtol: float, method: str) -> CheckRo
     return CheckRow("loss", MODULE, error, error <= rtol, 0.0, method)
 
 
+def gradient_errors(
+    own: Mapping[str, Tensor],
+    mine: Mapping[str, Tensor],
+    precision: torch.dtype,
+    rtol: float,
+    noise: Callable[[], Mapping[str, float]],
+) -> dict[str, float]:
+    """Return how far two gradients differ in each parameter, relative to its largest entry.
+
+    It is 0 where one vanishes but for rounding; that noise (see ``RoundingNoise``) is measured only then.
+    """
+    sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
+    floor = FLOOR * torch.finfo(precision).eps * max(sizes.values())
+    measured: Mapping[str, float] | None = None
+    errors = {}
+    for n, size in sizes.items():
+        gap = float((mine[n] - own[n]).abs().max())
+        errors[n] = gap / size if size else gap
+        if errors[n] > rtol and size <= floor:
+            measured = measured or noise()
+            errors[n] = 0.0 if gap <= measured[n] else errors[n]
+    return errors
+
+
 @dataclass(frozen=True)
 class DenseComparison:
     """The dense closed form and the references of one problem; without ``probes`` the results are whole matrices."""
@@ -124,16 +148,10 @@ class DenseComparison:
 
     def _gradient(self, operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
         """Compare with the gradient of the module's own call, each parameter against its largest entry."""
-        own = self.problem.flat_gradient()
-        difference, scales = (operator.gradient - own).abs(), torch.maximum(own.abs(), operator.gradient.abs())
-        floor = FLOOR * torch.finfo(self.precision).eps * float(scales.max())
-        for name, where in self.problem.slices.items():
-            gap, scale = float(difference[where].max()), float(scales[where].max())
-            vanishing = scale <= floor and gap > 0 and gap <= self._gradient_noise[name]
-            error = 0.0 if gap == 0 or vanishing else gap / scale
+        own, mine = (self.problem.unflatten(g) for g in (self.problem.flat_gradient(), operator.gradient))
+        for name, error in gradient_errors(own, mine, self.precision, self.rtol, self._gradient_noise).items():
             yield CheckRow(f"gradient: {name}", MODULE, error, error <= self.rtol, seconds, self._method)
 
-    @cached_property
     def _gradient_noise(self) -> dict[str, float]:
         """The rounding noise of a gradient that vanishes (see ``RoundingNoise``)."""
         problem, generator = self.problem, torch.Generator().manual_seed(0)
