@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import transformer_reference as reference
 from torch import Tensor
+from transformer_reference import normalised
 
 F64 = torch.float64
 ATTENTION_SIZES = ((4, 4, 2), (6, 6, 4), (5, 3, 2))  # L, d_V, d_K
@@ -33,22 +35,10 @@ class Problem:
         return Problem(factors.get("X", 1.0) * self.X, weights, factors.get("target", 1.0) * self.target)
 
 
-def normalised(X: Tensor, eps: float = 0.0, norm: str = "layernorm") -> Tensor:
-    M = X - X.mean(-1, keepdim=True) if norm == "layernorm" else X
-    return M / (M.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
 def attention(X: Tensor, w: dict[str, Tensor], mask: Tensor | None = None, heads: int = 1) -> Tensor:
-    """Softmax attention; a batch of sequences is allowed."""
-    total = torch.zeros((), dtype=X.dtype)
-    outputs = w["W_O"].chunk(heads, 0) if "W_O" in w else [None] * heads
-    for q, k, v, o in zip(*(w[name].chunk(heads, 1) for name in ("W_Q", "W_K", "W_V")), outputs, strict=True):
-        logits = (X @ q) @ (X @ k).mT / math.sqrt(q.shape[1])
-        if mask is not None:
-            logits = logits.masked_fill(~mask, -math.inf)
-        head = torch.softmax(logits, -1) @ X @ v
-        total = total + (head if o is None else head @ o)
-    return total
+    """Softmax attention by its weights among others."""
+    weights = {name: w[name] for name in ("W_Q", "W_K", "W_V", "W_O") if name in w}
+    return reference.attention(X, **weights, mask=mask, heads=heads)
 
 
 def post_block(

@@ -6,12 +6,13 @@ used but the result that bounds come in.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
-from bound_problems import F64, normalised
+import transformer_reference as reference
+from bound_problems import F64
 from torch import Tensor
+from transformer_reference import normalised
 
 from derivations.bounds.sharpness_norms import GradientBounds, average_sharpness
 
@@ -57,15 +58,8 @@ def attention(
     causal: bool,
     norm: str,
 ) -> Tensor:
-    N, shared = normed(X, gamma, norm), heads // kv_heads
-    keys, values = W_K.chunk(kv_heads, -1), W_V.chunk(kv_heads, -1)
-    out = torch.zeros(1, dtype=F64)
-    for h, (q, o) in enumerate(zip(W_Q.chunk(heads, -1), W_O.chunk(heads, -2), strict=True)):
-        logits = (N @ q) @ (N @ keys[h // shared]).mT / math.sqrt(q.shape[-1])
-        if causal:
-            logits = logits.masked_fill(~causal_mask(X.shape[-2]), -math.inf)
-        out = out + torch.softmax(logits, -1) @ N @ values[h // shared] @ o
-    return out
+    N = normed(X, gamma, norm)
+    return reference.attention(N, W_Q, W_K, W_V, W_O, causal=causal, heads=heads, kv_heads=kv_heads)
 
 
 def causal_mask(n: int) -> Tensor:

@@ -50,16 +50,6 @@ def test_linear_weights_have_zero_blocks_that_are_not_computed():
     assert isinstance(AttentionAt(**make_point(6, *SIZES[0])).Phi("V", "V"), Zero)
 
 
-def test_uniform_attention_has_the_mixed_value_blocks_that_the_paper_denies():
-    point = make_point(7, *SIZES[0])
-    W_Q, W_K = point["W_Q"].clone(), point["W_K"].clone()
-    W_Q[:, 1], W_K[:, 0] = 0, 0  # W_Q W_K^T = 0 with neither factor zero
-    at = AttentionAt(**{**point, "W_Q": W_Q, "W_K": W_K})
-    assert torch.allclose(at.A, torch.full_like(at.A, 1 / 3))
-    assert float(at.Phi("V", "Q").dense().abs().max()) > 1e-2
-    assert float(at.Phi("Q", "Q").dense().abs().max()) > 1e-2
-
-
 def test_latex_reads_like_the_paper():
     at = AttentionAt(**make_point(8, *SIZES[0]))
     assert at.G_V.latex() == r"A\,X\otimes I_{4}"

@@ -17,12 +17,12 @@ from bound_problems import (
     draw_weights,
     hessian_blocks,
     norm,
-    normalised,
     post_block,
     problems,
     whole_hessian,
 )
 from torch import Tensor
+from transformer_reference import normalised
 
 from derivations.bounds import AttentionNorms, PostBlockNorms, block_norms, post_block_a_priori, post_block_structured
 from derivations.bounds.norm_rows import NormRows

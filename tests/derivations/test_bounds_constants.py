@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformer_reference import normalised
 
 from derivations import bounds
 
@@ -19,12 +21,7 @@ Function = Callable[[Tensor], Tensor]
 
 def normalization(norm: str, eps: float) -> Function:
     """LayerNorm or RMSNorm without gain, spelled out (torch's own has second derivatives that forward mode gets wrong)."""
-
-    def f(X: Tensor) -> Tensor:
-        M = X - X.mean(1, keepdim=True) if norm == "layernorm" else X
-        return M / ((M**2).mean(1, keepdim=True) + eps).sqrt()
-
-    return f
+    return partial(normalised, eps=eps, norm=norm)
 
 
 def jacobian(f: Function, X: Tensor) -> Tensor:

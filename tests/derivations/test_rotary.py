@@ -33,19 +33,6 @@ def test_it_is_rotate_half(theta):
     check_structure(matrix, x, sharp=True)
 
 
-def test_it_is_orthogonal():
-    matrix = rotary(L, W, H)
-    assert matrix.norm_bound() == matrix.T.norm_bound() == 1.0
-    assert relative_error((matrix.T @ matrix).dense(), torch.eye(H * L * W, dtype=torch.float64)) <= 1e-15
-
-
-def test_scores_depend_on_the_distance_alone():
-    q, k = random_point(1, q=(W,), k=(W,)).values()
-    Q, K = ((rotary(L, W) @ v.repeat(L)).reshape(L, W) for v in (q, k))
-    scores = Q @ K.T
-    assert relative_error(scores[1:, 1:], scores[:-1, :-1]) <= 1e-14
-
-
 def test_exact_and_scaled_angles():
     cos, sin = (np.array([[Fraction(n, 5)], [Fraction(2 * n, 5)]], dtype=object) for n in (3, 4))
     matrix = rotary(2, 2, cos=cos, sin=sin)

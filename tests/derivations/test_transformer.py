@@ -100,21 +100,6 @@ def test_xi_for_all_25_pairs_is_the_second_derivative_of_s(kind):
             assert relative_error(at.xi(i[2:], j[2:]).dense(point["X"]), hessians[i, j]) <= 1e-12, (i, j)
 
 
-def test_named_objects_have_the_sizes_that_theorem_10_declares():
-    L, d, d_K, d_ff = SIZES[0]
-    at, out = PostNormBlockAt(**make_point(5, *SIZES[0])), L * d
-    assert at.J_Z.shape == at.J_Y.shape == at.J_SY.shape == (out, out)
-    assert at.H_Z.shape == at.H_Y.shape == (out * out, out)
-    assert at.D_sigma.shape == (L * d_ff, L * d_ff)
-    n = {"1": d * d_ff, "2": d * d_ff, "K": d * d_K, "Q": d * d_K, "V": d * d}
-    for i in n:
-        assert at.B(i).shape == (out, n[i])
-        for j in n:
-            assert at.xi(i, j).shape == at.H_tr(i, j).shape == (out * n[i], n[j])
-            if i in "KQV" and j in "KQV":
-                assert at.Phi(i, j).shape == (out * n[i], n[j])
-
-
 def test_norm_bounds_bound():
     at = PostNormBlockAt(**make_point(10, *SIZES[0], extra=("gamma_1", "b_1")), activation="gelu")
     for i in at.arguments:

@@ -11,12 +11,19 @@ from torch import Tensor
 Function = Callable[..., Tensor]
 
 
-def attention(X, W_Q, W_K, W_V, W_O=None, causal=False, scale=None):
-    T = (X @ W_Q) @ (X @ W_K).T * (1 / math.sqrt(W_Q.shape[1]) if scale is None else scale)
-    weights = torch.exp(T - T.max(1, keepdim=True).values.detach())
-    weights = weights.tril() if causal else weights
-    F = (weights / weights.sum(1, keepdim=True)) @ (X @ W_V)
-    return F if W_O is None else F @ W_O
+def attention(X, W_Q, W_K, W_V, W_O=None, *, causal=False, mask=None, scale=None, heads=1, kv_heads=None):
+    """Softmax attention of sequences with any leading axes; heads lie side by side in the columns, ``kv_heads`` of them shared."""
+    kv_heads = kv_heads or heads
+    keys, values = W_K.chunk(kv_heads, -1), W_V.chunk(kv_heads, -1)
+    outputs = [None] * heads if W_O is None else W_O.chunk(heads, -2)
+    mask = torch.ones(X.shape[-2], X.shape[-2], dtype=torch.bool).tril() if causal else mask
+    contexts = []
+    for h, (q, o) in enumerate(zip(W_Q.chunk(heads, -1), outputs, strict=True)):
+        k, v = (weights[h * kv_heads // heads] for weights in (keys, values))
+        T = (X @ q) @ (X @ k).mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        context = torch.softmax(T if mask is None else T.masked_fill(~mask, -math.inf), -1) @ X @ v
+        contexts.append(context if o is None else context @ o)
+    return sum(contexts)
 
 
 def activation(kind, U):
@@ -30,9 +37,13 @@ def feedforward(Y, W_1, W_2, b_1=0, b_2=0, kind="relu", residual=True):
     return Y + out if residual else out
 
 
+def normalised(X, eps=0.0, norm="layernorm"):
+    M = X - X.mean(-1, keepdim=True) if norm == "layernorm" else X
+    return M / (M.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
 def layer_norm(X, gamma=1.0, beta=0.0, eps=0.0):
-    centred = X - X.mean(-1, keepdim=True)
-    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * gamma + beta
+    return normalised(X, eps) * gamma + beta
 
 
 def post_norm_block(kind="relu", causal=False, eps=(0.0, 0.0), attend=attention):
