@@ -59,6 +59,14 @@ def test_monte_carlo_fisher_is_that_of_the_drawn_labels() -> None:
     assert error(fisher(module, kind="fisher-mc", seed=7, draws=3), expected) <= EXACT
 
 
+@pytest.mark.parametrize("kind", ["fisher-mc", "fisher-empirical"])
+def test_one_sample_without_an_axis_of_samples(kind: str) -> None:
+    module, options = classifier(), {"loss": "cross_entropy", "kind": kind, "draws": 4}
+    found = hessian_operator(module, X[0], Y[0], **options).to_matrix()
+    expected = hessian_operator(module, X[:1], Y[:1], **options).to_matrix()
+    assert error(found, expected) <= EXACT
+
+
 def test_monte_carlo_fisher_of_squared_error_draws_a_gaussian_of_variance_one_half() -> None:
     module = classifier()
     Z = module(X).detach()

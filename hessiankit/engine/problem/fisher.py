@@ -147,9 +147,8 @@ def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1, bef
         value = own_loss(task, Z)
         (slope,) = torch.autograd.grad(value, Z)
     Z, value = Z.detach(), value.detach()
-    numbers = range(before, before + (len(Z) if Z.ndim else 1))
     with torch.no_grad():
-        G = _gradients(task, Z, numbers, draws if kind == "fisher-mc" else 0, seed)
+        G = _gradients(task, Z, before, draws if kind == "fisher-mc" else 0, seed)
         rows = (Z, slope, (value / Z.numel()).expand_as(Z))
         model = torch.cat([*(x.reshape(len(G), 1, *G.shape[2:]) for x in rows), G], 1)
     return replace(task, loss=QUADRATIC_MODEL, target=model)
@@ -160,14 +159,17 @@ def rows_of(task: Task) -> int:
     return len(task.target) if task.loss == QUADRATIC_MODEL else 0
 
 
-def _gradients(task: Task, Z: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
-    """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C)."""
+def _gradients(task: Task, Z: Tensor, before: int, draws: int, seed: int) -> Tensor:
+    """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C).
+
+    Outputs without a first axis of samples are one sample.
+    """
     count = known_count(task.loss, task.target)
     assert count is not None
     if task.loss == "mse":
         Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, task.target))
         if draws:  # y ~ N(z, 1/2): 2 (z - y)
-            residuals = math.sqrt(2.0) * sample_residuals(Z, numbers, draws, seed)
+            residuals = math.sqrt(2.0) * sample_residuals(Z, range(before, before + len(Z)), draws, seed)
             G = residuals.to(Z).transpose(0, 1).contiguous()
         else:
             G = 2 * (Z - target).unsqueeze(1)
@@ -175,7 +177,8 @@ def _gradients(task: Task, Z: Tensor, numbers: Sequence[int], draws: int, seed: 
     Z, target = (Z.unsqueeze(0), task.target.unsqueeze(0)) if Z.ndim == 1 else (Z, task.target)
     labels = target.unsqueeze(0)
     if draws:
-        labels = sample_labels(Z.reshape(len(Z), -1, Z.shape[-1]), numbers, draws, seed).reshape(draws, *target.shape)
+        rows = Z.reshape(len(Z), -1, Z.shape[-1])
+        labels = sample_labels(rows, range(before, before + len(Z)), draws, seed).reshape(draws, *target.shape)
     counted = (target != IGNORE_INDEX).unsqueeze(0)
     at = labels.where(counted, 0).unsqueeze(-1)
     p = torch.softmax(Z, -1).expand(len(labels), *Z.shape)
