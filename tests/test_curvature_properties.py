@@ -43,7 +43,16 @@ def test_progress_counts_samples():
             hk.hessian(block(), draw(3, 3, 4), draw(3, 3, 4), batch_size=size)
 
 
+TWO = draw(6, 4)[3:5, :1]
+
+
+def two_between_others(s, x):
+    y, both = torch.tanh(x @ s.W), torch.isin(x[:, :1], TWO)
+    return y + both * (y * both).sum(0)
+
+
 MIXING = {
+    "two between others": two_between_others,
     "mean of the batch": lambda s, x: torch.tanh(x @ s.W) - torch.tanh(x @ s.W).mean(0),
     "behind a gate that is closed": lambda s, x: x @ s.W + s.a * torch.tanh(x @ s.W).mean(0),
     "in groups of two": lambda s, x: (x @ s.W) * torch.tanh(x @ s.W).unflatten(0, (-1, 2)).flip(1).flatten(0, 1),

@@ -129,7 +129,7 @@ class Task:
         """Call the module as it is now, and return what the loss reads."""
         return read_outputs("hessian", self.loss, self.run())
 
-    def part(self, rows: slice) -> Task:
+    def part(self, rows: slice | Tensor) -> Task:
         """Return the same request for some samples."""
         batch = self.batch
 
