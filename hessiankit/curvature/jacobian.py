@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -102,21 +102,27 @@ class JacobianOperator(TensorOperator):
             return torch.cat([self._pull(part) for part in rows.split(self.block_size)])
 
     def _pull(self, rows: Tensor) -> Tensor:
-        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
-        for point, inputs, output in self._steps:
-            bar = bars.pop(output, None)
-            if bar is None:
-                continue
-            for at, covector in zip(inputs, point.pull(bar), strict=True):
-                if at is not None and covector is not None:
-                    found = plus(bars.get(at), covector)
-                    assert found is not None
-                    bars[at] = found
+        bars = self._pulled(rows, lambda value, bar: None)
         out = rows.new_zeros(len(rows), self.shape[1])
         for name, at in self._ids.items():
             if at in bars:
                 out[:, self.slices[name]] = bars[at].flatten(1)
         return out
+
+    def _pulled(self, rows: Tensor, meet: Callable[[int, Tensor], None]) -> dict[int, Tensor]:
+        """Return covectors pulled back to the parameters, by id; call ``meet`` with each value on the way and its covectors."""
+        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
+        for point, inputs, output in self._steps:
+            bar = bars.pop(output, None)
+            if bar is None:
+                continue
+            meet(output, bar)
+            for at, covector in zip(inputs, point.pull(bar), strict=True):
+                if at is not None and covector is not None:
+                    found = plus(bars.get(at), covector)
+                    assert found is not None
+                    bars[at] = found
+        return bars
 
     def sample_gradients(self, cotangents: Tensor) -> Tensor:
         """Return J_b^T c_b for each sample b along the first axis of the output: (B, P).

@@ -40,18 +40,14 @@ class SiteJacobian(JacobianOperator):
 
     def at_sites(self, rows: Tensor) -> dict[int, Tensor]:
         """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
-        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
-        found = {}
+        found: dict[int, Tensor] = {}
+
+        def keep(value: int, bar: Tensor) -> None:
+            if value in self.sites:
+                found[value] = bar.reshape(len(bar), -1, bar.shape[-1])
+
         with self._at_the_point():
-            for point, inputs, output in self._steps:
-                bar = bars.pop(output, None)
-                if bar is None:
-                    continue
-                if output in self.sites:
-                    found[output] = bar.reshape(len(bar), -1, bar.shape[-1])
-                for at, covector in zip(inputs, point.pull(bar), strict=True):
-                    if at is not None and covector is not None:
-                        bars[at] = bars[at] + covector if at in bars else covector
+            self._pulled(rows, keep)
         return found
 
 

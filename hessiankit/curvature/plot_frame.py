@@ -20,6 +20,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.ticker import LogLocator, NullFormatter
+from scipy.optimize import isotonic_regression
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_bytes
@@ -162,14 +163,8 @@ def spread(centres: Sequence[float], lengths: Sequence[float], low: float, high:
     room = np.asarray(lengths, dtype=float)
     offsets = np.cumsum(room) - room / 2  # label k stands at position_k + offset_k, positions ascending
     low, high = (low, high - room.sum()) if room.sum() <= high - low else ((low + high - room.sum()) / 2,) * 2
-    groups: list[tuple[float, int]] = []  # mean position and number of labels, ascending: pool adjacent violators
-    for wish in np.asarray(centres, dtype=float) - offsets:
-        mean, count = float(wish), 1
-        while groups and groups[-1][0] > mean:
-            before, n = groups.pop()
-            mean, count = (before * n + mean * count) / (n + count), n + count
-        groups.append((mean, count))
-    return np.clip(np.repeat([mean for mean, _ in groups], [count for _, count in groups]), low, high) + offsets
+    ascending = isotonic_regression(np.asarray(centres, dtype=float) - offsets).x
+    return np.clip(ascending, low, high) + offsets
 
 
 def _letters(name: str) -> tuple[str, str] | None:
