@@ -10,8 +10,6 @@ import torch
 from curvature_reference import gradient_twice, randomised
 from torch import Tensor, nn
 
-EXACT = 1e-12
-
 
 class Padded(nn.Module):
     """Attention over (input_ids, attention_mask) with a class head for each token; what it returns is a choice."""
@@ -61,7 +59,3 @@ CUTS = [(slice(0, 1), 5), (slice(1, 3), 4), (slice(3, 4), 2)]
 def by_autograd(module: nn.Module, value: Callable[[nn.Module], Tensor], names: Any = None) -> Tensor:
     """Return the Hessian of value(module) by torch.autograd.grad twice, one row at a time."""
     return gradient_twice(value(module), [p for n, p in module.named_parameters() if names is None or n in names])
-
-
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found - expected).abs().max() / expected.abs().max())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, draw, randomised
+from operator_cases import LABELS, TOKENS, TiedBlock
 from torch import nn
 
 import hessiankit as hk
@@ -20,21 +21,11 @@ from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.kernels import plain
 
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.block = nn.Embedding(9, 6), hk.TransformerBlock(6, 5, n_heads=2)
-
-    def forward(self, tokens: Any) -> Any:
-        return self.block(self.table(tokens)) @ self.table.weight.T
-
-
 CASES: dict[str, Any] = {
     "block": lambda: (hk.TransformerBlock(6, 8), draw(3, 5, 6), draw(3, 5, 6), "mse"),
     "vit": lambda: (hk.VisionTransformer(3, 4, 5, d_model=6, d_ff=8), draw(2, 4, 3), torch.tensor([1, -100]), "cross_entropy"),
     "layer": lambda: (nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).eval(), draw(2, 4, 6), draw(2, 4, 6), "mse"),
-    "tied": lambda: (Tied(), torch.tensor([[1, 2, 2], [0, 8, 1]]), torch.tensor([[3, 2, 1], [0, 0, 8]]), "cross_entropy"),
+    "tied": lambda: (TiedBlock(), TOKENS, LABELS, "cross_entropy"),
     "convolution": lambda: (nn.Sequential(nn.Conv2d(2, 3, 2), nn.Tanh(), nn.Flatten()), draw(2, 2, 4, 4), draw(2, 27), "mse"),
     "fallback": lambda: (Formula(lambda m, x: torch.linalg.inv(x + m.w), w=(3, 3)), draw(2, 3, 3), draw(2, 3, 3), "mse"),
 }

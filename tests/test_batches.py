@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curvature_reference import Formula, draw
-from loss_reference import CUTS, EXACT, Padded, by_autograd, error, sequences, token_loss
+from loss_reference import CUTS, Padded, by_autograd, sequences, token_loss
+from operator_cases import EXACT, error
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -41,20 +42,6 @@ def test_padded_sequences_of_unequal_lengths(call: Callable[..., Any]) -> None:
     assert found.loss == pytest.approx(float(token_loss(Padded()(IDS, MASK), LABELS).detach()), rel=1e-14)
     summed = call(Padded("object"), PAIRS, loss="cross_entropy", reduction="sum")
     assert error(matrix(summed), expected * (LABELS != -100).sum()) <= EXACT
-
-
-@pytest.mark.parametrize("sizes", [(5, 3), (1, 5, 2), (1, 2, 1, 3, 1)])
-@pytest.mark.parametrize("call", BOTH)
-def test_two_three_and_five_unequal_batches(call: Callable[..., Any], sizes: tuple[int, ...]) -> None:
-    """Eight padded sequences, whole and cut; each batch keeps only the padding that its own longest sequence needs."""
-    ids, mask, labels = (x.repeat(2, 1) for x in (IDS, MASK, LABELS))
-    ids = ids.roll(1, 1).where(torch.arange(8).unsqueeze(1) >= 4, ids)
-    whole = matrix(call(Padded("object"), {"input_ids": ids, "attention_mask": mask}, labels, loss="cross_entropy"))
-    pairs = []
-    for some, attended, marks in zip(ids.split(sizes), mask.split(sizes), labels.split(sizes), strict=True):
-        longest = int(attended.sum(1).max())
-        pairs.append(({"input_ids": some[:, :longest], "attention_mask": attended[:, :longest]}, marks[:, :longest]))
-    assert error(matrix(call(Padded("object"), pairs, loss="cross_entropy")), whole) <= 1e-12
 
 
 @pytest.mark.parametrize("call", BOTH)

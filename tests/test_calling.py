@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from curvature_reference import Formula, assert_one_clear_error, draw
-from loss_reference import EXACT, Padded, by_autograd, error, sequences, token_loss
+from loss_reference import Padded, by_autograd, sequences, token_loss
+from operator_cases import EXACT, error
 from torch import Tensor, nn
 
 import hessiankit as hk

@@ -15,7 +15,6 @@ from curvature_reference import (
     largest_error,
     mse,
     randomised,
-    reverse_over_reverse,
 )
 from torch import Tensor, nn
 
@@ -126,13 +125,6 @@ def test_plain_layers_of_torch():
     assert_exact(randomised(others).eval(), draw(2, 3, 4))
 
 
-@pytest.mark.parametrize("norm_first", [False, True])
-def test_the_encoder_layer_of_torch(norm_first):
-    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.1, "gelu", batch_first=True, norm_first=norm_first)
-    found = assert_exact(randomised(layer).eval(), draw(2, 3, 4))
-    assert "aten.scaled_dot_product_attention.default" not in found.fallbacks
-
-
 FORMULAS = {
     "weight twice": lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W),
     "weight and its transpose": lambda s, x: torch.tanh(x @ s.W) @ s.W.mT,
@@ -191,16 +183,6 @@ def test_a_quadratic_form_is_known_by_hand():
     A = draw(4, 4)
     found = hk.hessian(Formula(lambda s: s.p @ A @ s.p, p=(4,)), (), loss=None)
     assert torch.allclose(found.matrix, A + A.T, rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("names", [["attention.W_Q"], ["norm_1.weight", "attention.W_K"], "feedforward.W_2"])
-def test_some_parameters(names):
-    module, x, target = block(bias=True), draw(2, 3, 4), draw(2, 3, 4, seed=7)
-    some, every = hk.hessian(module, x, target, params=names), hk.hessian(module, x, target)
-    assert set(some.names) == ({names} if isinstance(names, str) else set(names))
-    for i, j in some.pairs():
-        assert (some.block(i, j) - every.block(i, j)).abs().max() <= 1e-13 * every.block(i, j).abs().max()
-    assert largest_error(some, reverse_over_reverse(module, x, target, mse, some.names)) < 1e-12
 
 
 def test_the_norm_of_a_matrix_without_entries_is_zero():

@@ -146,10 +146,9 @@ def test_image_classification():
 
 
 @pytest.mark.slow
-@every_attention
-def test_encoder_and_decoder(attention):
+def test_encoder_and_decoder():
     options = {"decoder_start_token_id": 0, "relative_attention_num_buckets": 4, "relative_attention_max_distance": 8}
-    module = build(lambda **o: hf.T5ForConditionalGeneration(hf.T5Config(**T5, **options, **o)), attention, use_cache=False)
+    module = build(lambda **o: hf.T5ForConditionalGeneration(hf.T5Config(**T5, **options, **o)), "sdpa", use_cache=False)
     inputs, labels = padded("padded right")
     checked(module, {**inputs, "labels": labels}, loss=None)
 

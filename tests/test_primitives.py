@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature_reference import Formula, assert_exact, draw
+from curvature_reference import assert_exact, draw
+from operation_cases import applied, module_of
 from torch import Tensor
 
 import hessiankit as hk
@@ -21,8 +22,6 @@ from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, SumOver
 from derivations.primitive import Primitive
 from derivations.softmax import LogSoftmax, Softmax
-from hessiankit.engine.problem.loss_trace import loss_trace
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 BIAS, WEIGHT, LEFT, MASK = draw(4, seed=11), draw(2, 4, seed=12), draw(2, 3, 3), torch.tensor([True, False, False, True])
@@ -211,18 +210,6 @@ DECLINED: dict[str, Callable[[Tensor], Tensor]] = {
     "product of many": lambda y: (1 + y).repeat(1, 1, 20).prod(-1),
     "determinant": lambda y: y * torch.linalg.slogdet(torch.eye(4).double() + y[0].T @ y[0])[1],
 }
-
-
-def module_of(operation: Callable[[Tensor], Tensor]) -> Formula:
-    """A module with one operation between two that have curvature, and one parameter before it."""
-    return Formula(lambda s, x: torch.tanh(operation(torch.tanh(x @ s.W))), W=(5, 4))
-
-
-def applied(module: Formula) -> list[Primitive]:
-    x = draw(2, 3, 5)
-    with torch.no_grad():
-        traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0)
-    return [a.primitive for a in traced.trace.applications]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

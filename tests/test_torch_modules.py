@@ -95,8 +95,11 @@ def test_decoder_layer_with_masks():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("padded", [None, PADDED, PADDED[:1].expand(2, 3)], ids=["full", "padded", "every sequence padded"])
+@pytest.mark.parametrize(
+    ("padded", "training"),
+    [(None, False), (PADDED, True), (PADDED[:1].expand(2, 3), False)],
+    ids=["full", "padded", "every sequence padded"],
+)
 def test_encoder_stack_on_embedded_tokens(training, padded):
     layer = nn.TransformerEncoderLayer(4, 2, 3, 0.0, batch_first=True)
     stack = nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(4))
