@@ -340,10 +340,14 @@ def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: p
     assert library.kernels() is None
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "build_replayer", lambda *, verbose: "")  # tests/test_replay.py builds it
     assert main(["compile", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found == {"path": str(library.built()), "used": True, "compiled_before": True}
+    assert found == {"path": str(library.built()), "used": True, "compiled_before": True, "replayer": True}
+    monkeypatch.setattr(library, "build_replayer", lambda *, verbose: "no luck")
+    assert main(["compile"]) == 0
+    assert "plans of hessian_function are replayed by Python, which is slower: no luck;" in capsys.readouterr().out
 
 
 def test_no_compiler_is_one_line(tmp_path: Path) -> None:

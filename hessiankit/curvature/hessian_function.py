@@ -16,7 +16,7 @@ from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.engine.assembly import assemble_chunks, check_matrix
 from hessiankit.engine.block_terms import BlockTerms, block_terms
 from hessiankit.engine.diagnosis import check_finite, without_effect
-from hessiankit.engine.plan import ExecutionPlan, GuardError, make_plan
+from hessiankit.engine.plan import ExecutionPlan, make_plan
 from hessiankit.engine.problem.batches import batches, gather
 from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors, one_kind
 from hessiankit.engine.problem.handshake import ROUNDING, GenericSlope
@@ -25,6 +25,7 @@ from hessiankit.engine.problem.own_call import OwnGradient, called
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
 from hessiankit.engine.recorder import PlanError, recording
+from hessiankit.engine.replay import GuardError
 from hessiankit.engine.storage import MatrixMemory, SymmetricStorage
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, TraceError

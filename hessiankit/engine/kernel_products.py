@@ -54,14 +54,19 @@ class BoundProduct:
         numbers = (len(a), a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *into.stride()[:2])
         self._single = SINGLE[into.dtype]
         self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._pointers = tuple(x.data_ptr() for x in (a, b, into))
+        self._pointers = (ctypes.c_void_p * 3)(*(x.data_ptr() for x in (a, b, into)))
         self._many = product.multiplications > SMALL
+        self._address = ctypes.cast(function, ctypes.c_void_p)
 
     def __call__(self) -> None:
         """Multiply the present entries."""
         threads = torch.get_num_threads() if self._many else 1
         if self._function(self._single, *self._pointers, self._numbers, threads):
             raise MemoryError("hessiankit: no memory for a product of matrices")
+
+    def add_to(self, library: ctypes.CDLL, tape: ctypes.c_void_p) -> None:
+        """Add the call to a tape of :mod:`hessiankit.engine.replay`, which reads what is laid out here."""
+        library.hessiankit_tape_product(tape, self._address, self._single, self._many, self._pointers, self._numbers)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

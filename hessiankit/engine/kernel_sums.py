@@ -129,6 +129,7 @@ class BoundSum:
         self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
         self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self._many = terms.multiplications > SMALL
+        self._address = ctypes.cast(function, ctypes.c_void_p)
         self._seen = (ctypes.c_double * 2)()
 
     def __call__(self) -> None:
@@ -138,6 +139,11 @@ class BoundSum:
         into = self.sum.into.data_ptr()
         if self._function(self._dtype, self._pointers, self._numbers, into, threads, self._seen):
             raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
+
+    def add_to(self, library: ctypes.CDLL, tape: ctypes.c_void_p) -> None:
+        """Add the call to a tape of :mod:`hessiankit.engine.replay`, which reads what is laid out here."""
+        into = self.sum.into._cdata
+        library.hessiankit_tape_sum(tape, self._address, self._dtype, self._many, self._pointers, self._numbers, into, self._seen)
 
     @property
     def skew(self) -> float:

@@ -22,20 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from hessiankit.engine.block_terms import BlockTerms
+from hessiankit.engine.kernel_products import BoundProduct
 from hessiankit.engine.kernel_sums import BoundSum, KernelSum
 from hessiankit.engine.recorder import Note, PlanError, PlannedStep, Recorder, TensorSpec, storage_key
+from hessiankit.engine.replay import GuardError, Step, TorchCall, calls, into
 from hessiankit.support.errors import InputError
 
-aten = torch.ops.aten
 ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
 UNINITIALISED = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
-
-
-class GuardError(Exception):
-    """A decision comes out otherwise than when the plan was made."""
 
 
 @dataclass
@@ -173,13 +170,11 @@ class _Maker:
         constants = sum(m.bytes for key, m in self.memory.items() if key in self.made and not m.varies)
         plan = ExecutionPlan((), workspace, constants, len(self.notes))
         plan._zeroed = [self._tensor(part) for part in self._zeroed(kept)]
-        steps = []
-        for n in kept:
-            note = self.notes[n]
-            if note.name not in UNINITIALISED:
-                steps.append(note.planned(self.result))
-                self._append(plan, note)
-        plan.steps = tuple(steps)
+        notes = [self.notes[n] for n in kept if self.notes[n].name not in UNINITIALISED]
+        plan.steps = tuple(note.planned(self.result) for note in notes)
+        steps = [self._step(note) for note in notes]
+        plan._calls = calls(steps)
+        plan._sums = [step for step in steps if isinstance(step, BoundSum)]
         plan._values = [self._tensor(x) for x in self.values]
         plan._outputs = [(moved, spec) for spec, moved in self.moved.items() if spec.storage == self.result]
         return plan
@@ -333,24 +328,19 @@ class _Maker:
 
     # How it is called
 
-    def _append(self, plan: ExecutionPlan, note: Note) -> None:
+    def _step(self, note: Note) -> Step:
+        """Return what a plan runs for an operation that was recorded."""
         if getattr(note.function, "_schema", None) is None:
-            compiled = note.args[0].mapped(self._tensor).bound(note.function)
-            plan._sums += [compiled] if isinstance(compiled, BoundSum) else []
-            plan._calls.append(compiled)
-            return
+            bound: BoundProduct | BoundSum = note.args[0].mapped(self._tensor).bound(note.function)
+            return bound
         args, kwargs = tree_map(self._tensor, note.args), tree_map(self._tensor, note.kwargs)
-        outputs = tree_map(self._tensor, note.result)
         if not note.returned() and not note.written():
             if not isinstance(note.result, int):  # a truth value is one
                 raise PlanError(f"{note.name} reads {note.result!r} on the way")
-            plan._calls.append(partial(_guard, note.function, args, kwargs, note.result))
-        elif torch.Tag.dynamic_output_shape in getattr(note.function, "tags", ()):
-            plan._calls.append(partial(_copied, partial(note.function, *args, **kwargs), outputs))
-        elif note.written():
-            plan._calls.append(_in_place(note, args, kwargs))
-        else:
-            plan._calls.append(_into(note, args, kwargs, outputs))
+            return partial(_guard, note.function, args, kwargs, note.result)
+        if note.written():
+            return TorchCall(note.function, args, kwargs)
+        return into(note.function, args, kwargs, tree_map(self._tensor, note.result))
 
 
 def _is_idle(note: Note) -> bool:
@@ -376,60 +366,3 @@ def _merged(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _guard(function: Any, args: Any, kwargs: Any, expected: Any) -> None:
     if function(*args, **kwargs) != expected:
         raise GuardError(str(function))
-
-
-def _in_place(note: Note, args: Any, kwargs: Any) -> Callable[[], Any]:
-    """Return the call of an operation that writes into an argument, by torch's own binding where there is one."""
-    name = note.name
-    method = getattr(args[0], name, None) if args and isinstance(args[0], Tensor) and "out" not in kwargs else None
-    if method is not None and not name.startswith("_") and not any(x is None for x in tree_leaves(args)):
-        return partial(method, *args[1:], **kwargs)
-    function = getattr(torch, name, None) if "out" in kwargs else None
-    return partial(function or note.function, *args, **kwargs)
-
-
-def _into(note: Note, args: Any, kwargs: Any, output: Any) -> Callable[[], Any]:
-    """Return the call of an operation, its result written where the plan keeps it."""
-    name = note.name
-    if isinstance(output, Tensor):
-        if name in ("clone", "_to_copy", "alias", "detach", "lift_fresh", "contiguous"):
-            return partial(output.copy_, args[0])
-        if name in ("zeros", "new_zeros", "zeros_like"):
-            return output.zero_
-        if name in FAST and (name not in ("sum", "mean") or len(args) > 1):
-            return partial(getattr(torch, name), *args, **kwargs, out=output)
-        found = _out_overload(note.function)
-        if found is not None:
-            return partial(found, *args, **kwargs, out=output)
-    return partial(_copied, partial(note.function, *args, **kwargs), output)
-
-
-FAST = frozenset(
-    (
-        *("add", "sub", "mul", "div", "pow", "addcmul", "mm", "bmm", "addmm", "baddbmm", "sum", "mean", "exp", "log", "neg"),
-        *("rsqrt", "sqrt", "tanh", "sigmoid", "sin", "cos", "erf", "square", "reciprocal", "abs", "maximum", "minimum"),
-        *("index_select", "gather", "cat", "where"),
-    )
-)
-"""Operations whose binding in torch takes ``out`` and the same arguments, and is called sooner than the overload."""
-
-
-def _out_overload(function: Any) -> Any:
-    """Return the overload of an operation that writes into ``out``, if it has one result."""
-    names = [a.name for a in function._schema.arguments]
-    for overload in function.overloadpacket.overloads():
-        other = getattr(function.overloadpacket, overload)
-        arguments = other._schema.arguments
-        if [a.name for a in arguments if not a.is_out] == names and [a.name for a in arguments if a.is_out] == ["out"]:
-            same = all(str(a.type) == str(b.type) for a, b in zip(function._schema.arguments, arguments, strict=False))
-            if same:
-                return other
-    return None
-
-
-def _copied(call: Callable[[], Any], outputs: Any) -> None:
-    for x, out in zip(tree_leaves(call()), tree_leaves(outputs), strict=True):
-        if isinstance(x, Tensor):
-            if x.shape != out.shape:
-                raise GuardError(f"a result of shape {tuple(x.shape)} in place of {tuple(out.shape)}")
-            out.copy_(x)
