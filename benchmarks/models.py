@@ -8,7 +8,6 @@ central differences of the gradient, and in bfloat16 beside the float64 product 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,8 @@ import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, Instance, build, names, quiet
 from benchmarks.tables import markdown
 from benchmarks.vision import vision, vision_names
-from hessiankit.support.errors import HessiankitError
+from hessiankit.studies.resumable import Resumable
+from hessiankit.support.errors import HessiankitError, InputError
 
 EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """Tolerances, relative to the largest entry of a parameter's part of the product: to reverse over reverse; to central
@@ -303,25 +304,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 file=sys.stderr,
             )
             return 2
-    rows = {(row.name, row.attention): row for row in stored(options.out)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     cases = [(name, a) for name in wanted for a in attentions(name) if options.attention in (None, a)]
-    for name, attention in cases:
-        if (name, attention) not in rows:
-            row = rows[name, attention] = measure(name, attention, full=attention == ATTENTIONS[0])
-            with options.out.open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
-            print(line(row), flush=True)
-    found = [rows[case] for case in cases]
+    try:
+        with kept(options.out) as rows:
+            for row in rows.finish(cases):
+                print(line(row), flush=True)
+            found = [rows.known[case] for case in cases]
+    except InputError as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.markdown is not None:
         options.markdown.write_text(page(found))
     return 0 if all(row.passed for row in found) else 1
 
 
-def stored(path: Path) -> list[Row]:
-    """Return the rows of a file; none where there is no file."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Row(**{**found, "fallbacks": tuple(found["fallbacks"])}) for found in map(json.loads, lines)]
+def kept(path: Path) -> Resumable[tuple[str, str], Row]:
+    """Return the rows of a file, by name and implementation of attention, to which those that are missing are added."""
+    return Resumable(
+        "benchmarks.models", path, lambda case: measure(*case, full=case[1] == ATTENTIONS[0]),
+        attrgetter("name", "attention"), asdict, lambda found: Row(**{**found, "fallbacks": tuple(found["fallbacks"])}),
+    )  # fmt: skip
 
 
 def line(row: Row) -> str:

@@ -62,11 +62,6 @@ class Order:
         """Whether the values, whatever their errors, stand in the printed order."""
         return self.seen == PRINTED
 
-    @property
-    def refuted(self) -> bool:
-        """Whether some step of the printed order is the other way round beyond the error of the label draws."""
-        return "no" in self.steps
-
 
 def order_of(report: SharpnessReport) -> Order:
     """Return what a report says of the printed order; quotients know that the same draws gave both of their parts."""

@@ -19,7 +19,7 @@ from hessiankit.diagnostics.sharpness import sharpness
 
 ROOT = Path(__file__).parents[1]
 EXACT = {"float64": 1e-12, "float32": 1e-6}
-SIZES = (2, 4)
+SIZES = (4, pytest.param(2, marks=pytest.mark.exhaustive))  # with four, one rank holds nothing, and a mesh has two axes
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]

@@ -31,7 +31,7 @@ from hessiankit.support.jsonl import read_records
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = len(PLACEMENTS) // 2  # the placements take turns
+SAMPLE = len(PLACEMENTS) // 4  # the placements take turns
 ROOT = Path(__file__).parent.parent
 CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 

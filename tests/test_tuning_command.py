@@ -12,7 +12,7 @@ from hessiankit.cli.tune_lr import command_of
 from hessiankit.cli.tune_lr import run as run_tune
 from hessiankit.studies.tuning import experiment, store
 from hessiankit.studies.tuning.experiment import Setting
-from hessiankit.studies.tuning.store import finished_runs
+from hessiankit.studies.tuning.store import Runs
 from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=8, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=4, windows=8)
@@ -55,9 +55,10 @@ def test_the_whole_comparison_and_once_more(capsys, tmp_path, monkeypatch):
     page = (tmp_path / "page.md").read_text()
     assert "hessiankit tune-lr --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --quick" in page
     assert str(tmp_path / "out") not in page
-    lines = finished_runs(tmp_path / "out" / "runs.jsonl")
-    assert len(lines) == len({one.spec for one in lines})
-    assert {one.spec.seed for one in lines} == {0, 1, 1000}
+    path = tmp_path / "out" / "runs.jsonl"
+    known = Runs(path).known
+    assert len(path.read_text().splitlines()) == len(known)
+    assert {spec.seed for spec in known} == {0, 1, 1000}
 
     monkeypatch.setattr(store, "run", refuse)  # all runs are kept, and the tables are the same
     assert run_tune(parsed(*given)) == 0
@@ -77,7 +78,7 @@ def test_ctrl_c_keeps_what_is_done(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(store, "run", interrupted)
     assert run_tune(parsed("--out", str(tmp_path))) == 130
     assert "the same command goes on" in capsys.readouterr().err
-    assert len(finished_runs(tmp_path / "runs.jsonl")) == 3
+    assert len(Runs(tmp_path / "runs.jsonl").known) == 3
 
 
 def test_the_command_that_the_page_names():

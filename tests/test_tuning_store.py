@@ -10,7 +10,7 @@ import pytest
 
 from hessiankit.studies.tuning import store
 from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting, run
-from hessiankit.studies.tuning.store import Runs, finished_runs, record_of
+from hessiankit.studies.tuning.store import Runs, record_of
 from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=4, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=2, windows=4)
@@ -29,7 +29,7 @@ def test_a_line_holds_a_run(tmp_path):
     path = tmp_path / "runs.jsonl"
     result = RunResult(SPECS[3], (0, 2, 4), (5.5, 1 / 3, math.inf), 1.25)
     path.write_text(json.dumps(record_of(result)) + "\n")
-    assert finished_runs(path) == [result]
+    assert list(Runs(path).known.values()) == [result]
     assert "Infinity" not in path.read_text()
 
 
@@ -48,7 +48,7 @@ def test_going_on_after_an_interrupt_gives_the_same_digits(tmp_path, monkeypatch
     monkeypatch.setattr(store, "run", interrupted)
     with pytest.raises(KeyboardInterrupt), Runs(path) as runs:
         runs(SPECS)
-    assert len(finished_runs(path)) == 2
+    assert len(Runs(path).known) == 2
     path.write_text(path.read_text() + '{"spec": {"setting": {"te')  # a line that was cut off
     monkeypatch.setattr(store, "run", run)
     with Runs(path) as runs:
@@ -75,9 +75,9 @@ def test_runs_of_other_code_do_not_count(tmp_path):
     path.write_text(
         json.dumps({**entry, "version": "torch 1, code 0"}) + "\n[]\n" + json.dumps({"version": entry["version"]}) + "\n"
     )
-    assert finished_runs(path) == []
+    assert not Runs(path).known
     path.write_text(json.dumps(entry))
-    assert [one.losses for one in finished_runs(path)] == [result.losses]
+    assert [one.losses for one in Runs(path).known.values()] == [result.losses]
 
 
 def test_the_same_run_is_done_once_and_counted_once(tmp_path):

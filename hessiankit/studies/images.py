@@ -15,6 +15,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -378,15 +379,23 @@ def _sides(height: int, width: int) -> list[int]:
     return [p for p in range(1, common + 1) if common % p == 0]
 
 
-def _digits(split: str, seed: int, dtype: torch.dtype) -> ImageDataset:
+@cache
+def _all_digits() -> tuple[Any, Any]:
+    """Return the pixels, 0 to 16, and the labels of scikit-learn's digits."""
     from sklearn.datasets import load_digits  # slow to import, and only needed here
-    from sklearn.model_selection import train_test_split
 
     bunch = load_digits()
-    halves = train_test_split(np.arange(len(bunch.target)), test_size=DIGITS_TEST, stratify=bunch.target, random_state=seed)
+    return bunch.images, bunch.target
+
+
+def _digits(split: str, seed: int, dtype: torch.dtype) -> ImageDataset:
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = _all_digits()
+    halves = train_test_split(np.arange(len(labels)), test_size=DIGITS_TEST, stratify=labels, random_state=seed)
     rows = halves[SPLITS.index(split)]
-    images = torch.from_numpy(bunch.images[rows]).to(dtype) / 16
-    return ImageDataset(images, torch.from_numpy(bunch.target[rows]).long(), 10, f"digits {split}")
+    images = torch.from_numpy(pixels[rows]).to(dtype) / 16
+    return ImageDataset(images, torch.from_numpy(labels[rows]).long(), 10, f"digits {split}")
 
 
 def _check_split_of_file(path: Path, split: str) -> None:

@@ -30,7 +30,6 @@ class Resumable(Generic[Task, Result]):
         encode: Result -> what JSON knows.
         decode: What ``encode`` returned -> result; None where it does not count, such as the result of other code.
         jobs: Processes that share the work, each with one thread.
-        skipped: Called with the number of every line that cannot be read.
 
     Attributes:
         known: The results by task.
@@ -46,11 +45,10 @@ class Resumable(Generic[Task, Result]):
         decode: Callable[[Any], Result | None],
         *,
         jobs: int = 1,
-        skipped: Callable[[int], object] = lambda number: None,
     ) -> None:
         self.who, self.path, self.run, self.task_of, self.encode, self.jobs = who, path, run, task_of, encode, jobs
         with usable(who, path):
-            found = read_records(path, decode, skipped=skipped)
+            found = read_records(path, decode)
             self.known = {task_of(result): result for result in found if result is not None}
             append_records(path)
         self._exit = ExitStack()

@@ -14,11 +14,8 @@ from hessiankit.support.errors import InputError
 T = TypeVar("T")
 
 
-def read_records(
-    path: Path, decode: Callable[[Any], T], *, skipped: Callable[[int], object] = lambda number: None
-) -> Iterator[T]:
-    """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file. ``skipped`` is called
-    with the number, from 1, of every line that is skipped.
+def read_records(path: Path, decode: Callable[[Any], T]) -> Iterator[T]:
+    """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file.
 
     A line that is not JSON (an interrupt cut it off), or that ``decode`` refuses by a ValueError, TypeError, KeyError or
     AttributeError, is skipped.
@@ -27,12 +24,10 @@ def read_records(
         OSError, UnicodeDecodeError: The file cannot be read; see :func:`usable`.
     """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for number, line in enumerate(lines, start=1):
+    for line in lines:
         try:
             found = decode(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError):
-            if skipped is not None:
-                skipped(number)
             continue
         yield found
 

@@ -12,7 +12,6 @@ from typing import Any
 from hessiankit.studies.resumable import Resumable
 from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting, run
 from hessiankit.support.environment import code_version
-from hessiankit.support.jsonl import read_records
 from hessiankit.support.progress import Tell
 
 CODE = (
@@ -57,11 +56,6 @@ def record_of(result: RunResult) -> dict[str, Any]:
     """Return a run as a record of the file, losses that are infinite as None."""
     losses = [None if math.isinf(loss) else loss for loss in result.losses]
     return {**asdict(result), "losses": losses, "version": code_version(*CODE)}
-
-
-def finished_runs(path: Path) -> list[RunResult]:
-    """Return the finished runs of a file that this code and this torch did."""
-    return [result for result in read_records(path, _result) if result is not None]
 
 
 def _result(record: Any) -> RunResult | None:
