@@ -126,6 +126,41 @@ def test_cdist_which_autograd_differentiates_once(p):
     assert found.fallbacks == ()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mode": "sum"},
+        {"mode": "mean"},
+        {"mode": "mean", "padding_idx": 1},
+        {"mode": "sum", "include_last_offset": True},
+        {"mode": "sum", "padding_idx": -3, "weighted": True},
+    ],
+    ids=str,
+)
+def test_bags_of_embeddings_which_autograd_differentiates_once(options):
+    """The second bag is empty."""
+    chosen = dict(options)
+    weighted, padding, last = chosen.pop("weighted", False), options.get("padding_idx", 5) % 5, options.get("include_last_offset")
+    indices, offsets = torch.tensor([0, 1, 1, 4, 2, 0]), torch.tensor([0, 3, 3, 5] + [6] * bool(last))
+
+    def bags(s: nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        weights = s.w if weighted else None
+        return torch.tanh(F.embedding_bag(indices, s.E, offsets, per_sample_weights=weights, **chosen))
+
+    def written(s: nn.Module, indices: torch.Tensor) -> torch.Tensor:
+        rows = []
+        for start, end in ((0, 3), (3, 3), (3, 5), (5, 6)):
+            kept = [k for k in range(start, end) if "padding_idx" not in options or indices[k] != padding]
+            total = sum((s.E[indices[k]] * (s.w[k] if weighted else 1) for k in kept), 0 * s.E[0])
+            rows.append(total / max(len(kept), 1) if options["mode"] == "mean" else total)
+        return torch.tanh(torch.stack(rows))
+
+    parts, target = {"E": (5, 3), **({"w": (6,)} if weighted else {})}, draw(4, 3, seed=7)
+    found = hk.hessian(Formula(bags, **parts), indices, target)
+    assert (found.matrix - assert_exact(Formula(written, **parts), indices, target, loss=mse).matrix).abs().max() <= 1e-13
+    assert found.fallbacks == ()
+
+
 CASTS = {
     "to single": lambda y: y.float().sin().double(),
     "softmax in single": lambda y: y.softmax(-1, dtype=torch.float32).double(),

@@ -1,4 +1,4 @@
-"""Variances, norms, distances, sums of exponentials, products of entries."""
+"""Variances, norms, distances, sums of exponentials, products of entries, sums and means of bags of embeddings."""
 
 from __future__ import annotations
 
@@ -138,3 +138,30 @@ def _log_sum_exp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     top = x.detach().amax(dim, keepdim=True)  # a shift that the result does not depend on
     out = torch.log(torch.exp(x - top).sum(dim, keepdim=True)) + top
     return out if keepdim else out.squeeze(dim)
+
+
+@decomposes(aten.embedding_bag.default, aten.embedding_bag.padding_idx)
+def _bags(
+    table: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    scale_grad_by_freq: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Any:
+    """Sums (mode 0) or means (mode 1) of the rows of a table from each offset to the next, those of the padding left out."""
+    if scale_grad_by_freq or mode not in (0, 1):
+        return NotImplemented
+    starts = offsets[:-1] if include_last_offset else offsets
+    bag = torch.bucketize(torch.arange(len(indices), device=indices.device), starts, right=True) - 1
+    if padding_idx is not None:
+        kept = indices != padding_idx % len(table)
+        indices, bag, weights = indices[kept], bag[kept], None if weights is None else weights[kept]
+    rows = torch.embedding(table, indices)
+    rows = rows if weights is None else rows * weights.unsqueeze(1)
+    total = rows.new_zeros(len(starts), table.shape[1]).index_add(0, bag, rows)
+    count = torch.bincount(bag, minlength=len(starts))
+    return total if mode == 0 else total / count.clamp(min=1).unsqueeze(1), bag, count, count
