@@ -205,6 +205,25 @@ def test_another_number_of_labels_is_planned_again() -> None:
     assert f.plans == 2
 
 
+def test_a_list_of_numbers_with_the_same_sum_is_planned_again() -> None:
+    """Tokens of three experts, whose numbers Python reads: 2, 4, 6 and then 3, 3, 6 tokens up to each."""
+
+    def mixture(s: nn.Module, x: Tensor, expert: Tensor) -> Tensor:
+        order = expert.argsort(stable=True)
+        ends = expert.bincount(minlength=3).cumsum(0).tolist()
+        parts = [
+            torch.tanh(x[order[start:end]] @ s.W[k]) for k, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True))
+        ]
+        return torch.cat(parts)[order.argsort()]
+
+    module, x = Formula(mixture, W=(3, 4, 2)), torch.randn(6, 4, dtype=DOUBLE)
+    f = hk.hessian_function(module, (x, torch.tensor([0, 0, 1, 1, 2, 2])), torch.ones(6, 2, dtype=DOUBLE))
+    inputs = (x, torch.tensor([0, 0, 0, 2, 2, 2]))
+    expected = hk.hessian(module, inputs, torch.ones(6, 2, dtype=DOUBLE)).matrix
+    assert torch.allclose(f(inputs).matrix, expected, rtol=0, atol=1e-13)
+    assert f.plans == 2
+
+
 def test_a_saturated_softmax_keeps_its_digits() -> None:
     module, x = Gated(), torch.randn(2, 4, 3, dtype=DOUBLE)
     f = hk.hessian_function(module, x, torch.zeros_like(x))

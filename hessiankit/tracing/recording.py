@@ -59,6 +59,7 @@ def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
 
 
 _ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
+_ODD = 0x1E3779B97F4A7C15  # multiplication by it, modulo 2^64, mixes the bits of a number
 _SILENT_READS = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
 
 
@@ -290,6 +291,15 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
+def _mark_read(x: Tensor) -> None:
+    """Read one number that has another value where an entry has: the sum, for integers a hash."""
+    if x.is_floating_point() or x.is_complex():
+        x.sum().item()
+        return
+    place = torch.arange(1, x.numel() + 1, device=x.device) * _ODD
+    ((place ^ (place >> 31)) * _ODD * x.reshape(-1)).sum().item()
+
+
 class _FunctionMode(TorchFunctionMode):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
@@ -308,7 +318,7 @@ class _FunctionMode(TorchFunctionMode):
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func in _SILENT_READS:
             for x in _tensors(args):
-                x.sum().item()
+                _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func in _ARRAYS else args  # the mark is what refuses it, in words of its own
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
