@@ -28,12 +28,12 @@ def source_line(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an exception's message, or its type where it has none.
+    """Return the first line of an exception's message without the period at its end, or its type where it has none.
 
-    >>> first_line(ValueError("one\\ntwo")), first_line(KeyError())
+    >>> first_line(ValueError("one.\\ntwo")), first_line(KeyError())
     ('one', 'KeyError')
     """
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
+    return next(iter(str(error).splitlines()), "").removesuffix(".") or type(error).__name__
 
 
 def at_line(error: BaseException, form: str = " (at {})") -> str:
