@@ -28,11 +28,12 @@ from hessiankit.studies.text import VOCAB_SIZE
 from hessiankit.studies.training import updates
 from hessiankit.studies.tuning.experiment import (
     CLIP,
-    SPIKE,
     Ratios,
     adamw,
     cross_entropy,
     digest_of,
+    evaluated_at,
+    has_diverged,
     held_out_loss,
     one_thread,
     texts,
@@ -150,7 +151,7 @@ class ByteRun:
     @property
     def diverged(self) -> bool:
         """Whether it ends half a nat above its own best, above log 256, or with no number, as ``hessiankit tune-lr`` counts."""
-        return not self.losses[-1] <= min(min(self.losses) + SPIKE, math.log(VOCAB_SIZE))
+        return has_diverged(self.losses)
 
     def model(self, step: int | None = None) -> Transformer:
         """Return the model after a step that was kept, the last one by default."""
@@ -186,8 +187,8 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     elif spec.every:
         put(folder / MONITORED, found["monitored"].encode())
     return ByteRun(
-        spec, folder, found["kept"], evaluated_at(spec), tuple(found["losses"]), tuple(found["train_losses"]),
-        read_monitor(folder / MONITORED) if spec.every else None, found["seconds"],
+        spec, folder, found["kept"], evaluated_at(spec.steps, spec.evaluations), tuple(found["losses"]),
+        tuple(found["train_losses"]), read_monitor(folder / MONITORED) if spec.every else None, found["seconds"],
     )  # fmt: skip
 
 
@@ -215,7 +216,7 @@ def _train(
     """Train to the end, from the state in ``found`` unless it is empty, and return what the run showed."""
     text, held_out = texts(spec.text)
     windows = held_out.windows(spec.length, spec.windows)
-    ends = evaluated_at(spec)
+    ends = evaluated_at(spec.steps, spec.evaluations)
     model = model_of(spec)
     optimizer, schedule = adamw(model, spec.lr, spec.ratios, spec.steps, round(spec.warm_up * spec.steps), spec.floor)
     parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
@@ -293,9 +294,3 @@ def _monitor(spec: ByteSpec, model: nn.Module, folder: Path) -> Monitor | None:
         model, measured_on(spec), folder / MONITORED, every=spec.every, log_spaced=spec.log_spaced, draws=spec.draws,
         seed=spec.seed, depth=depth, on_error="record", **wanted,
     )  # fmt: skip
-
-
-def evaluated_at(spec: ByteSpec) -> tuple[int, ...]:
-    """Return the steps after which the held-out loss is measured, evenly spread, 0 and the last one among them."""
-    count = min(spec.evaluations, spec.steps)
-    return tuple(sorted({round(k * spec.steps / count) for k in range(count + 1)}))

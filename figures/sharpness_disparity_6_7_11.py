@@ -58,11 +58,11 @@ from hessiankit.studies.training import updates
 from hessiankit.studies.tuning.experiment import (
     BETAS,
     CLIP,
-    SPIKE,
     Setting,
     cross_entropy,
     digest_of,
-    evaluation_steps,
+    evaluated_at,
+    has_diverged,
     held_out_loss,
     model_of,
     one_thread,
@@ -169,7 +169,7 @@ def run(spec: Spec) -> dict[str, Any]:
     """Train; return steps and held-out losses (None from where one was no number), and S by type at the measured steps."""
     setting = spec.setting
     text, held_out = texts(setting.text)
-    generator = torch.Generator().manual_seed(spec.seed)
+    generator, steps = torch.Generator().manual_seed(spec.seed), evaluated_at(setting.steps, setting.evaluations)
     with one_thread():
         model = model_of(setting, spec.seed)
         windows = held_out.windows(setting.length, setting.windows)
@@ -184,11 +184,10 @@ def run(spec: Spec) -> dict[str, Any]:
         ):
             if not math.isfinite(loss):
                 break
-            if step in evaluation_steps(setting):
+            if step in steps:
                 losses[step] = held_out_loss(model, windows)
             if step in spec.measured:
                 sharp[step] = sharpness_by_type(model, windows, spec.seed)
-    steps = (0, *evaluation_steps(setting))
     return {"steps": steps, "losses": [losses.get(step) for step in steps], "sharpness": sharp}
 
 
@@ -200,9 +199,8 @@ def sharpness_by_type(model: nn.Module, windows: tuple[Tensor, Tensor], seed: in
 
 def final(found: dict[str, Any]) -> float:
     """Return the last held-out loss, infinite where the run broke off or ended half a nat above its best."""
-    seen = [x for x in found["losses"] if x is not None]
-    last = found["losses"][-1]
-    return math.inf if last is None or last > min(min(seen) + SPIKE, math.log(256)) else float(last)
+    losses = [math.inf if x is None else x for x in found["losses"]]
+    return math.inf if has_diverged(losses) else losses[-1]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from hessiankit.studies.tuning.experiment import (
     Setting,
     digest_of,
     entries_by_type,
-    evaluation_steps,
+    evaluated_at,
     held_out_loss,
     model_of,
     run,
@@ -146,8 +146,8 @@ def test_divergence_is_flagged():
 
 
 def test_evaluations_end_with_the_last_step():
-    assert evaluation_steps(Setting(steps=400, evaluations=20)) == tuple(range(20, 401, 20))
-    assert evaluation_steps(Setting(steps=3, evaluations=20)) == (1, 2, 3)
+    assert evaluated_at(400, 20) == tuple(range(0, 401, 20))
+    assert evaluated_at(3, 20) == (0, 1, 2, 3)
 
 
 def test_a_changed_text_is_refused():

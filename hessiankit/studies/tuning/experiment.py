@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -143,12 +143,17 @@ class RunResult:
 
     @property
     def diverged(self) -> bool:
-        """Whether the run ends :data:`SPIKE` above its own best, above log 256, or with no number.
+        """Whether the losses are those of :func:`has_diverged`."""
+        return has_diverged(self.losses)
 
-        >>> RunResult(RunSpec(Setting(), 0.1), (0, 9, 18), (5.5, 2.0, 2.6), 0.0).diverged
-        True
-        """
-        return not self.final <= min(min(self.losses) + SPIKE, math.log(VOCAB_SIZE))
+
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Return whether a run's losses end :data:`SPIKE` above their own best, above log 256, or with no number.
+
+    >>> has_diverged((5.5, 2.0, 2.6)), has_diverged((5.5, 2.0, 2.4)), has_diverged((5.5, math.inf))
+    (True, False, True)
+    """
+    return not losses[-1] <= min(min(losses) + SPIKE, math.log(VOCAB_SIZE))
 
 
 def run(spec: RunSpec) -> RunResult:
@@ -161,16 +166,14 @@ def run(spec: RunSpec) -> RunResult:
     text, held_out = texts(setting.text)
     if setting.digest and setting.digest != digest_of(setting.text):
         raise InputError(f"tune-lr: the text {setting.text!r} changed since these runs were planned; start again")
-    began = time.perf_counter()
+    began, ends = time.perf_counter(), evaluated_at(setting.steps, setting.evaluations)
     with one_thread():
         model = model_of(setting, spec.seed)
         windows = held_out.windows(setting.length, setting.windows)
-        steps, losses = [0], [held_out_loss(model, windows)]
+        losses = [held_out_loss(model, windows)]
         for step in training(model, text, spec):
-            if step in evaluation_steps(setting):
-                steps.append(step)
+            if step in ends:
                 losses.append(held_out_loss(model, windows))
-    ends = (0, *evaluation_steps(setting))
     losses += [math.inf] * (len(ends) - len(losses))
     return RunResult(
         spec, ends, tuple(x if math.isfinite(x) else math.inf for x in losses), round(time.perf_counter() - began, 3)
@@ -224,14 +227,14 @@ def warm_up_steps(setting: Setting) -> int:
     return round(setting.warm_up * setting.steps)
 
 
-def evaluation_steps(setting: Setting) -> tuple[int, ...]:
-    """Return the steps after which the held-out loss is measured, evenly spread, the last one among them.
+def evaluated_at(steps: int, evaluations: int) -> tuple[int, ...]:
+    """Return the steps after which the held-out loss is measured, evenly spread, 0 and the last one among them.
 
-    >>> evaluation_steps(Setting(steps=10, evaluations=3))
-    (3, 7, 10)
+    >>> evaluated_at(10, 3)
+    (0, 3, 7, 10)
     """
-    count = min(setting.evaluations, setting.steps)
-    return tuple(round(k * setting.steps / count) for k in range(1, count + 1))
+    count = min(evaluations, steps)
+    return tuple(round(k * steps / count) for k in range(count + 1))
 
 
 @torch.no_grad()
