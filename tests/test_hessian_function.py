@@ -418,3 +418,24 @@ def test_a_constant_that_is_written_into_later_is_made_anew_each_time() -> None:
         found = torch.zeros(1)
         plan.run(found)
         assert found.item() == value
+
+
+def test_what_is_computed_twice_is_run_once() -> None:
+    x, total = torch.randn(4, 4), torch.zeros(4, 4)
+
+    def formula() -> Tensor:
+        y, kept = x.exp() @ x.exp(), x + 1  # the same value
+        before = kept * x
+        kept.mul_(x)  # from here on, the same words mean another value
+        moved = x.exp()
+        moved[1] += x[1]
+        return y + before + kept * x + moved + x.exp() + x.sum(0) + x.sum(1)
+
+    with recording([x, total]) as record:
+        total += formula()
+    plan = make_plan(record, [x], total, [total[0, 0]])
+    assert (plan.counts()["exp"], plan.counts()["sum"], plan.counts()["mm"]) == (2, 2, 1)
+    x.copy_(torch.randn(4, 4))
+    found = torch.empty(4, 4)
+    plan.run(found)
+    assert torch.equal(found, formula())

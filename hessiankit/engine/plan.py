@@ -28,11 +28,11 @@ from hessiankit.engine.block_terms import BlockTerms
 from hessiankit.engine.kernel_products import BoundProduct
 from hessiankit.engine.kernel_sums import BoundSum, KernelSum
 from hessiankit.engine.recorder import Note, PlanError, PlannedStep, Recorder, TensorSpec, storage_key
+from hessiankit.engine.repeats import UNINITIALISED, without_repeats
 from hessiankit.engine.replay import GuardError, Step, TorchCall, calls, into
 from hessiankit.support.errors import InputError
 
 ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
-UNINITIALISED = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
 
 
 @dataclass
@@ -151,11 +151,12 @@ class _Maker:
     def __init__(
         self, record: Recorder, inputs: Iterable[Tensor], output: Tensor, values: Sequence[Tensor], rows: Sequence[slice]
     ) -> None:
-        self.notes, self.kept, self.output, self.rows = list(record.notes), record.kept, output, rows
+        self.recorded, self.kept, self.output, self.rows = len(record.notes), record.kept, output, rows
         self.whole = record.spec(output)
         self.given = {storage_key(x) for x in inputs}
         self.result = storage_key(output)
-        self.values = [record.spec(x) for x in values]
+        self.notes, same = without_repeats(record.notes, [self.result])
+        self.values = [replace(x, storage=same.get(x.storage, x.storage)) for x in map(record.spec, values)]
         self.memory: dict[int, _Memory] = {}
         self.made: set[int] = set()  # storages that an operation has made
         self.moved: dict[TensorSpec, Tensor] = {}
@@ -168,7 +169,7 @@ class _Maker:
             raise PlanError(f"intermediates take {workspace / 2**30:.1f} GiB, more memory than a plan is worth")
         self.arena = torch.empty(workspace, dtype=torch.uint8, device=self.output.device)
         constants = sum(m.bytes for key, m in self.memory.items() if key in self.made and not m.varies)
-        plan = ExecutionPlan((), workspace, constants, len(self.notes))
+        plan = ExecutionPlan((), workspace, constants, self.recorded)
         plan._zeroed = [self._tensor(part) for part in self._zeroed(kept)]
         notes = [self.notes[n] for n in kept if self.notes[n].name not in UNINITIALISED]
         plan.steps = tuple(note.planned(self.result) for note in notes)
