@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from figure_files import SMALL, measured
+from figure_files import SMALL, measured, stop_at
 
 from figures import __main__ as command
 from figures import _kit, _runs, _session, _store
@@ -78,20 +78,12 @@ def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
     assert len(found.train_losses) == 12
 
 
-def stopping_at(step: int) -> Callable[[str, int, int], None]:
-    def tell(what: str, done: int, total: int) -> None:
-        if done == step:
-            raise KeyboardInterrupt
-
-    return tell
-
-
 def test_an_interrupted_run_goes_on_to_the_same_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
     whole = byte_run(SMALL, tmp_path / "whole")
     for step in (2, 7, 11):  # before the first state is kept; in between; with a measurement that has to be taken back
         with pytest.raises(KeyboardInterrupt):
-            byte_run(SMALL, tmp_path / "cut", tell=stopping_at(step))
+            byte_run(SMALL, tmp_path / "cut", tell=stop_at(step))
     steps: list[int] = []
     cut = byte_run(SMALL, tmp_path / "cut", tell=lambda what, done, total: steps.append(done))
     assert steps == [8, 9, 10, 11]

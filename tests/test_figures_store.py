@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from figure_files import SMALL, measured
+from figure_files import SMALL, measured, stop_at
 
 from figures import _digits, _runs, _store
 from figures._digits import ImageSpec, snapshots
@@ -102,14 +102,6 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(_store.os, "replace", lambda *_: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only file system")))
     with pytest.raises(InputError, match="Read-only file system; pass another folder"):
         set_aside(tmp_path / "b.pt", "of a test")
-
-
-def stop_at(step: int) -> Callable[[str, int, int], None]:
-    def tell(what: str, done: int, total: int) -> None:
-        if done == step:
-            raise KeyboardInterrupt
-
-    return tell
 
 
 def test_a_finished_run_is_made_anew_where_its_file_is_damaged(
