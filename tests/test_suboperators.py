@@ -117,6 +117,16 @@ def test_a_parameter_without_effect_and_a_fallback() -> None:
     assert float((J @ draw(J.shape[1])).abs().max()) > 0
 
 
+def test_jacobian_does_not_move_with_a_buffer() -> None:
+    module = Formula(lambda m, x: torch.tanh(x @ m.W) * m.scale, W=(4, 3))
+    module.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+    J = jacobian_operator(module, X[0])
+    before = J.to_matrix()
+    module.scale.mul_(4.0)
+    assert torch.equal(J.to_matrix(), before)
+    assert torch.allclose(jacobian_operator(module, X[0]).to_matrix(), 4 * before, rtol=1e-14)
+
+
 def test_float32_and_empty_blocks() -> None:
     module = block().float()
     J = jacobian_operator(module, X.float())

@@ -183,7 +183,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
             ids[node] = result.add_value(known[node], moving=True)
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
-            known[node] = recording.constants[str(node.target)]
+            known[node] = recording.constants[str(node.target)].detach()  # on the memory that a buffer has now, not later
         elif node.op == "segment":
             fallbacks += _segment(node, recording.unseen[node], result, ids, known)
         elif node.op == "output":
