@@ -217,3 +217,25 @@ def test_a_lazy_result_is_that_of_the_point_where_it_was_asked_for() -> None:
     moved = hk.hessian(module, X, T).matrix
     assert torch.equal(lazy.matrix, expected)
     assert (moved - expected).abs().max() > 1e-3
+
+
+def test_what_a_later_gradient_shows_to_have_changed_is_refused() -> None:
+    """A flag that detaches leaves the loss as it was; the rest of a result is computed later."""
+    stopped = _FLAGS["stopped"]
+    module = Formula(_with_a_flag, W=(4, 3), V=(3, 3))
+    found, lazy = hk.hessian(module, X, T), hk.hessian(module, X, T, lazy=True)
+    expected = found.outer()
+    stopped.add("yes")
+    for compute in (found.outer, lambda: lazy.matrix):
+        with pytest.raises(hk.TraceError, match="two calls of the module on the same data give different gradients in 'W'"):
+            compute()
+    stopped.clear()
+    assert torch.equal(found.outer(), expected)
+
+
+_FLAGS: dict[str, set[str]] = {"stopped": set()}
+
+
+def _with_a_flag(s: nn.Module, x: Tensor) -> Tensor:
+    y = torch.tanh(x @ s.W)
+    return (y.detach() if _FLAGS["stopped"] else y) @ s.V

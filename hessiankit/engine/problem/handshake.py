@@ -106,10 +106,22 @@ class Handshake:
                 "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
                 "or take what changes out of forward"
             )
+        apart = next((name for name, g in again.gradient.items() if self._moved(own.gradient[name], g)), None)
+        if apart is not None:
+            raise TraceError(
+                f"trace: two calls of the module on the same data give different gradients in {apart!r}, so something that it "
+                "reads has changed since the first one, such as a flag; change it back, or start anew"
+            )
         noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
         different = self._differences(again, self._left, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
+
+    def _moved(self, before: Tensor | None, now: Tensor | None) -> bool:
+        """Tell whether two calls of the module itself have different gradients, by more than rounding."""
+        if before is None or now is None:
+            return before is not now
+        return _largest_difference(before, now) > (OWN + ROUNDING * self._eps) * self._largest
 
     @property
     def _left(self) -> tuple[str, ...]:
