@@ -334,6 +334,20 @@ def test_several_batches_and_not_finite_values_are_refused() -> None:
         f()
 
 
+def test_a_second_derivative_that_is_infinite_is_named_with_its_block() -> None:
+    """Where loss and gradient are finite, after an evaluation that has been compared with hessian()."""
+
+    def bent(z: Tensor, t: Tensor) -> Tensor:
+        return (z.abs() ** 1.5).sum()
+
+    module, x = nn.Linear(3, 2, bias=False, dtype=DOUBLE), torch.randn(4, 3, dtype=DOUBLE)
+    f = hk.hessian_function(module, x, torch.zeros(4, 2, dtype=DOUBLE), loss=bent)
+    f(changed(x))
+    x[1] = 0
+    with pytest.raises(InputError, match=r"hessian_function: the block \('weight', 'weight'\) is NaN or infinite"):
+        f(x)
+
+
 def test_without_room_for_a_plan_it_is_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hessiankit.curvature.hessian_function.SHARE", 0.0)
     module, x, t = block("pre")
