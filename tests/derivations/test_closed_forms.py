@@ -121,6 +121,7 @@ def test_values_are_torchs():
     assert CrossEntropy().vjp((logits, LABELS), torch.ones(1).double())[1] is None
     X, gamma, beta = random_point(0, X=(2, 6), gamma=(6,), beta=(6,)).values()
     assert relative_error(GroupNormRowsAt(X, 3, gamma, beta, eps=1e-5).value, F.group_norm(X, 3, gamma, beta, eps=1e-5)) <= 1e-13
+    assert relative_error(GroupNormRowsAt(X, 3).value, F.group_norm(X, 3, eps=0.0)) <= 1e-13  # without eps unless asked
 
 
 def test_a_loss_at_given_weights():
