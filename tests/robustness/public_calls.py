@@ -86,9 +86,17 @@ def _measured() -> dict[str, Any]:
     return {"sharpness": hk.sharpness(**on_language(draws=2)()), "power": 0.5, "cap": 4.0, "base": "Norm"}
 
 
+_FOLDER = tempfile.TemporaryDirectory()  # gone at the end of the process
+
+
+def _path() -> Path:
+    """A file in a folder of its own, which is not there yet."""
+    return Path(tempfile.mkdtemp(dir=_FOLDER.name)) / "run.jsonl"
+
+
 def _written() -> Path:
     """A file of a monitor, with one measurement."""
-    path = Path(tempfile.mkdtemp()) / "run.jsonl"
+    path = _path()
     hk.Monitor(**_monitored(path)).step(0)
     return path
 
@@ -99,7 +107,7 @@ def _loss_of(self: MonitorLog) -> Any:
 
 def _monitored(path: Path | None = None) -> dict[str, Any]:
     return {
-        **on_language()(), "path": path or Path(tempfile.mkdtemp()) / "run.jsonl", "every": 1, "log_spaced": False, "sharpness": False,
+        **on_language()(), "path": path or _path(), "every": 1, "log_spaced": False, "sharpness": False,
         "norms": True, "eigenvalue": False, "depth": (), "spectrum": 0, "approximations": (), "hessian": False, "share": None, "draws": 2, "seed": 0, "per": "token", "micro_batch": None, "parts": None,
         "eigenvalue_route": "auto", "eigenvalue_tol": 1e-3, "eigenvalue_products": 5, "on_error": "raise",
     }  # fmt: skip
