@@ -43,16 +43,19 @@ def test_progress_counts_samples():
             hk.hessian(block(), draw(3, 3, 4), draw(3, 3, 4), batch_size=size)
 
 
-TWO = draw(6, 4)[3:5, :1]
+def mixed(*rows):
+    """A module that mixes these samples of six, and leaves the others apart."""
+    first = draw(6, 4)[list(rows), :1]
 
+    def forward(s, x):
+        y, both = torch.tanh(x @ s.W), torch.isin(x[:, :1], first)
+        return y + both * (y * both).sum(0)
 
-def two_between_others(s, x):
-    y, both = torch.tanh(x @ s.W), torch.isin(x[:, :1], TWO)
-    return y + both * (y * both).sum(0)
+    return forward
 
 
 MIXING = {
-    "two between others": two_between_others,
+    **{f"samples {i} and {j}": mixed(i, j) for i, j in ((2, 3), (1, 3), (1, 5))},  # apart in one binary digit, each another
     "mean of the batch": lambda s, x: torch.tanh(x @ s.W) - torch.tanh(x @ s.W).mean(0),
     "behind a gate that is closed": lambda s, x: x @ s.W + s.a * torch.tanh(x @ s.W).mean(0),
     "in groups of two": lambda s, x: (x @ s.W) * torch.tanh(x @ s.W).unflatten(0, (-1, 2)).flip(1).flatten(0, 1),
