@@ -7,10 +7,9 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import LogLocator, NullFormatter
 
-from hessiankit.curvature.plot_frame import STYLE, Picture
+from hessiankit.curvature.plot_frame import OKABE_ITO, STYLE, Picture
 
 Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
@@ -33,8 +32,7 @@ OURS = {
 def canvas(columns: int = 1, width: float = 7.0, height: float = 4.2) -> tuple[Picture, list[Axes]]:
     """Return an empty figure with axes in a row."""
     with mpl.rc_context(STYLE):
-        figure = Picture(figsize=(width, height), dpi=150, facecolor="white", layout="constrained")
-        FigureCanvasAgg(figure)
+        figure = Picture(width, height, dpi=150, layout="constrained")
         axes = [figure.add_subplot(1, columns, k + 1) for k in range(columns)]
     for one in axes:
         one.tick_params(labelsize=7.5)
@@ -57,9 +55,7 @@ def _median(row: dict[str, Any]) -> float | None:
     return row["time"]["median"] if row.get("time") else None
 
 
-BEST, REST = "#d55e00", "#8c8c8c"
-COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
-"""Okabe and Ito's."""
+BEST, REST = OKABE_ITO[2], OKABE_ITO[-1]
 ROW = 0.22
 """Inches between two rows."""
 
@@ -153,7 +149,7 @@ def _rows(
 def _own_look(name: str, names: Sequence[str]) -> dict[str, Any]:
     """Return a look for each of the toolkit's own steps, where nothing is compared."""
     k = names.index(name)
-    return {"marker": MARKERS[k % len(MARKERS)], "color": COLOURS[k % len(COLOURS)], "markersize": 5}
+    return {"marker": MARKERS[k % len(MARKERS)], "color": OKABE_ITO[k % len(OKABE_ITO)], "markersize": 5}
 
 
 def _ours(row: dict[str, Any]) -> bool:

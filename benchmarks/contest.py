@@ -60,15 +60,20 @@ def contest(
     end = time.perf_counter() + TRIALS * plan.budget
     ring = Ring(case, part, plan.limit_seconds / ((len(peers) + 2) * (plan.repeats + 2)), plan.device, end - plan.limit_seconds)
     tell(f"{CLOSED}, first call", 0, steps)
-    found, first_seconds = timed(plan.device, closed)
-    start = part.columns.start
-    rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
-    error = ring.error(found[:, [j - start for j in ring.picks]].T)
-    without: float | None = None
-    if kernels() is not None and found.is_cpu:
+
+    def off(columns: Tensor) -> float:
+        return ring.error(columns[:, [j - part.columns.start for j in ring.picks]].T)
+
+    def in_plain_torch() -> Tensor:
         with plain():
-            without = ring.error(closed()[:, [j - start for j in ring.picks]].T)
-    again = None if planned is None else ring.error(planned()[:, [j - start for j in ring.picks]].T)
+            return closed()
+
+    found, first_seconds = timed(plan.device, closed)
+    rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
+    variants = {PLAIN: in_plain_torch} if kernels() is not None and found.is_cpu else {}
+    variants |= {} if planned is None else {PLANNED: planned}
+    ours = {CLOSED: {**ring.verdict_row(CLOSED, off(found)), "first_seconds": first_seconds}}
+    ours |= {name: {**ring.verdict_row(name, off(call())), "ours": True} for name, call in variants.items()}
     side = math.isqrt(found.numel() - 1) + 1
     blank = partial(_written, side, found.dtype, found.device)
     del found
@@ -85,15 +90,8 @@ def contest(
         writing.append(timed(plan.device, blank)[1])  # first, for it pays for memory that the others gave back
         return timed(plan.device, closed)[1]
 
-    def plain_turn(_: int) -> float:
-        with plain():
-            return timed(plan.device, closed)[1]
-
     calls: dict[str, Callable[[int], float]] = {CLOSED: own_turn}
-    if without is not None:
-        calls[PLAIN] = plain_turn
-    if planned is not None:
-        calls[PLANNED] = lambda _: timed(plan.device, planned)[1]
+    calls |= {name: lambda _, call=call: timed(plan.device, call)[1] for name, call in variants.items()}  # type: ignore[misc]
     for entry in entries:
         if entry.runs:
             calls[entry.peer.name] = lambda _, e=entry: ring.run(e)  # type: ignore[misc]
@@ -105,11 +103,6 @@ def contest(
         if time.perf_counter() > end:
             break
     own = seconds[CLOSED]
-    ours = {CLOSED: {**ring.verdict_row(CLOSED, error), "first_seconds": first_seconds}}
-    if without is not None:
-        ours[PLAIN] = {**ring.verdict_row(PLAIN, without), "ours": True}
-    if again is not None:
-        ours[PLANNED] = {**ring.verdict_row(PLANNED, again), "ours": True}
     add_rounds(ours, {name: seconds[name] for name in ours}, CLOSED)
     rows = list(ours.values())
     for entry in entries:
@@ -126,4 +119,4 @@ def contest(
 
 def _written(side: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a square matrix in memory of the kind that the closed form writes its result into, every entry touched."""
-    return zeros(side, dtype, device).fill_(1.0)
+    return zeros((side, side), dtype, device).fill_(1.0)

@@ -1,4 +1,4 @@
-"""Operations and bytes of the output by formula, for forecasts.
+"""Operations of the output by formula, for forecasts.
 
 A weight enters a token's computation through one vector, its lift: dY_n = x_n dW. A block of the Hessian is therefore
 
@@ -27,15 +27,6 @@ def lift_operations(parameters: int, rows: int) -> float:
     True
     """
     return float(parameters) ** 2 * rows
-
-
-def dense_bytes(parameters: int, itemsize: int) -> int:
-    """Return the bytes of the P x P matrix.
-
-    >>> dense_bytes(1000, 8)
-    8000000
-    """
-    return parameters * parameters * itemsize
 
 
 def exponent(x: Sequence[float], y: Sequence[float]) -> float:

@@ -16,7 +16,7 @@ from benchmarks.peers import JVP, Peer, compiled, plain_columns
 from benchmarks.problems import Case
 from benchmarks.timing import deadline, finite, spread, timed
 from hessiankit.engine.problem.task import available_memory
-from hessiankit.verify.reference_base import bytes_per_direction, first_line
+from hessiankit.verify.reference_base import bytes_per_direction, typed_line
 from hessiankit.verify.torch_routes import Products
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -73,7 +73,6 @@ class Entry:
         ratios = [mine / closed for mine, closed in zip(self.seconds, own, strict=False)]
         return {
             "name": self.peer.name,
-            "summary": self.peer.summary,
             "status": self.status,
             "why": self.why,
             "error": None if self.error is None else finite(self.error),
@@ -142,7 +141,7 @@ class Ring:
         except TimeoutError as error:
             return Entry(peer, "skipped", f"over budget: {error}")
         except Exception as error:
-            return Entry(peer, "failed", first_line(error))
+            return Entry(peer, "failed", typed_line(error))
         entry.error = self.error(columns)
         entry.status = self.verdict(entry.error)
         return entry

@@ -71,12 +71,9 @@ class Row:
     @property
     def passed(self) -> bool:
         """Whether every computed error is within its tolerance."""
-        pairs = ((self.float64, EXACT), (self.differences, DIFFERENCES), (self.casting, CASTING), (self.bfloat16, self._half))
+        half = HALF if math.isnan(self.autograd) else max(HALF, 2 * self.autograd)
+        pairs = ((self.float64, EXACT), (self.differences, DIFFERENCES), (self.casting, CASTING), (self.bfloat16, half))
         return all(error <= allowed or math.isnan(error) for error, allowed in pairs)
-
-    @property
-    def _half(self) -> float:
-        return HALF if math.isnan(self.autograd) else max(HALF, 2 * self.autograd)
 
 
 class _Stopped(Exception):

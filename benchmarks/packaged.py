@@ -23,7 +23,7 @@ SAMPLES_AT_ONCE = 32
 
 def installed(package: str) -> bool:
     """Tell whether a package can be imported, without importing it."""
-    return importlib.util.find_spec(package) is not None
+    return importlib.util.find_spec(package.replace("-", "_")) is not None
 
 
 class _Rows(nn.Module):
@@ -68,8 +68,9 @@ def eigenthings_operator(case: Case, *, copied: bool = True) -> Any:
     return package.HessianOperator(module, data, package.supervised_loss(loss), param_filter=lambda name, *_: name in names)
 
 
-def _matrix_products(case: Case) -> Products:
-    operator = curvlinops_operator(case)
+def curvlinops_products(case: Case, kind: str = "hessian") -> Products:
+    """Return the products of :func:`curvlinops_operator`."""
+    operator = curvlinops_operator(case, kind)
     return lambda V: (operator @ V.T.contiguous()).T
 
 
@@ -78,23 +79,14 @@ def _vector_products(case: Case) -> Products:
     return lambda V: torch.stack([operator.matvec(v) for v in V])
 
 
-def _unless_installed(package: str, name: str) -> Callable[[Case], str]:
-    return lambda case: "" if installed(package) else f"{name} is not installed"
+def _unless_installed(name: str) -> Callable[[Case], str]:
+    return lambda case: "" if installed(name) else f"{name} is not installed"
 
 
-CURVLINOPS = Peer(
-    "curvlinops",
-    "curvlinops.HessianLinearOperator @ identity",
-    _matrix_products,
-    missing=_unless_installed("curvlinops", "curvlinops"),
-)
+CURVLINOPS = Peer("curvlinops", curvlinops_products, missing=_unless_installed("curvlinops"))
 EIGENTHINGS = Peer(
-    "hessian-eigenthings",
-    "hessian_eigenthings.HessianOperator, column by column",
-    _vector_products,
-    missing=_unless_installed("hessian_eigenthings", "hessian-eigenthings"),
-    one_by_one=True,  # as its interface has it
-)
+    "hessian-eigenthings", _vector_products, missing=_unless_installed("hessian-eigenthings"), one_by_one=True
+)  # column by column, as its interface has it
 
 
 def _jax_parts(case: Case) -> tuple[Any, Any, Callable[..., Any], tuple[Any, ...]]:
@@ -150,7 +142,7 @@ def jax_hessian() -> Peer:
         function, data = made(case)
         return torch.from_dlpack(function(*data).block_until_ready())
 
-    return Peer("jax.hessian", "jax.jit(jax.hessian), all columns at once", matrix=matrix, missing=_not_in_jax)
+    return Peer("jax.hessian", matrix=matrix, missing=_not_in_jax)
 
 
 def jax_products() -> Peer:
@@ -170,4 +162,4 @@ def jax_products() -> Peer:
         function, data, np = made(case)
         return lambda V: torch.from_dlpack(function(*data, np.asarray(V.numpy())).block_until_ready())
 
-    return Peer("jax vmap(jvp(grad))", "jax.jit(vmap(jvp(grad))), in chunks", prepare, missing=_not_in_jax, compiles=True)
+    return Peer("jax vmap(jvp(grad))", prepare, missing=_not_in_jax, compiles=True)

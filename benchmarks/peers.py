@@ -22,7 +22,6 @@ class Peer:
 
     Attributes:
         name: Name in the tables.
-        summary: The functions that it calls.
         prepare: Returns the products with directions, one a row (k, P) -> (k, P); what it does once for all directions counts
             as the peer's time. None for a peer that returns the whole matrix.
         matrix: Returns the P x P matrix at once; None for a peer with products.
@@ -34,7 +33,6 @@ class Peer:
     """
 
     name: str
-    summary: str
     prepare: Callable[[Case], Products] | None = None
     matrix: Callable[[Case], Tensor] | None = None
     missing: Callable[[Case], str] = lambda case: ""
@@ -57,29 +55,20 @@ def products_of(route: str, case: Case) -> Products:
     return products(case.flat_loss, case.theta)
 
 
-def _by_products(name: str, summary: str, route: str, *, of_tensors: bool = False) -> Peer:
-    return Peer(name, summary, lambda case: products_of(route, case), route=route if of_tensors else "")
+def _by_products(name: str, route: str, *, of_tensors: bool = False) -> Peer:
+    return Peer(name, lambda case: products_of(route, case), route=route if of_tensors else "")
 
 
-def _whole(name: str, summary: str, route: str) -> Peer:
-    return Peer(name, summary, matrix=lambda case: ROUTES[route].matrix(case.flat_loss, case.theta))
+def _whole(name: str, route: str) -> Peer:
+    return Peer(name, matrix=lambda case: ROUTES[route].matrix(case.flat_loss, case.theta))
 
 
-REVERSE = _by_products("reverse over reverse", "torch.autograd.grad twice, is_grads_batched", "grad twice (batched)")
-VJP = _by_products("vmap(vjp(grad))", "torch.func.vjp of torch.func.grad: reverse over reverse by transforms", "jacrev(grad)")
-JVP = _by_products("vmap(jvp(grad))", "torch.func.jvp of torch.func.grad: forward over reverse", "jacfwd(grad)", of_tensors=True)
-JACREV = _by_products(
-    "jacfwd(jacrev)",
-    "torch.func.hessian's route in chunks: torch.func.jvp of torch.func.jacrev",
-    "torch.func.hessian",
-    of_tensors=True,
-)
-FUNC_HESSIAN = _whole("torch.func.hessian", "torch.func.hessian: jacfwd(jacrev), all columns at once", "torch.func.hessian")
-AUTOGRAD_HESSIAN = _whole(
-    "autograd.functional.hessian",
-    "torch.autograd.functional.hessian(vectorize=True), all rows at once",
-    "autograd hessian (vectorized)",
-)
+REVERSE = _by_products("reverse over reverse", "grad twice (batched)")
+VJP = _by_products("vmap(vjp(grad))", "jacrev(grad)")
+JVP = _by_products("vmap(jvp(grad))", "jacfwd(grad)", of_tensors=True)
+JACREV = _by_products("jacfwd(jacrev)", "torch.func.hessian", of_tensors=True)
+FUNC_HESSIAN = _whole("torch.func.hessian", "torch.func.hessian")
+AUTOGRAD_HESSIAN = _whole("autograd.functional.hessian", "autograd hessian (vectorized)")
 
 
 def compiled(base: Peer, case: Case, chunk: int) -> Peer:
@@ -87,13 +76,7 @@ def compiled(base: Peer, case: Case, chunk: int) -> Peer:
     products = ROUTES[base.route].products
     assert products is not None
     run = torch.compile(lambda theta, V: products(case.flat_loss, theta)(V), dynamic=False)
-    return Peer(
-        f"compiled {base.name}",
-        f"torch.compile of {base.name}",
-        lambda case: lambda V: run(case.theta, V),
-        compiles=True,
-        compiled_chunk=chunk,
-    )
+    return Peer(f"compiled {base.name}", lambda case: lambda V: run(case.theta, V), compiles=True, compiled_chunk=chunk)
 
 
 def plain_columns(case: Case, columns: list[int]) -> Tensor:

@@ -12,7 +12,6 @@ one small table of that name, and nothing that it has no marks for.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from benchmarks.store import finished
 from benchmarks.summary import summary
 from benchmarks.tables import place
 from hessiankit.curvature.plot_frame import write_picture
-from hessiankit.support.files import write_text
+from hessiankit.support.files import fill, write_text
 
 Record = dict[str, Any]
 HEAD = "# Speed and memory\n"
-SUMMARY = "summary"
+SUMMARY = "benchmark summary"
 DETAILS = "\n## All methods\n"
 """What parts the short table of a benchmark from the long one."""
 
@@ -89,29 +88,6 @@ def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None) -
     return "\n\n".join([*parts, benchmark.notes])
 
 
-def has_marks(page: str, name: str) -> bool:
-    """Tell whether a page has a place for a section."""
-    return f"<!-- benchmark {name} -->" in page
-
-
-def fill(page: str, sections: Mapping[str, str]) -> str:
-    """Return a page with the sections between their marks; those without marks come at the end.
-
-    >>> print(fill("<!-- benchmark a -->old<!-- /benchmark a -->", {"a": "new"}))
-    <!-- benchmark a -->
-    new
-    <!-- /benchmark a -->
-    """
-    for name, text in sections.items():
-        marked = f"<!-- benchmark {name} -->\n{text}\n<!-- /benchmark {name} -->"
-        pattern = re.compile(rf"<!-- benchmark {name} -->.*?<!-- /benchmark {name} -->", re.DOTALL)
-        if pattern.search(page):
-            page = pattern.sub(lambda _, new=marked: new, page)  # type: ignore[misc]
-        else:
-            page = f"{page.rstrip()}\n\n{marked}\n"
-    return page
-
-
 def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None]) -> int:
     """Write all that was measured into a page, with the plots beside it; return the number of benchmarks.
 
@@ -123,12 +99,13 @@ def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: C
     """
     sections: dict[str, str] = {}
     page = path.read_text(encoding="utf-8") if path.exists() else HEAD
-    brief = has_marks(page, SUMMARY)
+    brief = f"<!-- {SUMMARY} -->" in page
     for name, benchmark in benchmarks.items():
+        mark = f"benchmark {name}"
         records = newest(finished(results / f"{name}.jsonl"))
         if records and brief and name == "dense":
             sections[SUMMARY] = f"\n{summary(records)}\n"
-        if not records or (brief and not has_marks(page, name)):
+        if not records or (brief and f"<!-- {mark} -->" not in page):
             continue
         sources = {record["settings"].get("source") for record in records}
         say(f"{name}: {len(records)} cells" + (f", of {len(sources)} versions of the code" if len(sources) > 1 else ""))
@@ -136,7 +113,7 @@ def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: C
         plot = path.with_name(f"benchmarks_{name}.png")
         if figure is not None:
             write_picture("benchmarks", figure, plot)
-        sections[name] = section(benchmark, records, None if figure is None else plot.name)
+        sections[mark] = section(benchmark, records, None if figure is None else plot.name)
     if sections:
         write_text("benchmarks", path, fill(page, sections))
     return len(sections)

@@ -34,19 +34,15 @@ class Outcome:
     @property
     def doubtful(self) -> list[str]:
         """Cells whose closed form was not confirmed, and cells that failed."""
-        doubtful = [_name(r["cell"]) for r in self.records if any(_ours_wrong(row) for row in r["result"].get("rows", [])[:1])]
-        return doubtful + self.failed
-
-
-def _ours_wrong(row: dict[str, Any]) -> bool:
-    return row["status"] in ("wrong", "failed") and row.get("ours", True)
+        ours = [(record["cell"], row) for record in self.records for row in record["result"].get("rows", [])[:1]]
+        return [_name(cell) for cell, row in ours if row["status"] in ("wrong", "failed") and row.get("ours", True)] + self.failed
 
 
 def measure(benchmark: Benchmark, plan: Plan, out: Path, *, isolate: bool) -> Outcome:
     """Measure every cell of a benchmark that is not finished already; write the files; print the table."""
     where = {
         **environment(),
-        "device": _device(plan),
+        "device": torch.cuda.get_device_name() if plan.device == "cuda" else "cpu",
         "jax": _version("jax"),
         "hessian-eigenthings": _version("hessian-eigenthings"),
     }
@@ -138,10 +134,6 @@ def _report(benchmark: Benchmark, outcome: Outcome, count: int, out: Path) -> No
 
 def _name(cell: Cell) -> str:
     return " ".join(f"{key}={value}" for key, value in cell.items())
-
-
-def _device(plan: Plan) -> str:
-    return torch.cuda.get_device_name() if plan.device == "cuda" else "cpu"
 
 
 def _version(package: str) -> str | None:

@@ -78,16 +78,10 @@ def timed(device: str, work: Callable[[], T], clock: Callable[[], float] = time.
     return result, clock() - begin
 
 
-def several(
-    device: str,
-    work: Callable[[], Any],
-    enough: float = 0.02,
-    most: int = 1000,
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return the seconds of one call of short work, from so many calls that together they take ``enough`` seconds."""
+def several(device: str, work: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call of short work, from so many calls that together they take 20 ms, at most 1000."""
     _, once = timed(device, work, clock)
-    count = min(most, max(1, int(enough / max(once, 1e-9))))
+    count = min(1000, max(1, int(0.02 / max(once, 1e-9))))
     if count == 1:
         return once
 

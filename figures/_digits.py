@@ -51,6 +51,7 @@ class ImageSpec:
         d_ff: Hidden width of the feed-forward network.
         n_blocks: Transformer blocks.
         activation: Of the feed-forward network.
+        placement: Where the norms stand, a name in ``hessiankit.blocks.PLACEMENTS``.
         lr: Of AdamW, constant.
         batch_size: Images an update.
         seed: Of the initial weights and of the batches.
@@ -62,6 +63,7 @@ class ImageSpec:
     d_ff: int = 64
     n_blocks: int = 1
     activation: str = "relu"
+    placement: str = "post"
     lr: float = 3e-3
     batch_size: int = 128
     seed: int = 0
@@ -110,7 +112,7 @@ class ImageSpec:
             torch.manual_seed(self.seed)
             return VisionTransformer(
                 tokens.shape[2], tokens.shape[1], images.n_classes, d_model=self.d_model, d_ff=self.d_ff, bias=True,
-                n_blocks=self.n_blocks, activation=self.activation,
+                n_blocks=self.n_blocks, activation=self.activation, placement=self.placement,
             ).double()  # fmt: skip
 
 

@@ -7,11 +7,9 @@ A picture is drawn inside :func:`style`, on a :func:`page`, and written by :func
 from __future__ import annotations
 
 import csv
-import dataclasses
 import hashlib
 import io
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,22 +19,22 @@ import matplotlib as mpl
 import torch
 from cycler import cycler
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from PIL import Image
 
-from figures._store import NOTHING, keep, put, recall, writing
+from figures._store import NOTHING, keep, put, recall
 from figures._verdicts import Verdict, print_below
-from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, SUFFIXES, Picture
+from hessiankit.curvature.plot_frame import DPI, FAINT, INK, OKABE_ITO, STYLE, SUFFIXES, Picture
 from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
 from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS
 from hessiankit.diagnostics.monitoring.log import dress, name_ends
 from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import plain as toolkit_plain
 
 __all__ = [
     "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",
     "differentiable", "dress", "each", "heading", "name_ends", "page", "plain", "save", "style", "write_json",
-    "write_rows", "write_verdicts", "writing",
+    "write_rows", "write_verdicts",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -46,11 +44,15 @@ CODE = ("hessiankit", "derivations")
 MACHINE = ("date", "python", "torch", "numpy", "processor", "cores", "system")
 """Entries of the environment that a file of numbers keeps."""
 
-METHOD_COLOURS = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
-"""Okabe and Ito's colours for methods, placements and arms, in this order; the baseline takes the first."""
+METHOD_COLOURS = OKABE_ITO
+"""Of methods, placements and arms, in this order; the baseline takes the first."""
 METHOD_MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 DASHES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (7, 3)))
 """Dashes of methods, which differ without colour too."""
+
+
+page = Picture
+"""An empty page of a width and a height in inches."""
 
 
 @contextmanager
@@ -69,13 +71,6 @@ def style(**changes: Any) -> Iterator[None]:
     look |= {name.replace("_", ".", 1): value for name, value in changes.items()}
     with mpl.rc_context(look):
         yield
-
-
-def page(width: float, height: float) -> Picture:
-    """Return an empty figure of a width and a height in inches, which needs no display."""
-    figure = Picture(figsize=(width, height), dpi=DPI, facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
 
 
 def heading(axes: Axes, title: str, x: str = "", y: str = "") -> None:
@@ -185,17 +180,7 @@ def plain(x: Any) -> Any:
     >>> plain({"a": (1, float("inf")), 2: torch.tensor([0.5])})
     {'a': [1, None], '2': [0.5]}
     """
-    if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return {field.name: plain(getattr(x, field.name)) for field in dataclasses.fields(x)}
-    if isinstance(x, Mapping):
-        return {str(key): plain(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [plain(value) for value in x]
-    if isinstance(x, Path):
-        return str(x)
-    if hasattr(x, "tolist"):
-        return plain(x.tolist())
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    return toolkit_plain(x, lambda number: None)
 
 
 def short_digest(data: Any) -> str:
@@ -214,13 +199,13 @@ def differentiable() -> Iterator[None]:
         yield
 
 
-def each(values: Iterable[float]) -> str:
-    """Return the values of the seeds, with three significant digits.
+def each(values: Iterable[float], digits: int = 3) -> str:
+    """Return the values of the seeds, with some significant digits.
 
     >>> each([1.2345, 1e-5])
     '1.23, 1e-05'
     """
-    return ", ".join(f"{value:.3g}" for value in values)
+    return ", ".join(f"{value:.{digits}g}" for value in values)
 
 
 def _digits(x: Any) -> Any:

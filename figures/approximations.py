@@ -21,21 +21,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 import hessiankit as hk
+from figures._digits import LOSS, ImageSpec
 from figures._kit import MACHINE, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
 from figures._store import put
 from hessiankit.blocks import VisionTransformer
-from hessiankit.studies.images import load_images, patchify
 from hessiankit.studies.training import train
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown
 
 NAME = Path(__file__).stem
-CODE = ("hessiankit/approximating", "hessiankit/curvature", "hessiankit/engine", "derivations", "figures/approximations.py")
+CODE = (
+    "hessiankit/approximating", "hessiankit/curvature", "hessiankit/engine", "derivations", "figures/_digits.py",
+    "figures/approximations.py",
+)  # fmt: skip
 METHODS = ("diagonal", "tensor", "type", "layer", "kfac", "ekfac", "adam", "shampoo", "muon", "low-rank")
 CURVATURE = METHODS[:6] + METHODS[9:]
 """Approximations of the matrix itself; the others approximate it up to scale at best."""
@@ -77,36 +79,18 @@ def cells(settings: Settings) -> Iterator[Cell]:
             yield Cell(placement, seed, "trained", "hessian")
 
 
-def data() -> tuple[Tensor, Tensor]:
-    """Return the digits as tokens (images, 4, 16) and labels."""
-    digits = load_images("digits", split="train", dtype=torch.float64)
-    return patchify(digits.images, 4), digits.labels
-
-
-def model_of(cell: Cell, settings: Settings) -> VisionTransformer:
-    """Return the classifier of a cell, trained if its stage says so."""
-    tokens, labels = data()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cell.seed)
-        model = VisionTransformer(
-            tokens.shape[2],
-            tokens.shape[1],
-            10,
-            d_model=settings.d_model,
-            d_ff=settings.d_ff,
-            placement=cell.placement,
-            bias=True,
-        ).double()
+def problem(cell: Cell, settings: Settings) -> tuple[VisionTransformer, Tensor, Tensor]:
+    """Return the classifier of a cell, trained if its stage says so, and the images that it is measured on."""
+    spec = ImageSpec(4, settings.d_model, settings.d_ff, seed=cell.seed, placement=cell.placement)
+    model = spec.model()
     if cell.stage == "trained":
-        train(model, tokens, labels, steps=settings.steps, seed=cell.seed, progress=False)
-    return model
+        train(model, *spec.data(), steps=settings.steps, seed=cell.seed, progress=False)
+    return model, *spec.data(count=settings.images)
 
 
 def measured(cell: Cell, settings: Settings) -> dict[str, Any]:
     """Return the report of a cell as plain data, without the errors by pair."""
-    tokens, labels = (x[: settings.images] for x in data())
-    report = hk.approximations(model_of(cell, settings), tokens, labels, loss="cross_entropy", against=cell.against)
-    found = report.to_dict()
+    found = hk.approximations(*problem(cell, settings), loss=LOSS, against=cell.against).to_dict()
     return {name: part for name, part in found.items() if name not in ("pairs", "errors_by_pair", "names", "seconds")}
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.axes import Axes
-from torch import Tensor, nn
+from torch import Tensor
 
 from figures._depth_models import TINY, Size, key, llama, over_training
 from figures._digits import ImageSpec, images_of
@@ -37,10 +37,14 @@ from figures._runs import ByteRun, byte_run
 from figures._scales import scale, scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import VisionTransformer
+from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.studies.training import updates
 
 NAME = Path(__file__).stem
-CODE = ("hessiankit/blocks", "hessiankit/studies/images.py", "hessiankit/studies/training.py", f"figures/{NAME}.py")
+CODE = (
+    "hessiankit/blocks", "hessiankit/diagnostics/depth", "hessiankit/studies/images.py", "hessiankit/studies/training.py",
+    f"figures/{NAME}.py",
+)  # fmt: skip
 TABLE_7 = {
     "Pre-LN": ("pre", 26.73), "Admin": ("admin", 27.91), "Group-LN": ("group-ln", 28.01), "Sandwich-LN": ("sandwich", 26.51),
     "Mix-LN": ("mix-ln", 26.07), "LNS": ("lns", 25.76),
@@ -103,19 +107,10 @@ def vision_run(vision: Vision, placement: str, seed: int) -> dict[str, Any]:
     return {"steps": steps, "variances": variances, "accuracy": right}
 
 
-@torch.no_grad()
 def variance_by_block(model: VisionTransformer, inputs: Tensor) -> list[float]:
     """Return the variance over features of each block's output, a mean over tokens and images."""
-    found: list[float] = []
-
-    def see(block: nn.Module, given: Any, x: Tensor) -> None:
-        found.append(float(x.var(-1, correction=0).mean()))
-
-    hooks = [block.register_forward_hook(see) for block in model.blocks]
-    model(inputs)
-    for hook in hooks:
-        hook.remove()
-    return found
+    stream = depth_diagnostics(model, inputs, what="variance").stream
+    return [] if stream is None else list(stream.variance[1:])
 
 
 def language(size: Size, out: Path) -> dict[str, list[ByteRun]]:

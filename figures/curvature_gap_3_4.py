@@ -23,7 +23,6 @@ import hessiankit
 from figures._digits import LOSS, ImageSpec, snapshots
 from figures._kit import save, write_verdicts
 from figures._scales import scale_of_images
-from figures._store import writing
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plots import block_norms_map, side_by_side
 from hessiankit.studies.training import accuracy
@@ -48,16 +47,18 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
         for one in (before, after)
     ]
     said = verdicts(names, norms[0], norms[1], seen["test"], scale_of_images(spec, 1, steps, size))
-    with writing(paths[0]):
-        save(side_by_side([before.matrix, after.matrix], names, slices, titles=titles, path=paths[0]), paths[0], said)
-    with writing(paths[1]):
-        title = f"Spectral norms of the Hessian's blocks after {steps} steps"
-        save(block_norms_map(norms[1], names, title=title, path=paths[1]), paths[1], said[1:])
-    with writing(paths[2]):
-        growth = torch.where(norms[0] > 0, norms[1] / norms[0], 0.0)
-        title = f"Growth of the blocks' spectral norms, after {steps} steps over before"
-        save(block_norms_map(growth, names, title=title, norm="after / before", path=paths[2]), paths[2], said[1:])
-    return [*paths, *(path.with_suffix(".csv") for path in paths), write_verdicts(out, NAME, said)]
+    growth = torch.where(norms[0] > 0, norms[1] / norms[0], 0.0)
+    title = f"Spectral norms of the Hessian's blocks after {steps} steps"
+    growing = f"Growth of the blocks' spectral norms, after {steps} steps over before"
+    numbers = [path.with_suffix(".csv") for path in paths]
+    pictures = (
+        side_by_side([before.matrix, after.matrix], names, slices, titles=titles, path=numbers[0]),
+        block_norms_map(norms[1], names, title=title, path=numbers[1]),
+        block_norms_map(growth, names, title=growing, path=numbers[2], norm="after / before"),
+    )
+    for path, picture, shown in zip(paths, pictures, (said, said[1:], said[1:]), strict=True):
+        save(picture, path, shown)
+    return [*paths, *numbers, write_verdicts(out, NAME, said)]
 
 
 def verdicts(names: Sequence[str], before: Tensor, after: Tensor, accuracy: float, scale: str) -> list[Verdict]:

@@ -40,6 +40,7 @@ from figures._kit import (
     METHOD_COLOURS,
     METHOD_MARKS,
     cached,
+    each,
     heading,
     page,
     save,
@@ -224,12 +225,12 @@ def verdicts(
     amplifies = in_every(
         f"Pre-Norm: at {deepest} blocks the last block's gradient is below half the first's",
         (x < 0.5 for name in pre for x in ends[name]),
-        "mean quotient by depth " + "; ".join(_each(by_depth[name]) for name in pre),
+        "mean quotient by depth " + "; ".join(each(by_depth[name], 2) for name in pre),
     )
     vanishes = in_every(
         f"Post-Norm: at {deepest} blocks the first block's is below half the last's",
         (x > 2 for name in post for x in ends[name]),
-        "; ".join(_each(by_depth[name]) for name in post),
+        "; ".join(each(by_depth[name], 2) for name in post),
     )
     spread = {
         name: [at[-1].max() / at[-1].min() for at in gradients[name]] for name in FLOWS if np.isfinite(gradients[name]).all()
@@ -238,8 +239,8 @@ def verdicts(
         in_every(
             f"after {settings.deep.steps} steps {name}'s largest over smallest gradient is below that of every other placement",
             (x < min(min(spread[other]) for other in spread if not other.startswith("HybridNorm")) for x in spread[name]),
-            f"{_each(spread[name])} against "
-            + ", ".join(f"{other} {_each(spread[other])}" for other in spread if not other.startswith("HybridNorm")),
+            f"{each(spread[name], 2)} against "
+            + ", ".join(f"{other} {each(spread[other], 2)}" for other in spread if not other.startswith("HybridNorm")),
         )
         for name in ("HybridNorm", "HybridNorm*")
         if name in spread
@@ -252,10 +253,6 @@ def verdicts(
         Verdict("hybridnorm/fig5-post", scales[1], (vanishes,)),
         Verdict("hybridnorm/fig5-step-100", scales[1], tuple(balanced)),
     ]
-
-
-def _each(values: Sequence[float]) -> str:
-    return ", ".join(f"{x:.2g}" for x in values)
 
 
 def _tell(runs: dict[str, list[ByteRun]], apart: Sequence[tuple[str, int, Interval]], gradients: dict[str, np.ndarray]) -> None:

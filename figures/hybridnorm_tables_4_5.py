@@ -113,11 +113,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     said = verdicts(shallow, deep, (size, replace(deeper, layers=depths[-1])))
     rows = [
         {
-            "table": table,
-            "blocks": blocks,
-            "placement": one,
-            "seed": seed,
-            "held-out loss": run.losses[-1],
+            "table": table, "blocks": blocks, "placement": one, "seed": seed, "held-out loss": run.losses[-1],
             "diverged": run.diverged,
         }
         for table, blocks, runs in ((4, size.layers, shallow), *((5, depth, own) for depth, own in deep.items()))

@@ -99,16 +99,10 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     last = log.records[-1]
     measuring = sum(sum(record["seconds"].values()) for record in log.records)
     about: dict[str, Any] = {
-        "environment": environment(*MACHINE),
-        "settings": asdict(settings),
-        "parameters": plain.numel(),
-        "same_parameters": bool(torch.equal(plain, watched)),
-        "seconds_without_monitor": alone,
-        "seconds_with_monitor": seconds,
-        "seconds_measuring": measuring,
-        "steps_measured": log.steps.tolist(),
-        "loss": [log.records[0]["loss"], last["loss"]],
-    }
+        "environment": environment(*MACHINE), "settings": asdict(settings), "parameters": plain.numel(),
+        "same_parameters": bool(torch.equal(plain, watched)), "seconds_without_monitor": alone, "seconds_with_monitor": seconds,
+        "seconds_measuring": measuring, "steps_measured": log.steps.tolist(), "loss": [log.records[0]["loss"], last["loss"]],
+    }  # fmt: skip
     print(f"  {plain.numel():,} parameters; loss {about['loss'][0]:.3f} -> {about['loss'][1]:.3f}, in nats")
     print(f"  parameters at the end as without a monitor: {'equal' if about['same_parameters'] else 'NOT EQUAL'}")
     print(f"  {measuring:.1f} s of {seconds:.1f} s were measurements ({measuring / seconds:.0%}), at {len(log)} steps")

@@ -79,7 +79,8 @@ def _vertices(axes: Axes, sweep: ForwardSweep) -> None:
                 arrow = {"arrowstyle": "-|>", "connectionstyle": bend, "shrinkA": 23, "shrinkB": 23}
                 axes.annotate("", (x, y), places[s], arrowprops=arrow)
             axes.text(x - 0.5, 0.12, gib(stack.bytes), ha="center", fontsize=7)
-        text = f"{t}: {vertices[t].rows(vertices[t].axes)} x {vertices[t].width}\n{_entering(sweep, t)}"
+        entering = ", ".join(_short(jacobian.parameter) for jacobian in vertices[t].jacobians) or "none"
+        text = f"{t}: {vertices[t].rows(vertices[t].axes)} x {vertices[t].width}\n{entering}"
         colour = "#E69F00" if y else "#0072B2"
         axes.text(x, y, text, ha="center", va="center", fontsize=7.5, bbox={"boxstyle": "round", "fc": colour, "alpha": 0.25})
     for (t, r), line_style in curvature.items():
@@ -94,10 +95,6 @@ def _vertices(axes: Axes, sweep: ForwardSweep) -> None:
         fontsize=9,
     )
     axes.axis("off")
-
-
-def _entering(sweep: ForwardSweep, t: int) -> str:
-    return ", ".join(_short(jacobian.parameter) for jacobian in sweep.vertices[t].jacobians) or "none"
 
 
 def _short(name: str) -> str:

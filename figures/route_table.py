@@ -38,14 +38,9 @@ LOOK: dict[str, dict[str, Any]] = {
     "unsupported": {"marker": "s", "color": FAINT, "markersize": 4.5, "markerfacecolor": "white"},
 }
 QUICK = (
-    "layer_norm",
-    "layer_norm (no gain)",
-    "layer_norm (written out)",
-    "group_norm (no gain)",
-    "weight_norm",
-    "softmax",
+    "layer_norm", "layer_norm (no gain)", "layer_norm (written out)", "group_norm (no gain)", "weight_norm", "softmax",
     "mse_loss",
-)
+)  # fmt: skip
 
 
 def shipped() -> list[dict[str, str]]:

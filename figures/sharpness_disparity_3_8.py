@@ -260,14 +260,9 @@ def _band(axes: Axes, line: tuple[np.ndarray, np.ndarray], colour: str, dash: An
     axes.fill_between(steps, values[:, 1], values[:, 2], color=colour, alpha=0.15, linewidth=0)
     wide: Any = {"linewidth": 3.0, "alpha": 0.5, "markersize": 5.5} if mark in {MARKS[name] for name in UNDER} else {}
     axes.plot(
-        steps,
-        values[:, 0],
-        color=colour,
-        linestyle=dash,
-        marker=mark,
-        **{"markersize": 2.8, "linewidth": 1.0} | wide,
+        steps, values[:, 0], color=colour, linestyle=dash, marker=mark, **{"markersize": 2.8, "linewidth": 1.0} | wide,
         label=label,
-    )
+    )  # fmt: skip
 
 
 def _over_steps(axes: Axes, last: int) -> None:

@@ -249,16 +249,11 @@ def table(found: Found) -> Iterator[dict[str, Any]]:
     for row in found.rows:
         loss, one, all_of = row.loss, row.difference, row.together
         yield {
-            "arm": row.arm.name,
-            "lr": row.arm.lr,
+            "arm": row.arm.name, "lr": row.arm.lr,
             **{f"ratio_{kind}": dict(row.arm.ratios).get(kind, 1.0) for kind in ("Emb", "QK", "FFN", "VO", "Norm")},
-            **_interval("loss", loss),
-            **_interval("difference", one),
-            "low_with_all": all_of and all_of.low,
-            "high_with_all": all_of and all_of.high,
-            "paper_difference": TABLE_2.get(row.arm.name),
-            "verdict": row.verdict,
-        }
+            **_interval("loss", loss), **_interval("difference", one), "low_with_all": all_of and all_of.low,
+            "high_with_all": all_of and all_of.high, "paper_difference": TABLE_2.get(row.arm.name), "verdict": row.verdict,
+        }  # fmt: skip
 
 
 def searched(found: Found) -> Iterator[dict[str, Any]]:

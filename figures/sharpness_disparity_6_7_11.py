@@ -306,12 +306,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
     said = verdicts(found)
     rows = [
         {
-            "case": case,
-            "arm": arm,
-            "lr": found.rates[case][0],
-            "decay": found.rates[case][1],
-            "seed": seed,
-            "step": step,
+            "case": case, "arm": arm, "lr": found.rates[case][0], "decay": found.rates[case][1], "seed": seed, "step": step,
             "loss": loss,
         }
         for case, arms in found.runs.items()

@@ -208,17 +208,13 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         picture = save(figure, out / f"{NAME}{suffix}")
     values = [
         {
-            "seed": one.seed,
-            "step": one.step,
-            "matrix": kind,
-            "number": n + 1,
-            "eigenvalue": float(value),
+            "seed": one.seed, "step": one.step, "matrix": kind, "number": n + 1, "eigenvalue": float(value),
             "residual": float(residual),
         }
         for one in measured
         for kind, found in one.found.items()
         for n, (value, residual) in enumerate(zip(found.eigenvalues[: found.top], found.residuals, strict=False))
-    ]
+    ]  # fmt: skip
     summary = {
         "environment": environment(*MACHINE),
         "settings": asdict(settings),

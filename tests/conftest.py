@@ -52,6 +52,12 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HESSIANKIT_COMPILED", "0")
 
 
+@pytest.fixture(scope="session")
+def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled: the folder in the environment, in which other processes find them, or one of this run."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or tmp_path_factory.mktemp("extensions"))
+
+
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long axes are walked in chunks of a few entries."""

@@ -78,11 +78,12 @@ def gradient_twice(value: Tensor, leaves: list[Tensor]) -> Tensor:
     """The Hessian of a value in some leaves by torch.autograd.grad twice, one row at a time."""
     slopes = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
     rows = []
-    for entry in torch.cat([g.reshape(-1) for g in slopes]):
-        row = [torch.zeros_like(p) for p in leaves]
-        if entry.requires_grad:
-            row = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-        rows.append(torch.cat([r.reshape(-1) for r in row]))
+    for slope in slopes:
+        for entry in slope.reshape(-1):
+            row = [torch.zeros_like(p) for p in leaves]
+            if slope.requires_grad:
+                row = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
+            rows.append(torch.cat([r.reshape(-1) for r in row]))
     return torch.stack(rows)
 
 
@@ -95,7 +96,8 @@ def gauss_newton(module: nn.Module, inputs: Any, target: Tensor | None, loss: Lo
         return torch.func.functional_call(module, dict(zip(chosen, values, strict=True)), args)
 
     z = module(*args).detach()
-    J = torch.cat([j.reshape(z.numel(), -1) for j in torch.autograd.functional.jacobian(output, tuple(chosen.values()))], 1)
+    jacobians = torch.autograd.functional.jacobian(output, tuple(chosen.values()), vectorize=True)
+    J = torch.cat([j.reshape(z.numel(), -1) for j in jacobians], 1)
     return J.T @ torch.autograd.functional.hessian(lambda z: loss(z, target), z).reshape(z.numel(), -1) @ J
 
 

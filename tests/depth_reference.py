@@ -45,15 +45,10 @@ def dense_jacobian(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return torch.stack([torch.autograd.grad(e, x, retain_graph=True)[0].reshape(-1) for e in y.reshape(-1)])
 
 
-def gradient_of(value: Tensor, parameters: list[nn.Parameter], *, create_graph: bool = False) -> Tensor:
+def gradient_of(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
     """The gradient of a number as one vector, 0 for parameters that it does not depend on."""
-    options = {"retain_graph": True, "create_graph": create_graph, "materialize_grads": True}
-    return torch.cat([g.reshape(-1) for g in torch.autograd.grad(value, parameters, **options)])
-
-
-def dense_hessian(value: Tensor, parameters: list[nn.Parameter]) -> Tensor:
-    """The matrix of second derivatives, reverse over reverse, one row each."""
-    return torch.stack([gradient_of(entry, parameters) for entry in gradient_of(value, parameters, create_graph=True)])
+    found = torch.autograd.grad(value, parameters, retain_graph=True, materialize_grads=True)
+    return torch.cat([g.reshape(-1) for g in found])
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

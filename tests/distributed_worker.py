@@ -1,15 +1,23 @@
-"""What one rank does in the tests of hessiankit.diagnostics.distributed: started by torchrun, or by hand where a rank is to fail."""
+"""What one rank does in the tests of hessiankit.diagnostics.distributed.
+
+``python tests/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for every way, as srun would: torchrun's agent would stop
+a rank that is left before it can speak. They are forked, as importing torch takes longer than what they do; each writes what it found
+into ``WAY-RANK.json``.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -173,7 +181,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     }
 
 
-def fail(how: str) -> None:
+def fail(how: str) -> dict[str, Any]:
     """Lose one rank in the middle of a measurement.
 
     ``"last"`` or ``"first"`` is killed, ``"stuck"`` stands still; ``"tokens"``: the last one's forward pass fails.
@@ -195,28 +203,58 @@ def fail(how: str) -> None:
     data = (tokens + 100 * (how == "tokens" and rank == victim), labels)
     began = time.monotonic()
     said = caught(lambda: hd.sharpness(made if how == "stuck" else sharded(made), data, **options))
-    print(json.dumps({"said": said, "seconds": time.monotonic() - began}), flush=True)
+    return {"said": said, "seconds": time.monotonic() - began}
 
 
-def main() -> None:
-    """Run the cases and write what every rank found."""
-    out, how = sys.argv[1:]
-    hd.init(timeout=60.0)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    if how != "all":
-        fail(how)
-        return
-    own_results = {
+def all_cases(rank: int, size: int) -> dict[str, Any]:
+    """Find everything that ranks without a failure find."""
+    return {
         "sharpness": sharpness_cases(rank, size),
         "operator": operator_cases(rank, size),
         "errors": error_cases(rank, size),
     }
-    everywhere: list[Any] = [None] * size
-    dist.all_gather_object(everywhere, own_results)
-    if rank == 0:
-        with open(out, "w") as file:
-            json.dump(everywhere, file)
-    dist.destroy_process_group()
+
+
+def start(folder: Path, how: str, size: int) -> list[int]:
+    """Fork the ranks of one way and return their process ids."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(size):
+        if process := os.fork():
+            started.append(process)
+            continue
+        code = 1
+        try:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            hd.init(timeout=60.0)
+            found = all_cases(rank, size) if how == "all" else fail(how)
+            (folder / f"{how}-{rank}.json").write_text(json.dumps(found))
+            if how == "all":
+                dist.destroy_process_group()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return started
+
+
+def main() -> None:
+    """Run the ways side by side; whoever is left of a way ends it."""
+    import torch._dynamo  # what fully_shard imports, once instead of by every rank
+    import torch.distributed.fsdp  # noqa: F401
+
+    folder, size, *ways = sys.argv[1:]
+    running = {how: start(Path(folder), how, int(size)) for how in ways}
+    for how, processes in running.items():
+        left = processes if how == "all" else processes[1:] if how == "first" else processes[:-1]
+        codes = [os.waitpid(process, 0)[1] for process in left]
+        for process in set(processes) - set(left):
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+        assert not any(codes), (how, codes)
 
 
 if __name__ == "__main__":

@@ -195,6 +195,8 @@ def test_measures_are_those_of_numpy() -> None:
     low = part + np.diag(np.diag(H - part))
     check("low-rank", low, low + damping * eye)
     assert found["identity"].measures.condition == pytest.approx((values[-1] + damping) / (values[0] + damping), rel=1e-6)
+    undamped = hk.approximations(module, X, Y, loss="cross_entropy", of=["adam"], damping=0.0)
+    assert undamped["adam"].measures.condition == np.inf  # H has negative eigenvalues
 
 
 def test_optimizers_by_their_definitions() -> None:
@@ -223,6 +225,7 @@ def test_optimizers_by_their_definitions() -> None:
         assert error(C @ C if name == "shampoo" else C, torch.block_diag(*expected)) <= EXACT
     model = at.model("muon")[0]
     assert isinstance(model, StructuredOperator)
+    assert model.numbers == 3 * 4 // 2 + 5 + 4 * 5 // 2 + 4  # symmetric matrices of the smaller sides, and biases
     flat = torch.cat([g.reshape(-1) for g in mean])
     step = model.mapped(lambda v: torch.where(v > 1e-20, v.clamp(min=1e-20) ** -0.5, 0)) @ flat
     U, _, V = torch.linalg.svd(mean[0], full_matrices=False)
@@ -240,6 +243,7 @@ def test_optimizers_of_sequences_and_squared_error() -> None:
     split = Point(module, [(TOKENS[:1], LABELS[:1]), (TOKENS[1:], LABELS[1:])], at.options, None, "dense", None, 60, 1, 5)
     assert error(split.moments.rows, at.moments.rows) <= EXACT
     assert error(split.gradient, at.gradient) <= EXACT
+    assert split.loss == pytest.approx(at.loss, rel=1e-14)
 
 
 def test_batches_change_nothing() -> None:
@@ -270,11 +274,13 @@ def test_drawn_labels_tend_to_the_exact_factors(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_parameters_that_occur_twice_have_no_factors() -> None:
-    at = point(TiedBlock().double(), TOKENS, LABELS)
+    module = TiedBlock().double()
+    at = point(module, TOKENS, LABELS)
     assert "table.weight" not in {w.parameter for w in at.factors.weights}
     assert "block.attention.W_Q" in {w.parameter for w in at.factors.weights}
     rows = at.slices["table.weight"]
-    assert error(at.model("kfac")[0].to_matrix()[rows, rows], torch.diag(at.matrix.diagonal()[rows])) <= EXACT
+    for one in (at, point(module, TOKENS, LABELS, kind="hessian")):  # the diagonal of the GGN for both
+        assert error(one.model("kfac")[0].to_matrix()[rows, rows], torch.diag(at.matrix.diagonal()[rows])) <= EXACT
 
 
 def test_sampled_fishers_have_their_own_factors() -> None:
@@ -288,15 +294,21 @@ def test_sampled_fishers_have_their_own_factors() -> None:
         assert error(kfac[bias, bias], exact[bias, bias]) <= EXACT
 
 
-def test_products_agree_with_the_dense_measures() -> None:
+@pytest.mark.parametrize(
+    ("names", "target", "options"),
+    [
+        (["diagonal", "ekfac", "shampoo", "low-rank"], Y, {"loss": "cross_entropy", "against": "ggn"}),
+        (["diagonal", "adam"], 3 * T, {}),  # the least eigenvalue is the one of largest magnitude
+    ],
+)
+def test_products_agree_with_the_dense_measures(names: list[str], target: Tensor, options: dict[str, Any]) -> None:
     module = perceptron()
-    names = ["diagonal", "ekfac", "shampoo", "low-rank"]
-    options: dict[str, Any] = {"loss": "cross_entropy", "against": "ggn", "of": names, "rank": 4}
-    dense = hk.approximations(module, X, Y, **options)
-    found = hk.approximations(module, X, Y, method="products", products=100, **options)
+    dense = hk.approximations(module, X, target, of=names, rank=4, **options)
+    found = hk.approximations(module, X, target, of=names, rank=4, method="products", products=100, **options)
     assert found.is_estimate
     assert not dense.is_estimate
     assert found.spectral == pytest.approx(dense.spectral, rel=1e-3)
+    assert found.least == pytest.approx(dense.least, rel=1e-3, abs=1e-10)
     assert found.damping == pytest.approx(dense.damping, rel=1e-3)
     for name in ("identity", *names):
         a, b = dense[name].measures, found[name].measures
@@ -304,6 +316,19 @@ def test_products_agree_with_the_dense_measures() -> None:
         assert b.spectral.value == pytest.approx(a.spectral.value, rel=5e-3, abs=1e-6)
         assert b.step_cosine == pytest.approx(a.step_cosine, abs=1e-4)
         assert name == "low-rank" or b.condition == pytest.approx(a.condition, rel=0.02)
+
+
+def test_an_exact_approximation_by_products() -> None:
+    module = randomised(nn.Linear(3, 4, bias=False))
+    found = hk.approximations(module, X, T, of=["kfac"], method="products", products=24)["kfac"].measures
+    assert max(found.frobenius.value, found.spectral.value + found.spectral.half_width) < 1e-12
+
+
+def test_logits_without_an_axis_of_samples_are_one_sample() -> None:
+    module = perceptron()
+    v = hk.approximations(module, X[0], Y[0], loss="cross_entropy", of=["adam"])["adam"].operator.to_matrix().diagonal()
+    gradients = torch.autograd.grad(F.cross_entropy(module(X[0]), Y[0]), list(module.parameters()))
+    assert error(v, torch.cat([g.reshape(-1) for g in gradients]).square()) <= EXACT
 
 
 def test_woodbury() -> None:

@@ -65,9 +65,7 @@ def raises(case: Case) -> Tensor:
 
 def test_contest_sees_a_small_lie_and_survives_a_peer_that_breaks() -> None:
     case = make("tiny", 1)
-    result = contest(
-        case, whole(case), closed(case), [WRONG, Peer("breaks", "raises", matrix=raises)], replace(PLAN, repeats=1), QUIET
-    )
+    result = contest(case, whole(case), closed(case), [WRONG, Peer("breaks", matrix=raises)], replace(PLAN, repeats=1), QUIET)
     _, lies, breaks = result["rows"]
     assert lies["status"] == "wrong"
     assert 1e-4 < lies["error"] < 1e-2
@@ -117,7 +115,7 @@ def test_a_cell_keeps_its_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
     case = make("tiny", 1)
     plan = replace(PLAN, repeats=50, limit_seconds=1.0, budget_seconds=3.0)  # trials end after 0.8 * 3 - 1 s
-    result = contest(case, whole(case), closed(case), [REVERSE, Peer("slow", "sleeps", matrix=sleeps), JVP], plan, QUIET)
+    result = contest(case, whole(case), closed(case), [REVERSE, Peer("slow", matrix=sleeps), JVP], plan, QUIET)
     status = {row["name"]: (row["status"], row["why"]) for row in result["rows"][1:]}
     assert status["reverse over reverse"] == ("right", "")
     assert status["slow"][0] == status["vmap(jvp(grad))"][0] == "skipped"

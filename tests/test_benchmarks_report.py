@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.report import DETAILS, fill, newest, section, write
+from benchmarks.report import DETAILS, newest, section, write
 from benchmarks.report import command as command_of
 from benchmarks.suites import BENCHMARKS
+from hessiankit.support.files import fill
 
 TIME = {"median": 1.0, "low": 0.9, "high": 1.1}
 ROWS = [
@@ -71,15 +72,16 @@ def test_a_section_folds_the_long_table() -> None:
 
 def test_prose_is_left_alone() -> None:
     page = "# Title\nbefore\n<!-- benchmark a -->\nold \\1\n<!-- /benchmark a -->\nafter\n"
-    once = fill(page, {"a": r"new \1 \n", "b": "more"})
+    sections = {"benchmark a": r"new \1 \n", "benchmark b": "more"}
+    once = fill(page, sections)
     assert once.startswith("# Title\nbefore\n<!-- benchmark a -->\nnew \\1 \\n\n<!-- /benchmark a -->\nafter\n")
     assert once.endswith("after\n\n<!-- benchmark b -->\nmore\n<!-- /benchmark b -->\n")
-    assert fill(once, {"a": r"new \1 \n", "b": "more"}) == once
+    assert fill(once, sections) == once
 
 
 def test_the_page_of_the_repository_has_marks_for_every_benchmark() -> None:
     page = (Path(__file__).parents[1] / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    sections = dict.fromkeys(BENCHMARKS, "new")
+    sections = {f"benchmark {name}": "new" for name in BENCHMARKS}
     assert page.count("<!-- benchmark ") == page.count("<!-- /benchmark ") == len(BENCHMARKS)
     filled = fill(page, sections)
     assert filled.count("-->\nnew\n<!--") == len(BENCHMARKS)

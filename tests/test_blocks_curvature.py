@@ -28,26 +28,6 @@ def test_no_operation_is_left_to_autograd(placement):
     assert torch.isfinite(hessian.matrix).all()
 
 
-@pytest.mark.parametrize(
-    ("placement", "options"),
-    [
-        ("hybridnorm", MODERN),
-        ("qkvc-pre", {"bias": True, "attention_bias": True, "d_k": 3, "d_v": 3}),
-        ("olmo2", MODERN),
-        ("sandwich", {"activation": "gelu"}),
-        ("deepnorm", {"n_layers": 3}),
-        ("admin", {"activation": "silu"}),
-        ("group-ln", {"activation": "gelu"}),
-        ("group-ln", {"norm": "rmsnorm"}),
-        ("layerscale", {"activation": "gelu"}),
-    ],
-)
-def test_hessian_against_reverse_over_reverse(placement, options):
-    block = generic(hk.TransformerBlock(4, 3, 2, placement, **options))
-    found = assert_exact(block, draw(2, 3, 4), tolerance=1e-10)
-    assert found.fallbacks == ()
-
-
 @pytest.mark.parametrize(("tied", "n_layers"), [(False, 1), (True, 2)])
 def test_language_model(tied, n_layers):
     model = generic(hk.Transformer(5, 4, 2, n_layers, 2, "hybridnorm*", tied=tied, **MODERN))

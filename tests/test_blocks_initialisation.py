@@ -114,6 +114,10 @@ def test_own_deviation_of_the_embedding_and_own_number_of_layers():
     assert 0.8 * limit < model.blocks[0].feedforward.W_2.abs().max().item() <= limit * (1 + 1e-6)
     block = initialise(hk.TransformerBlock(200, 5, 2, layer=8, n_layers=9), "depth-scaled", seed=0)
     assert block.attention.W_O.std().item() == pytest.approx(KEPT / math.sqrt(500) / 4, rel=0.02)
+    blocks = initialise(nn.Sequential(*(hk.TransformerBlock(200, 5, 2, n_layers=n) for n in (2, 8))), "megatron", seed=0)
+    for block in blocks:
+        expected = KEPT / math.sqrt(500) / math.sqrt(2 * block.n_layers)
+        assert block.attention.W_O.std().item() == pytest.approx(expected, rel=0.02)
 
 
 def test_biases_gains_and_scales():

@@ -66,6 +66,14 @@ def a_priori_of(problem):
     return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
 
 
+def test_labels_that_do_not_count_are_not_in_the_mean():
+    attention = Attention(2).double()
+    for p in attention.parameters():
+        p.data.mul_(0.01)
+    x, labels = torch.tensor([[[0.0, 0.0]], [[1.0, 1.0]]], dtype=torch.float64), torch.tensor([[-100], [0]])
+    assert not hk.bounds(attention, x, labels, loss="cross_entropy").violated
+
+
 def test_sites_add_up_to_the_hessian():
     for seed in (3, 14, 27):
         problem = draw_problem(seed)

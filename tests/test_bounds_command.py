@@ -37,7 +37,7 @@ def test_a_bound_of_ones_own_is_one_function(monkeypatch, capsys):
     assert "VIOLATED" in report
     assert "half: it is no bound" in report
     monkeypatch.setitem(BOUNDS, "too_small", Bound("too_small", lambda at: (0.0, {})))
-    attacked = attack(1, seed=4)
+    attacked = attack(1, seed=1)
     assert not {"half", "half, blocks"} & set(attacked.largest)
     assert "too small" in {violation.bound for violation in attacked.violations}
     with pytest.raises(SystemExit, match="0"):
@@ -45,17 +45,3 @@ def test_a_bound_of_ones_own_is_one_function(monkeypatch, capsys):
     listed = capsys.readouterr().out.splitlines()
     assert [line.partition(": ")[0] for line in listed] == [name.replace("_", " ") for name in BOUNDS]
     assert "half: Half the norm, which is no bound." in listed
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["--placement", "hybrid"], "hybridnorm"),
-        (["--loss", "hinge"], "hinge"),
-        (["--json", "/no/such/folder/x.json"], "cannot write"),
-        (["--attack", "3"], "--tokens does not go with --attack"),
-    ],
-)
-def test_errors(capsys, given, message):
-    assert main(["bounds", "--tokens", "2", *given]) == 2
-    assert message in capsys.readouterr().err

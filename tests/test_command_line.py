@@ -225,6 +225,25 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: --tokens 600, and tiny takes at most 512 tokens"),
         ("study --seq-len 3 --quick", "study: --seq-len: no square patches"),
         ("study --data nowhere --quick", "study: --data: 'nowhere' is neither"),
+        ("study --batch 99999 --quick", "more than the 1437 training images"),
+        ("study --device nowhere --quick", "nowhere"),
+        ("study --placements --placement hybrid", "study: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
+        ("study --sample 3", "--sample is of the grid of norm placements; add --placements"),
+        ("study --placements --d-model 8", "--d-model does not go with --placements"),
+        ("study --placements --quick", "--quick does not go with --placements"),
+        ("study --placements --loss mse", "--loss does not go with --placements"),
+        ("derive --wrt queri", "derive: --wrt 'queri' is not known; did you mean 'query'"),
+        ("derive --wrt query key value", "is not one or two names"),
+        ("derive --loss mae", "derive: --loss 'mae' is not known"),
+        ("derive --layer 0", "derive: argument --layer: 0 is not a positive number"),
+        ("derive --wrt down --out no/file", "derive: cannot write"),
+        ("derive layernorm --heads 2", "--heads describes a block and 'layernorm' is none"),
+        ("bounds --loss hinge", "hinge"),
+        ("bounds --tokens 2 --attack 3", "--tokens does not go with --attack"),
+        ("claims --id nothing", "claims: --id 'nothing' is not known; all"),
+        ("claims --show nothing", "claims: --show 'nothing' is not known; all"),
+        ("claims --show hybridnorm/eq1*", "--show takes one of them"),
+        ("monitor nowhere.jsonl", "monitor: cannot read nowhere.jsonl: No such file"),
         ("tune-lr --quick --grid 0.1", "tune-lr: --grid [0.1]; expected two or more"),
         ("tune-lr --quick --text nowhere", "tune-lr: --text: 'nowhere' is neither"),
     ],
@@ -235,7 +254,8 @@ def test_errors_name_what_was_typed_and_what_was_meant(given: str, message: str,
     except SystemExit as stop:
         code = int(str(stop.code))
     assert code == exit_codes.USAGE
-    told = capsys.readouterr().err.splitlines()[-1]
+    *others, told = capsys.readouterr().err.splitlines()
+    assert not others or given.startswith("tune-lr")  # which says first what it goes on from
     assert message in told
     assert told.startswith("hessiankit")
 

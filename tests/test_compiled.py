@@ -5,10 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,8 +20,7 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.kernel_products import KernelProduct, multiply
-from hessiankit.engine.kernel_sums import _one, _several, add_compiled, add_rows_compiled, mirror
+from hessiankit.engine.kernel_calls import KernelProduct, add_compiled, kernel_sum, mirror, multiply
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -33,14 +29,9 @@ pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ comp
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("extensions")
-
-
 @pytest.fixture(autouse=True)
-def kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+def kernels(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     monkeypatch.delenv(library.SWITCH, raising=False)
     library.build()
     found = library.kernels()
@@ -85,7 +76,7 @@ def test_lift_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     K = rows_of(n, p, q, dtype=dtype, seed=3, zeros=zeros)
     big = torch.ones(u.size + 3, v.size + 5, dtype=dtype)
     into = big[1 : 1 + u.size, 2 : 2 + v.size]
-    skew = add_compiled(u, [(v, K)], into, same=False)
+    skew = add_compiled(u, v, K, into, same=False)
     if skew is None:
         assert (j if transposed[1] else q) < 4  # nothing else is refused
         assert bool((big == 1).all())
@@ -94,7 +85,7 @@ def test_lift_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     into.fill_(1)
     assert bool((big == 1).all())  # nothing beside the block
     other = torch.zeros(v.size, u.size, dtype=dtype)
-    if add_compiled(u, [(v, K.mT.contiguous().mT)], other.T, same=False) is not None:  # the block stored the other way round
+    if add_compiled(u, v, K.mT.contiguous().mT, other.T, same=False) is not None:  # the block stored the other way round
         close(other.T, written_out(u, v, K))
 
 
@@ -107,48 +98,20 @@ def test_lift_of_a_weight_with_itself(transposed: bool, dtype: torch.dtype, zero
     K = rows_of(n, p, p, dtype=dtype, seed=3, zeros=zeros)
     K = K + K.mT
     into = torch.zeros(u.size, u.size, dtype=dtype)
-    assert add_compiled(u, [(u, K)], into, same=True) == 0.0
+    assert add_compiled(u, u, K, into, same=True) == 0.0
     close(into, written_out(u, u, K))
     K[4, 2, 7] += 0.25
-    skew = add_compiled(u, [(u, K)], into.zero_(), same=True)
+    skew = add_compiled(u, u, K, into.zero_(), same=True)
     if transposed:
         close(into, written_out(u, u, (K + K.mT) / 2))
     assert skew == pytest.approx(0.25 / float(K.diagonal(dim1=1, dim2=2).abs().max()) if transposed else 0.0, rel=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("count", [2, 3])
-@pytest.mark.parametrize("zeros", [0.0, 0.6])
-@pytest.mark.parametrize("sizes", [(40, 9, 10, 12, 21), (400, 23, 2, 9, 5), (3, 70, 2, 4, 8)])
-def test_several_ways_to_one_weight(transposed: bool, dtype: torch.dtype, count: int, zeros: float, sizes) -> None:
-    n, i, p, y, z = sizes
-    u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed)
-    pairs = []
-    for k in range(count):
-        one = (y, z) if k % 2 else (z, y)  # v is stored as (y, z): inputs first, or outputs first
-        v = WeightJacobian("v", None, rows_of(n, one[0], dtype=dtype, seed=10 + k, zeros=zeros), one[1], k % 2 == 0)
-        pairs.append((v, rows_of(n, p, one[1], dtype=dtype, seed=20 + k, zeros=zeros)))
-    into = torch.zeros(u.size, y * z, dtype=dtype)
-    assert add_compiled(u, pairs, into, same=False) == 0.0
-    close(into, sum(written_out(u, v, K) for v, K in pairs))
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_lift_from_the_left(transposed: bool) -> None:
-    u = WeightJacobian("u", None, rows_of(30, 7, dtype=torch.float64, seed=1), 6, transposed)
-    K = rows_of(30, 6, 19, dtype=torch.float64, seed=2)
-    into = torch.zeros(u.size, 19, dtype=torch.float64)
-    assert add_rows_compiled(u, K, into)
-    expected = np.einsum("ni,npc->pic" if transposed else "ni,npc->ipc", u.X.numpy(), K.numpy()).reshape(42, 19)
-    close(into, expected)
 
 
 def test_more_rows_than_are_summed_at_once() -> None:
     u = WeightJacobian("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
     K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
     into = torch.zeros(15, 15, dtype=torch.float64)
-    assert add_compiled(u, [(u, K + K.mT)], into, same=True) is not None
+    assert add_compiled(u, u, K + K.mT, into, same=True) is not None
     X = u.X.numpy()
     close(into, np.einsum("ni,nj,npq->ipjq", X, X, (K + K.mT).numpy()).reshape(15, 15))
 
@@ -159,18 +122,8 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
         K = torch.zeros(6, 8, 8, dtype=torch.float64)
         K[3, 2, 2] = bad
         into = torch.zeros(64, 64, dtype=torch.float64)
-        add_compiled(u, [(u, K)], into, same=True)
+        add_compiled(u, u, K, into, same=True)
         assert bool(into.isnan().any())  # 0 x inf
-
-
-@pytest.mark.parametrize("where", ["left", "scalar", "vector"])
-def test_nothing_is_left_out_of_several_ways_beside_what_is_not_finite(where: str) -> None:
-    a, b, K = torch.zeros(6, 8), torch.zeros(6, 8), torch.zeros(6, 8, 9)
-    {"left": a, "scalar": b, "vector": K}[where][3, 2] = float("inf")
-    u, v = WeightJacobian("u", None, a, 8, False), WeightJacobian("v", None, b, 9, False)
-    into = torch.zeros(64, 72)
-    add_compiled(u, [(v, K), (replace(v, X=torch.zeros(6, 8)), K)], into, same=False)
-    assert bool(into.isnan().any())
 
 
 def test_products_of_small_matrices(kernels: ctypes.CDLL) -> None:
@@ -201,7 +154,7 @@ def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
         u = WeightJacobian("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
         v = replace(u, X=u.X.to(other or dtype))
         K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
-        return add_compiled(u, [(v, K)], into, same=False)
+        return add_compiled(u, v, K, into, same=False)
 
     assert asked(torch.float64) == 0.0
     assert asked(torch.bfloat16) is None
@@ -258,18 +211,18 @@ def test_whole_hessians_with_and_without(placement: str, dtype: torch.dtype) -> 
     close(compiled.matrix, plain.matrix.double().numpy())
 
 
-@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("n", [30, 5000])  # and more rows than are summed at once
-def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, several: bool, n: int) -> None:
-    u, v = (WeightJacobian(name, None, rows_of(n, 9, dtype=torch.float64, seed=k), 11, False) for k, name in enumerate("uv"))
-    pairs = [(v, rows_of(n, 11, 11, dtype=torch.float64, seed=3 + k)) for k in range(1 + several)]
+def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed: bool, n: int) -> None:
+    u, v = (WeightJacobian(x, None, rows_of(n, 9, dtype=torch.float64, seed=k), 11, transposed) for k, x in enumerate("uv"))
+    K = rows_of(n, 11, 11, dtype=torch.float64, seed=3)
     into = torch.full((101, 101), torch.nan, dtype=torch.float64)
     part = into[1:-1, 1:-1]
-    found = _several(u, pairs, part) if several else _one(u, *pairs[0], part, False)
+    found = kernel_sum(u, v, K, part, same=False)
     assert found is not None
     assert found.covers
     replace(found, over=True).bound(kernels.hessiankit_lift)()
-    close(part, sum(written_out(u, *pair) for pair in pairs))
+    close(part, written_out(u, v, K))
     assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
 
 
@@ -301,7 +254,7 @@ def test_digits_do_not_depend_on_threads() -> None:
             u = WeightJacobian("u", None, x.reshape(64, 8), 96, False)
             K = rows_of(64, 96, 96, dtype=torch.float64, seed=1)
             into = torch.zeros(768, 768, dtype=torch.float64)
-            add_compiled(u, [(u, K)], into, same=False)
+            add_compiled(u, u, K, into, same=False)
             found.append(into)
     finally:
         torch.set_num_threads(before)
@@ -350,15 +303,16 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
     assert "plans of hessian_function are replayed by Python, which is slower: no luck;" in capsys.readouterr().out
 
 
-def test_no_compiler_is_one_line(tmp_path: Path) -> None:
+def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho no luck >&2\nexit 1\n")
     broken.chmod(0o755)
-    where = {**os.environ, "CXX": str(broken), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-m", "hessiankit", "compile"], capture_output=True, text=True, env=where, check=False)
-    assert done.returncode == 2
-    assert "hessiankit compile: the kernels could not be built" in done.stderr
-    assert done.stderr.count("\n") == 1
+    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    assert main(["compile"]) == 2
+    said = capfd.readouterr().err
+    assert "hessiankit compile: the kernels could not be built" in said
+    assert said.count("\n") == 1
 
 
 def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
 from hessiankit.curvature.dense import spectral_norm
 
+MODERN = {"norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": 1, "rotary": True, "causal": True}
 BLOCKS: dict[str, dict[str, Any]] = {
     "the paper's": {},
     "d_k": {"d_k": 2},
@@ -37,6 +38,15 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "no gain": {"affine": False},
     "everything": {"n_heads": 2, "d_k": 3, "bias": True, "attention_bias": True, "causal": True, "placement": "pre"},
     "large eps": {"eps": 0.3, "activation": "silu"},
+    "hybridnorm": {"placement": "hybridnorm", "n_heads": 2, **MODERN},
+    "olmo2": {"placement": "olmo2", "n_heads": 2, **MODERN},
+    "qkvc-pre": {"placement": "qkvc-pre", "n_heads": 2, "bias": True, "attention_bias": True, "d_k": 3, "d_v": 3},
+    "sandwich": {"placement": "sandwich", "n_heads": 2, "activation": "gelu"},
+    "deepnorm": {"placement": "deepnorm", "n_heads": 2, "n_layers": 3},
+    "admin": {"placement": "admin", "n_heads": 2, "activation": "silu"},
+    "group-ln": {"placement": "group-ln", "n_heads": 2, "activation": "gelu", "eps": 0.1},
+    "group-ln rmsnorm": {"placement": "group-ln", "n_heads": 2, "norm": "rmsnorm"},
+    "layerscale": {"placement": "layerscale", "n_heads": 2, "activation": "gelu"},
     **{f"activation {name}": {"activation": name, "d_k": 2, "bias": True} for name in ACTIVATIONS},
 }
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from depth_reference import dense_hessian, gradient_of, language_model, tokens
+from curvature_reference import gradient_twice
+from depth_reference import gradient_of, language_model, tokens
 from torch import nn
 
 import hessiankit as hk
@@ -31,26 +32,25 @@ def dense_ggn(model: nn.Module, parameters: list[nn.Parameter]) -> torch.Tensor:
     return J.T @ curved @ J
 
 
-@pytest.mark.parametrize("method", ["exact", "autograd"])
 @pytest.mark.parametrize("placement", ["pre", "post"])
-def test_against_dense_matrices(placement, method):
+def test_against_dense_matrices(placement):
     model = language_model(2, placement, d_model=2, d_ff=3, n_heads=1)
-    report = depth_diagnostics(model, IDS, LABELS, what=("hessian", "ggn"), curvature=method, **SHARP)
-    for k, block in enumerate(model.blocks):
-        parameters = list(block.parameters())
-        for found, dense in (
-            (report.hessian, dense_hessian(loss_of(model), parameters)),
-            (report.ggn, dense_ggn(model, parameters)),
-        ):
-            top = float(torch.linalg.eigvalsh(dense)[-1])
-            assert found.method == method
-            assert found.draws is None
-            assert found.sizes[k] == len(dense)
-            assert found.top[k].value == pytest.approx(top, rel=1e-10)
-            assert found.top[k].converged
-            assert abs(found.top[k].value - top) <= found.top[k].residual + 1e-13
-            assert abs(found.trace[k].value - float(dense.trace())) <= 1e-10 * float(dense.abs().max())
-            assert found.trace[k].standard_error == 0
+    parameters = [list(block.parameters()) for block in model.blocks]
+    dense = {"hessian": [gradient_twice(loss_of(model), own) for own in parameters]}
+    dense["ggn"] = [dense_ggn(model, own) for own in parameters]
+    for method in ("exact", "autograd"):
+        report = depth_diagnostics(model, IDS, LABELS, what=("hessian", "ggn"), curvature=method, **SHARP)
+        for what, matrices in dense.items():
+            found = getattr(report, what)
+            assert (found.method, found.draws) == (method, None)
+            for k, matrix in enumerate(matrices):
+                assert found.sizes[k] == len(matrix)
+                top = float(torch.linalg.eigvalsh(matrix)[-1])
+                assert found.top[k].value == pytest.approx(top, rel=1e-10)
+                assert found.top[k].converged
+                assert abs(found.top[k].value - top) <= found.top[k].residual + 1e-13
+                assert abs(found.trace[k].value - float(matrix.trace())) <= 1e-10 * float(matrix.abs().max())
+                assert found.trace[k].standard_error == 0
 
 
 def test_probes_of_the_trace_have_the_errors_that_they_say():

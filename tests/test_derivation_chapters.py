@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from math import prod
 
 import pytest
@@ -15,7 +16,7 @@ from hessiankit import claims, derive
 from hessiankit.cli.main import main
 from hessiankit.formulas.chapters import CHAPTERS, PRIMES, SMALL, drawn
 from hessiankit.formulas.symbols import SizeName
-from hessiankit.formulas.theorems import THEOREMS, find, ids
+from hessiankit.formulas.theorems import QKV, THEOREMS, find, ids
 
 EPS = 1e-5
 OTHER = dict(zip(PRIMES, (11, 29, 13, 13, 5, 7, 31, 37, 41, 17, 19, 23), strict=True))
@@ -194,6 +195,9 @@ def test_a_theorem_names_rows_of_the_ledger(asked):
     rows = {row.id: row for row in claims(paper=paper)}
     assert set(row.ids(paper)) <= set(rows)
     found = derive(asked)
+    if letters := re.search(r"(?:_|-w)(\w+)$", asked):  # phi_qk, g_k, xi_12, b2-wq
+        assert row.wrt == tuple(f"W_{letter.upper()}" for letter in letters[1])
+    assert (row.chapter == QKV) == (r"\partial S}" in found.latex())  # HybridNorm's are of the attention S alone
     assert found.claims == row.ids(paper)
     assert found.dense().shape == found.shape
     assert len(found.latex(document=True)) > 200
@@ -232,5 +236,3 @@ def test_the_command_prints_the_verdicts(capsys):
     assert main(["derive", "--list"]) == 0
     listed = capsys.readouterr().out
     assert {line.split()[0] for line in listed.splitlines()} == {*CHAPTERS, *ids()}
-    assert main(["derive", "layernorm", "--heads", "2"]) == 2
-    assert "--heads describes a block and 'layernorm' is none" in capsys.readouterr().err

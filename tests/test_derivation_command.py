@@ -50,35 +50,6 @@ def test_json_and_latex(tmp_path, capsys):
     assert path.read_text(encoding="utf-8").startswith(r"\documentclass")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--placement", "hybrid"], "hessiankit: derive: --placement 'hybrid' is not known; did you mean"),
-        (["--wrt", "queri"], "hessiankit: derive: --wrt 'queri' is not known; did you mean 'query'"),
-        (["--wrt", "query", "key", "value"], "is not one or two names"),
-        (["--loss", "mae"], "derive: --loss 'mae' is not known"),
-        (["--kv-heads", "3", "--heads", "2"], "derive: --kv-heads 3 does not divide --heads 2"),
-    ],
-)
-def test_what_cannot_be_used_is_exit_code_2(arguments, message, capsys):
-    assert main(["derive", *arguments]) == 2
-    seen = capsys.readouterr().err
-    assert message in seen
-    assert seen.count("\n") == 1
-
-
-@pytest.mark.parametrize("option", ["--heads", "--layer"])
-def test_numbers_are_positive(option, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["derive", option, "0"])
-    assert f"argument {option}: 0 is not a positive number" in capsys.readouterr().err
-
-
-def test_a_file_that_cannot_be_written(tmp_path, capsys):
-    assert main(["derive", "--wrt", "down", "--out", str(tmp_path / "no" / "file")]) == 2
-    assert "derive: cannot write" in capsys.readouterr().err
-
-
 BLOCK = TransformerBlock(4, 5)
 X = torch.zeros(3, 4)
 NAN = torch.full((3, 4), float("nan"))
@@ -102,6 +73,7 @@ NAN = torch.full((3, 4), float("nan"))
         ({"loss": "mae"}, "loss='mae' is not known"),
         ({"target": X}, "there is a target and no loss"),
         ({"loss": "mse", "target": torch.zeros(3, 5)}, r"the target is torch.float32 \(3, 5\); mse needs"),
+        ({"loss": "mse", "target": torch.zeros(2, 3, 4)}, r"the target is torch.float32 \(2, 3, 4\); mse needs"),
         ({"loss": "mse", "target": NAN}, "mse needs finite numbers"),
         ({"loss": "mse", "target": [0.0]}, "the target is a list; pass a tensor"),
         ({"loss": "cross_entropy", "target": torch.tensor([0, 4, 1])}, "labels run from 0 to 4.*pass labels from 0 to 3"),
@@ -124,6 +96,9 @@ def test_what_cannot_be_used(options, message):
             "Sequential as it is set has no closed form by itself; pass a hessiankit.TransformerBlock",
         ),
         (nn.Softmax(dim=0), "Softmax as it is set has no closed form"),
+        (nn.MSELoss(reduction="sum"), "MSELoss as it is set has no closed form"),
+        (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss as it is set has no closed form"),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss as it is set has no closed form"),
         (nn.LayerNorm((2, 3)), "LayerNorm over 2 axes"),
         (3, "got int; pass a module, the name of a chapter or a statement"),
         ("layernrm", "what='layernrm' is not known; did you mean 'layernorm'"),

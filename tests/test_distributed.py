@@ -25,16 +25,18 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
 
 
-def environment(**more: str) -> dict[str, str]:
+def run(*command: str) -> str:
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **more}
-
-
-def torchrun(size: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size), *arguments]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def found_by_ranks(folder: Path, size: int, *ways: str) -> dict[str, Any]:
+    """Return what every rank of every way found that was not lost; see distributed_worker."""
+    run("-W", "ignore", str(ROOT / "tests" / "distributed_worker.py"), str(folder), str(size), *ways)
+    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 
 @pytest.fixture(scope="module", params=SIZES)
@@ -43,12 +45,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     if not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
     size = request.param
-    out = tmp_path_factory.mktemp("distributed") / "found.json"
-    torchrun(size, str(ROOT / "tests" / "distributed_worker.py"), str(out), "all")
-    everywhere = json.loads(out.read_text())
+    everywhere = found_by_ranks(tmp_path_factory.mktemp("distributed"), size, "all")
     assert len(everywhere) == size
-    assert all(other == everywhere[0] for other in everywhere)
-    return size, everywhere[0]
+    assert all(other == everywhere["all-0"] for other in everywhere.values())
+    return size, everywhere["all-0"]
 
 
 def micro_batches(size: int) -> list[list[tuple[int, ...]]]:
@@ -179,7 +179,7 @@ def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
     alone = capsys.readouterr().out.splitlines()
     program = tmp_path / "program.py"
     program.write_text(source)
-    together = torchrun(2, str(program)).splitlines()
+    together = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)).splitlines()
     assert len(alone) > 10
     assert together[1:-1] == alone[1:-1]  # the first line ends with the time, the last one with a rounding error
     assert together[-1].split()[0] == alone[-1].split()[0]

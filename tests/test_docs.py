@@ -1,4 +1,4 @@
-"""The Python blocks of every page of docs/ run as they stand, from top to bottom, and links lead somewhere.
+"""The Python blocks of the README and of every page of docs/ run as they stand, from top to bottom, and links lead somewhere.
 
 Blocks named ``py`` need what only their reader has, such as a trainer: they are compiled.
 """
@@ -16,12 +16,16 @@ from hessiankit.blocks import PLACEMENTS
 from hessiankit.tracing.primitives.registry import RULES
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = sorted(DOCS.rglob("*.md"))
+PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in PAGES}
 WITH_CODE = [page for page, blocks in BLOCKS.items() if blocks and page.name != "depth.md"]  # which tests/test_depth.py runs
 
 
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
+def name(page: Path) -> str:
+    return page.relative_to(DOCS if page.is_relative_to(DOCS) else DOCS.parent).with_suffix("").as_posix()
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     before, rules = dict(PLACEMENTS), dict(RULES)
@@ -30,8 +34,8 @@ def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     try:
         _run(page, names)
     finally:
-        for name in set(PLACEMENTS) - set(before):  # a page that registers a placement of its own
-            del PLACEMENTS[name]
+        for own in set(PLACEMENTS) - set(before):  # a page that registers a placement of its own
+            del PLACEMENTS[own]
         RULES.clear()
         RULES.update(rules)
 
@@ -44,7 +48,7 @@ def _run(page: Path, names: dict[str, object]) -> None:
         exec(compile(source, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
@@ -64,7 +68,7 @@ def _anchors(page: Path) -> set[str]:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(DOCS).with_suffix("").as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_formulas_keep_their_backslashes_on_github(page: Path) -> None:
     """Between bare dollars Markdown's escapes come first there, so that ``\\,`` is a comma."""
     text = re.sub(r"```.*?```|\$?`[^`]*`\$?", "", page.read_text(), flags=re.DOTALL)

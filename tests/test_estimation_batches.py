@@ -7,6 +7,7 @@ import torch
 from sharpness_cases import tiny, tokens
 from torch import nn
 
+from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned, micro_batches
 from hessiankit.support.errors import InputError
@@ -68,6 +69,27 @@ def test_what_does_not_go_by_sequences_goes_to_every_micro_batch():
     part = batch.part(slice(1, 3))
     assert {k: getattr(v, "shape", v) for k, v in part.inputs.items()} == {"x": (2, 2), "table": (7,), "scale": 3.0}
     assert part.numbers == (1, 2)
+
+
+class Mixed(nn.Module):
+    """Sums over tokens by a matrix (tokens, tokens) that all sequences share, or over sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny()
+
+    def forward(self, tokens, mixing=None):
+        logits = self.model(tokens)
+        return logits - logits.mean(0) if mixing is None else mixing @ logits
+
+
+def test_a_batch_is_cut_only_where_that_changes_nothing():
+    x, y, shared = tokens(3, 3), tokens(3, 3, seed=2), torch.ones(3, 3, dtype=torch.float64).tril()
+    for inputs in ((x, shared), x):
+        for who, size in ((sharpness, 1), (sharpness, 2), (depth_diagnostics, 1)):
+            with pytest.raises(InputError, match="two sequences and each of them alone give other outputs"):
+                who(Mixed(), inputs, y, micro_batch=size)
+        assert sharpness(Mixed(), inputs, y).types["FFN"].value > 0
 
 
 def test_alignment():

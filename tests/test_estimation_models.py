@@ -38,6 +38,8 @@ class Faulty(nn.Module):
             return logits.masked_fill(x.unsqueeze(-1) == 0, float("nan"))
         if self.fault == "interrupt" and self.calls > 2:
             raise KeyboardInterrupt
+        if self.fault == "rounding" and not torch.is_grad_enabled():  # another kernel
+            return logits * (1 + 1e-15)
         if self.fault == "gradient":
             return logits + (0 * self.model.blocks[0].attention.W_Q.sum()).sqrt()
         return logits
@@ -61,6 +63,11 @@ def test_faults(fault, message):
     assert all(module.training for module in model.modules())
     assert float(model.seen) == 0
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_kernels_that_round_apart_with_and_without_autograd():
+    model = Faulty("rounding")
+    assert sharpness(model, X, Y, parts=plain_parts(model)).types["FFN"].value > 0
 
 
 def test_an_interrupt_leaves_the_model_as_it_was():

@@ -21,12 +21,11 @@ def test_rows_and_findings(tmp_path, monkeypatch):
     rows = read(paths[1])
     assert len(rows) == 2 * 3 * 11
     cell = figure.Cell("pre", 1, "trained", "hessian")
-    tokens, labels = (x[:6] for x in figure.data())
-    own = hk.approximations(figure.model_of(cell, NANO), tokens, labels, loss="cross_entropy", of=["kfac"])
+    own = hk.approximations(*figure.problem(cell, NANO), loss="cross_entropy", of=["kfac"])
     (row,) = (r for r in rows if r["approximation"] == "kfac" and r["against"] == "hessian" and r["seed"] == "1")
     assert float(row["frobenius"]) == pytest.approx(own["kfac"].measures.frobenius.value, rel=1e-5)
-    before = figure.model_of(figure.Cell("pre", 1, "initialisation", "ggn"), NANO).state_dict()
-    after = figure.model_of(cell, NANO).state_dict()
+    before = figure.problem(figure.Cell("pre", 1, "initialisation", "ggn"), NANO)[0].state_dict()
+    after = figure.problem(cell, NANO)[0].state_dict()
     assert not torch.equal(before["head.W_C"], after["head.W_C"])
     text = paths[3].read_text()
     assert "in 4 of 4 cells, as it has to be" in text

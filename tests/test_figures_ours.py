@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 
-import torch
 from figure_files import read
 
 from figures import analytic_minus_empirical, plan_of_a_block, route_table, spectrum
@@ -33,17 +32,6 @@ def test_analytic_minus_empirical(tmp_path, monkeypatch):
     assert decided["closed forms"] < 1e-8
     assert decided["jacfwd(jacrev)"] > 1e-3
     assert summary["parameters"] == sum(p.numel() for p in NANO.model().parameters())
-
-
-def test_the_empirical_routes_on_a_module_without_norms():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double()
-    x, t = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64), torch.tensor([0, 1, 2, 1, 0])
-    H = analytic_minus_empirical.reverse_over_reverse(module, x, t)
-    warned = analytic_minus_empirical.forward_over_reverse(module, x, t)
-    torch.testing.assert_close(warned, H, rtol=0, atol=1e-12)  # there torch.func.hessian is right
-    columns = [0, 7, 30]
-    differences = analytic_minus_empirical.central_differences(module, x, t, columns)
-    torch.testing.assert_close(differences, H[:, columns], rtol=0, atol=1e-9)
 
 
 def test_route_table(tmp_path, monkeypatch):

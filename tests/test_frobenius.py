@@ -127,7 +127,7 @@ def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
 
 def test_what_does_not_fit_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
-    monkeypatch.setattr(panel_sum, "Panel", None)
+    monkeypatch.setattr(panel_sum, "SymmetricStorage", None)
     with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples take"):
         frobenius_norms(block(), X, T)
 

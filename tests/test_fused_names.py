@@ -47,6 +47,19 @@ def test_names_read_well() -> None:
     }
 
 
+def test_a_size_in_which_the_layers_of_a_config_differ_is_that_of_the_module() -> None:
+    class Config:
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    model = gpt2()[0]
+    expected = named_slices(model, heads=True)
+    for module in model.modules():
+        module.config = Config()
+    assert named_slices(model, heads=True) == expected
+
+
 def test_a_part_of_several_slices() -> None:
     slices = named_slices(hugging_face("GPTNeoX")[0])
     whole = "layers.0.attention.query_key_value.weight"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula
+from curvature_reference import Formula, draw, largest_error, reverse_over_reverse
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -46,7 +46,7 @@ def block(placement: str, **options: Any) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def transformer() -> tuple[nn.Module, Tensor, Tensor]:
-    model = hk.Transformer(5, 4, 5, n_layers=2, n_heads=2, causal=True, max_len=4).double()
+    model = hk.Transformer(5, 4, 5, n_layers=1, n_heads=2, causal=True, max_len=4).double()
     tokens = torch.randint(5, (2, 5))
     return model, tokens[:, :-1], tokens[:, 1:]
 
@@ -203,6 +203,19 @@ def test_another_number_of_labels_is_planned_again() -> None:
     t = torch.tensor([0, -100, 1, -100, 2])
     assert torch.allclose(f(target=t).matrix, hk.hessian(module, x, t, loss="cross_entropy").matrix, rtol=0, atol=1e-13)
     assert f.plans == 2
+
+
+def test_a_constant_in_a_list_and_one_in_the_loss_have_their_present_values() -> None:
+    held, weight = [draw(3)], draw(3, seed=2)
+    module = Formula(lambda m, x: torch.tanh(x @ m.W) * m.held[0], W=(4, 3))
+    module.held = held
+    x, t, loss = draw(2, 4), draw(2, 3), lambda z, t: (weight * (z - t) ** 2).sum()
+    f = hk.hessian_function(module, x, t, loss=loss)
+    held[0].mul_(2.0)
+    weight.add_(1.0)
+    found = f()
+    assert largest_error(found, reverse_over_reverse(module, x, t, loss, found.names)) <= 1e-13
+    assert f.plans == 1
 
 
 def test_a_list_of_numbers_with_the_same_sum_is_planned_again() -> None:
@@ -365,6 +378,7 @@ def test_it_prints_what_it_runs() -> None:
     assert "operations of" in repr(f)
     assert "bmm" in f.table()
     assert "multiplications" in str(f)
+    assert str(f).endswith(str(f.plan))
 
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="the system has no large pages")

@@ -335,20 +335,6 @@ def test_command_line_when_a_verdict_is_not_found_again(monkeypatch, capsys):
     assert "reproduced  NO" in capsys.readouterr().out
 
 
-def test_command_line_errors(tmp_path, capsys):
-    assert main(["claims", "--id", "nothing"]) == 2
-    assert "claims: --id 'nothing' is not known; all" in capsys.readouterr().err
-    assert main(["claims", "--show", "nothing"]) == 2
-    assert "claims: --show 'nothing' is not known; all" in capsys.readouterr().err
-    assert main(["claims", "--show", "hybridnorm/eq1*"]) == 2
-    assert "--show takes one of them" in capsys.readouterr().err
-    assert main(["claims", "--id", "hybridnorm/eq14", "--json", str(tmp_path / "no" / "file")]) == 2
-    assert "cannot write" in capsys.readouterr().err
-    assert main(["claims", "--verdict", "true"]) == 2
-    with pytest.raises(SystemExit):
-        main(["claims", "--paper", "adam"])
-
-
 def test_a_wrong_formula_needs_a_second_route():
     def compute(seed):
         return show.wrong(2 * ones, ones, corrected=ones)

@@ -70,8 +70,8 @@ def test_the_radius_is_that_of_a_known_function(tolerance: float, sign: float) -
     assert (found.slope, found.curvature) == (0.0, 2.0)
     assert found.bounded
     assert found.radius == pytest.approx(tolerance, rel=1e-3)
-    short = hk.loss_slices(module, x, x, **options, span=(-tolerance / 2, tolerance / 4))[0]
-    assert not short.bounded
+    short = hk.loss_slices(module, x, x, **options, span=(-2 * tolerance, tolerance / 4))[0]
+    assert not short.bounded  # the model fails at negative steps, which are longer
     assert short.radius == pytest.approx(tolerance / 4)
 
 
@@ -93,6 +93,11 @@ def test_a_quadratic_loss_is_its_own_model() -> None:
         assert (one.radius, one.bounded) == (5.0, False)
         assert one.quadratic.tolist() == pytest.approx(one.losses.tolist(), rel=1e-10)
     assert found[0].name.startswith("eigenvalue ")
+    flat = Formula(lambda m, x: x + m.w - m.w, w=(1,))  # constant to rounding
+    x = torch.full((1,), 0.1, dtype=torch.float64)
+    one = hk.loss_slices(flat, x, x, along=x + 2, loss=lambda out, target: out.sum())[0]
+    assert one.losses.unique().numel() > 1
+    assert (one.radius, one.bounded) == (1.0, False)
 
 
 def test_the_line_to_a_checkpoint_ends_there() -> None:
@@ -102,8 +107,10 @@ def test_the_line_to_a_checkpoint_ends_there() -> None:
     assert one.t.tolist() == [-0.5, 0.0, 0.5, 1.0, 1.5]
     assert float(one.losses[3]) == pytest.approx(squared_error(other), rel=1e-12)
     assert found.notes == ()
-    part = hk.loss_slices(module, X, T, along=other.state_dict(), points=5, params="attention.*")
+    there = {**other.state_dict(), "norm_2.weight": module.norm_2.weight.detach()}
+    part = hk.loss_slices(module, X, T, along=there, points=5, params="attention.*")
     assert "'norm_1.weight'" in part.notes[0]
+    assert "'norm_2.weight'" not in part.notes[0]  # which is the same in both
     assert "not moved" in str(part)
 
 
@@ -121,6 +128,8 @@ def test_a_plane_is_the_loss_of_moved_copies_beside_its_quadratic_model() -> Non
     assert found.plane.losses[:, zero].tolist() == pytest.approx(found[0].losses.tolist(), rel=1e-13)
     assert found.plane.quadratic[zero].tolist() == pytest.approx(found[1].quadratic.tolist(), rel=1e-12)
     assert "2 slices of 4 steps, with their plane, through a loss of " in str(found)
+    assert f"{float(found.plane.losses[1, 2]):.4g}" in str(found.plane).splitlines()[4]
+    assert f"{float(found[0].quadratic[1]):.4g}" in str(found[0]).splitlines()[4]
     assert len(found.plot().axes) == 3
     assert json.loads(json.dumps(found.to_dict()))["plane"]["losses"] == found.plane.losses.tolist()
 
@@ -136,19 +145,21 @@ def test_the_plane_through_three_checkpoints() -> None:
 def test_filters_have_the_length_of_the_modules() -> None:
     module = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1)).double()
     x, t = vector(12).reshape(4, 3), vector(4).reshape(4, 1)
-    one = hk.loss_slices(module, x, t, along=vector(11), normalise="filter", span=(0.0, 1.0), points=2)[0]
-    weights = [p.detach() for p in module.parameters() if p.ndim == 2]
-    assert one.length == pytest.approx(math.sqrt(sum(float(w.square().sum()) for w in weights)))
     d, at, parts = vector(11), 0, []
+    d[:3] = 0  # a filter that does not move
+    one = hk.loss_slices(module, x, t, along=d, normalise="filter", span=(0.0, 1.0), points=2)[0]
     for p in module.parameters():
         rows = d[at : at + p.numel()].reshape(p.shape)
-        parts.append(
-            (rows / rows.norm(dim=1, keepdim=True) * p.norm(dim=1, keepdim=True) if p.ndim == 2 else 0 * rows).reshape(-1)
+        scaled = (
+            rows * p.norm(dim=1, keepdim=True) / rows.norm(dim=1, keepdim=True).clamp(min=1e-300) if p.ndim == 2 else 0 * rows
         )
+        parts.append(scaled.detach().reshape(-1))
         at += p.numel()
-    expected = float((moved(module, torch.cat(parts).detach())(x) - t).detach().square().mean())
+    assert one.length == pytest.approx(float(torch.cat(parts).norm()))
+    expected = float((moved(module, torch.cat(parts))(x) - t).detach().square().mean())
     assert float(one.losses[-1]) == pytest.approx(expected, rel=1e-12)
-    assert hk.loss_slices(module, x, t, along=vector(11), normalise="unit", points=3)[0].length == pytest.approx(1.0)
+    two = hk.loss_slices(module, x, t, along=torch.stack([d, 3 * vector(11)], dim=1), normalise="unit", points=3)
+    assert [one.length for one in two.slices] == pytest.approx([1.0, 1.0])
 
 
 def test_prints_and_pictures(tmp_path) -> None:
@@ -170,6 +181,7 @@ BAD = {
     "span": (lambda m: called(m, X, T, along=vector(88), span=(0.5, 1.0)), r"span=\(0.5, 1.0\)"),
     "points": (lambda m: called(m, X, T, along=vector(88), points=1), "points=1"),
     "tolerance": (lambda m: called(m, X, T, along=vector(88), tolerance=2.0), "tolerance=2.0"),
+    "no tolerance": (lambda m: called(m, X, T, along=vector(88), tolerance=0.0), "tolerance=0.0"),
     "normalise": (lambda m: called(m, X, T, along=vector(88), normalise="layer"), "normalise='layer' is not known"),
     "overflow": (lambda m: called(m, X, T, along=1e300 * vector(88)), "the loss at t=.* is (nan|inf); pass a smaller span"),
     "no such name": (lambda m: called(m, X, T, along={"w": vector(1)}), "the checkpoint's 'w' is not known"),

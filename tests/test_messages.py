@@ -289,6 +289,9 @@ def test_without_gradients_outside(around: Callable[[], AbstractContextManager[A
         assert torch.equal(found.matrix, expected)
         assert torch.equal(hk.hessian_diagonal(module, x, T).flat, hk.hessian_diagonal(module, X, T).flat)
         assert torch.equal(hk.hessian_operator(module, x, T).to_matrix(), operator.to_matrix())
+        assert torch.equal(hk.jacobian_operator(module, x).to_matrix(), hk.jacobian_operator(module, X).to_matrix())
+        assert hk.bounds(module, x, T).values == hk.bounds(module, X, T).values
+        assert len(hk.loss_slices(module, x, T, along=torch.ones(len(expected)).double(), points=3).slices) == 1
         assert hk.check(module, x, T)
         assert torch.equal(lazy.matrix, expected)
         assert not torch.is_grad_enabled()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,29 @@ def small(seed: int = 0, layers: int = 2) -> Noisy:
 
 def without_times(path) -> list[dict]:
     return [{k: v for k, v in record.items() if k != "seconds"} for record in read_monitor(path).records]
+
+
+class MaskedModel(nn.Module):
+    """A masked language model: its own loss compares every token with the label at its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = hk.Transformer(6, 4, 5, 2, max_len=5, seed=0)
+
+    def forward(self, tokens, labels=None):
+        logits = self.model(tokens)
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+def test_labels_of_a_masked_language_model_are_in_place(tmp_path):
+    model, labels = MaskedModel(), torch.tensor([[-100, 5, -100, 2], [4, -100, -100, -100]])
+    batch = {"tokens": torch.tensor([[0, 1, 2, 3], [3, 4, 5, 0]]), "labels": labels}
+    expected = model(**batch).loss.item()
+    assert depth_diagnostics(model, batch).drop.loss == pytest.approx(expected, rel=1e-5)
+    monitor = Monitor(model.train(), batch, tmp_path / "run.jsonl", draws=2)
+    assert monitor.measure(0)["loss"] == pytest.approx(expected, rel=1e-5)
+    assert model.training
 
 
 def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):

@@ -144,5 +144,3 @@ def test_the_command(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [record["step"] for record in found["records"]] == [0, 10, 20]
     assert found["orders"]["10"] == ["Norm", "FFN"]
-    assert main(["monitor", "nowhere.jsonl"]) == 2
-    assert "monitor: cannot read nowhere.jsonl: No such file" in capsys.readouterr().err

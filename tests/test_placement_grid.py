@@ -31,7 +31,7 @@ from hessiankit.support.jsonl import read_records
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = len(PLACEMENTS) // 4  # the placements take turns
+SAMPLE = len(PLACEMENTS) // 8  # the placements take turns
 ROOT = Path(__file__).parent.parent
 CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 
@@ -172,21 +172,6 @@ def test_the_same_case_is_the_same_model():
     assert torch.equal(target, again)
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
     assert cases(sample=9, seed=1) == cases(sample=9, seed=1) != cases(sample=9, seed=2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--placements", "--placement", "hybrid"], "study: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
-        (["--sample", "3"], "--sample is of the grid of norm placements; add --placements"),
-        (["--placements", "--d-model", "8"], "--d-model does not go with --placements"),
-        (["--placements", "--quick"], "--quick does not go with --placements"),
-        (["--placements", "--loss", "mse"], "--loss does not go with --placements"),
-    ],
-)
-def test_options_that_do_not_fit(arguments, message, capsys):
-    assert main(["study", *arguments]) == USAGE
-    assert message in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):

@@ -22,14 +22,9 @@ DOUBLE = torch.float64
 CACHED = (library._found, library._found_replayer)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("extensions")
-
-
 @pytest.fixture(autouse=True)
-def replayer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(folder))
+def replayer(extensions: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(extensions))
     monkeypatch.delenv(library.SWITCH, raising=False)
     library.build()
     assert library.build_replayer() == ""
@@ -75,8 +70,8 @@ def test_operations_give_the_digits_that_they_give_by_themselves(name: str, dtyp
 MODULES: dict[str, Callable[[], tuple[nn.Module, Tensor, Tensor, str]]] = {
     "block": lambda: (hk.TransformerBlock(8, 12, n_heads=2), torch.randn(2, 5, 8), torch.randn(2, 5, 8), "mse"),
     "model": lambda: (
-        hk.Transformer(11, 8, 12, n_layers=2, n_heads=2, causal=True, max_len=6),
-        *(torch.randint(11, (2, 5)) for _ in range(2)),
+        hk.Transformer(7, 4, 6, n_layers=1, n_heads=2, causal=True, max_len=6),
+        *(torch.randint(7, (2, 5)) for _ in range(2)),
         "cross_entropy",
     ),
 }

@@ -60,6 +60,12 @@ def test_an_indefinite_system(method: str, H: HessianOperator, b: torch.Tensor) 
         assert f"an eigenvalue of {found.lowest.value:.6g} or less" in str(found)
 
 
+def test_least_squares_of_a_matrix_of_large_condition_number() -> None:
+    x = torch.diag(torch.logspace(0, 2, 40, dtype=torch.float64))
+    H = hk.hessian_operator(torch.nn.Linear(40, 1, bias=False).double(), x, torch.zeros(40, 1, dtype=torch.float64))
+    assert H.solve(torch.ones(40, dtype=torch.float64), method="lsmr", tol=1e-8).converged
+
+
 def test_several_right_hand_sides_and_the_inverse(G: HessianOperator, b: torch.Tensor) -> None:
     B = torch.stack([b, 2 * b, b.flip(0)], dim=1)
     found = G.solve(B, damping=0.1, tol=1e-12)
@@ -87,8 +93,8 @@ def test_preconditioners_save_products() -> None:
     diagonal = hk.hessian_diagonal(module, x, target)
     plain = operator.solve(b, damping=1e-3, tol=1e-9)
     inverse = torch.linalg.inv(operator.to_matrix() + 1e-3 * torch.eye(40, dtype=torch.float64))
-    ways = [diagonal, diagonal.flat, inverse.__matmul__, aslinearoperator(inverse.numpy()), operator.inverse(1e-3, tol=1e-10)]
-    for way in ways:
+    ways = [diagonal, diagonal.flat, inverse, inverse.__matmul__, aslinearoperator(inverse.numpy())]
+    for way in (*ways, diagonal.flat.numpy(), inverse.numpy(), operator.inverse(1e-3, tol=1e-10)):
         found = operator.solve(b, damping=1e-3, tol=1e-9, preconditioner=way)
         assert found.converged
         assert found.products < 0.6 * plain.products

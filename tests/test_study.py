@@ -52,22 +52,6 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert main(["study", "--quick", "--loss", "mse", "--no-full", *SMALL, "--out", str(tmp_path)]) == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "/no/such/folder"], "neither 'digits' nor an existing path"),
-        (["--seq-len", "5"], "5"),
-        (["--batch", "99999"], "more than the 1437 training images"),
-        (["--device", "nowhere"], "nowhere"),
-    ],
-)
-def test_what_cannot_be_used_is_exit_code_two(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["study", "--quick", "--out", str(tmp_path), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["study", "--quick", "--out", str(tmp_path / "file")]) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,10 @@ ROWS: dict[str, Any] = {
     "a pattern": ("attention.*", ["attention.W_Q", "attention.W_K", "attention.W_V"]),
     "a list, in another order": (["norm_1.bias", "attention.W_Q"], ["attention.W_Q", "norm_1.bias"]),
 }
+
+
+def scaled() -> Any:  # a parameter without axes
+    return Formula(lambda m, x: torch.tanh(x @ m.W) * m.scale, W=(4, 3), scale=()), X
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -77,7 +82,7 @@ def test_block_diagonal_of_any_grouping() -> None:
     assert error(operator.block_diagonal().to_matrix(), by_tensor) <= EXACT
 
 
-@pytest.mark.parametrize("make", [lambda: (block(), X), lambda: (TiedBlock().double(), TOKENS)])
+@pytest.mark.parametrize("make", [lambda: (block(), X), lambda: (TiedBlock().double(), TOKENS), scaled])
 def test_jacobian_is_that_of_autograd(make: Any) -> None:
     module, inputs = make()
     z = module(inputs).reshape(-1)
@@ -117,14 +122,31 @@ def test_a_parameter_without_effect_and_a_fallback() -> None:
     assert float((J @ draw(J.shape[1])).abs().max()) > 0
 
 
-def test_jacobian_does_not_move_with_a_buffer() -> None:
-    module = Formula(lambda m, x: torch.tanh(x @ m.W) * m.scale, W=(4, 3))
-    module.register_buffer("scale", torch.ones(3, dtype=torch.float64))
-    J = jacobian_operator(module, X[0])
-    before = J.to_matrix()
-    module.scale.mul_(4.0)
-    assert torch.equal(J.to_matrix(), before)
-    assert torch.allclose(jacobian_operator(module, X[0]).to_matrix(), 4 * before, rtol=1e-14)
+HOLDERS: dict[str, Callable[[nn.Module, Tensor], Callable[[], Tensor]]] = {
+    "a buffer": lambda m, t: m.register_buffer("scale", t) or (lambda: m.scale),
+    "a list": lambda m, t: setattr(m, "held", [t]) or (lambda: m.held[0]),
+    "a variable of a function": lambda m, t: lambda: t,
+    "a variable of a function, expanded": lambda m, t: lambda: t[:1].expand(3),
+}
+OPERATORS: dict[str, Callable[[nn.Module], Any]] = {
+    "Jacobian": lambda m: jacobian_operator(m, X[0]),
+    "Hessian": lambda m: hessian_operator(m, X[0], T[0, :, :3]),
+    "in parts": lambda m: hessian_operator(m, X[0], T[0, :, :3], micro_batch=2),
+    "recomputed": lambda m: hessian_operator(m, X[0], T[0, :, :3], recompute="layers"),
+}
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_operators_do_not_move_with_a_constant(holder: str, operator: str) -> None:
+    scale = torch.ones(3, dtype=torch.float64)
+    module = Formula(lambda m, x: torch.tanh(x @ m.W) * read(), W=(4, 3))
+    read = HOLDERS[holder](module, scale)
+    made = OPERATORS[operator](module)
+    before = made @ torch.ones(made.shape[1], dtype=torch.float64)
+    scale.mul_(4.0)
+    assert torch.equal(made @ torch.ones(made.shape[1], dtype=torch.float64), before)
+    assert not torch.allclose(OPERATORS[operator](module) @ torch.ones(made.shape[1], dtype=torch.float64), before)
 
 
 def test_float32_and_empty_blocks() -> None:

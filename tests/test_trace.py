@@ -67,6 +67,8 @@ def test_what_has_no_chapter_is_named_once_and_differentiated():
     assert trace.fallbacks == ("aten.sinc.default", "aten.special_i0e.default")
     assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
     assert "aten.sinc.default" in hk.hessian(module, draw(3, 4), draw(3, 2)).table()
+    assert "AutomaticDifferentiation" in str(trace)
+    assert str(trace).endswith(f"differentiated by torch: {', '.join(trace.fallbacks)}")
 
 
 def test_operations_with_several_outputs():

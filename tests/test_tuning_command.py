@@ -13,7 +13,6 @@ from hessiankit.cli.tune_lr import run as run_tune
 from hessiankit.studies.tuning import experiment, store
 from hessiankit.studies.tuning.experiment import Setting
 from hessiankit.studies.tuning.store import Runs
-from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=8, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=4, windows=8)
 
@@ -84,12 +83,3 @@ def test_ctrl_c_keeps_what_is_done(capsys, tmp_path, monkeypatch):
 def test_the_command_that_the_page_names():
     args = parsed("--steps", "30", "--text", "a/b.txt", "--confidence", "0.9", "--markdown", "docs/x.md", "--out", "somewhere")
     assert command_of(args) == ("hessiankit tune-lr --steps 30 --text a/b.txt --confidence 0.9 --quick --markdown docs/x.md")
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [(["--grid", "0.1"], "two or more learning rates"), (["--text", "/no/such/text"], "neither 'stdlib' nor an existing path")],
-)
-def test_errors(tmp_path, given, message):
-    with pytest.raises(InputError, match=message):
-        run_tune(parsed(*given, "--out", str(tmp_path)))

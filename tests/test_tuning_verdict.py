@@ -8,7 +8,7 @@ import math
 import pytest
 
 from hessiankit.studies.tuning.comparison import Pilot, TuningComparison
-from hessiankit.studies.tuning.comparison_report import TuneReport, draw, fill, section, write_page
+from hessiankit.studies.tuning.comparison_report import TuneReport, draw, section, write_page
 from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting
 from hessiankit.studies.tuning.sweep import Arm, SearchResult, at_baseline_lr
 from hessiankit.studies.tuning.verdict import judge, summary
@@ -114,8 +114,12 @@ def test_tables_json_page_and_picture(tmp_path):
     text = section(report, "hessiankit tune-lr", "x.png")
     assert "| worse | 0.01 |" in text
     assert text.count("|---|") == 2
-    page = fill(fill("before\n<!-- tune-lr -->x<!-- /tune-lr -->\nafter\n", text), "new \\1 text")
-    assert page == "before\n<!-- tune-lr -->\nnew \\1 text\n<!-- /tune-lr -->\nafter\n"
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- tune-lr -->x<!-- /tune-lr -->\nafter\n")
+    text = section(report, "hessiankit tune-lr", None)
+    for _ in range(2):
+        write_page(page, report, "hessiankit tune-lr", None)
+        assert page.read_text() == f"before\n<!-- tune-lr -->\n{text}\n<!-- /tune-lr -->\nafter\n"
     assert "worse" in report._repr_html_()
     path = draw(report, tmp_path / "x.png")
     assert path.read_bytes() == draw(report, tmp_path / "y.png").read_bytes()

@@ -44,3 +44,12 @@ def test_of_one_parameter(first: str, second: str, where: str, request: pytest.F
     assert (found - expected.diagonal()).abs().max() <= 1e-12 * expected.abs().max()
     request.getfixturevalue("small_chunks")
     assert (hk.hessian(module, x, target).matrix - expected).abs().max() <= 1e-13 * expected.abs().max()
+
+
+def test_a_whole_weight_in_small_chunks(small_chunks: None) -> None:
+    """Its blocks are added into the matrix itself, in which earlier terms are."""
+
+    def f(s: Any, x: Tensor) -> Tensor:
+        return torch.softmax(torch.tanh(x @ s.p) * torch.tanh(x.flip(-1) @ s.p + 0.3), -1)
+
+    assert_exact(Formula(f, p=(4, 3)), draw(2, 3, 4))

@@ -233,6 +233,21 @@ for _name, _condition in BRANCHES.items():
     way(f"a branch on {_name}")(partial(_branch, _condition))
 
 
+LEFT_AS_THEY_ARE: dict[str, Callable[[Any], Any]] = {
+    "w.to() of its dtype under torch.no_grad()": lambda m: torch.no_grad()(m.v.to)(m.v.dtype),
+    "self.to() of its dtype in forward": lambda m: m.to(m.v.dtype),
+    "its own .data": lambda m: setattr(m.v, "data", m.v.data),
+}
+
+
+def _left(touch: Callable[[Any], Any]) -> nn.Module:
+    return Net(lambda m, x: (touch(m), m.l(x).tanh() * m.v)[1])
+
+
+for _name, _touch in LEFT_AS_THEY_ARE.items():
+    way(f"a parameter that stays as it is: {_name}")(partial(_left, _touch))
+
+
 @refused("a branch on where a parameter lies in memory", "two calls .* differ|two calls .* different losses")
 def _address() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.data_ptr() == m.address else m.v.square()))

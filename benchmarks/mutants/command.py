@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from benchmarks.mutants.listing import Mutant, every
+from benchmarks.mutants.listing import Mutant, Stale, every
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Verdict, Workshop
 from hessiankit.support.errors import InputError
 from hessiankit.support.jsonl import append_records, read_records
@@ -182,8 +182,10 @@ def listed(mutants: Sequence[Mutant]) -> str:
     """Return the mutants one a line, those whose text has gone marked."""
     lines = []
     for mutant in mutants:
-        path = ROOT / mutant.file
-        applies = path.is_file() and path.read_text(encoding="utf-8").count(mutant.old) == 1
-        lines.append(f"{'' if applies else STALE + ': '}{mutant}")
+        try:
+            mutant.applied(ROOT)
+            lines.append(str(mutant))
+        except Stale as stale:
+            lines.append(f"{STALE}: {mutant} ({stale})")
     rooms = Counter(mutant.room for mutant in mutants)
     return "\n".join([*lines, f"{len(lines)} mutants: " + ", ".join(f"{room} {n}" for room, n in sorted(rooms.items()))])

@@ -26,7 +26,7 @@ _SETTING = re.compile(r"[A-Z_]+=")
 
 
 class Stale(Exception):
-    """A mutant whose old text is not in its file, or is there more than once."""
+    """A mutant whose old text is not in its file, or is there more than once, or one of whose tests is gone."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,19 @@ class Mutant:
         """What tells this change from others."""
         return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:12]
 
-    def applied(self, text: str) -> str:
-        """Return the text of the file with the change.
+    def applied(self, root: Path) -> str:
+        """Return the text of its file in a tree with the change.
 
         Raises:
-            Stale: The old text does not occur once.
+            Stale: The old text does not occur once, or a file or a test is gone.
         """
+        for test in self.tests:
+            path, _, name = test.partition("::")
+            function = f"def {name.partition('[')[0]}(" if name else ""
+            if not (root / path).is_file() or function not in (root / path).read_text(encoding="utf-8"):
+                raise Stale(f"no test {test}")
+        path = root / self.file
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         count = text.count(self.old)
         if count != 1:
             raise Stale(f"the old text occurs {count} times")

@@ -84,15 +84,10 @@ class Workshop:
         mutant = replace(mutant, tests=()) if self.check else mutant
         path = self.tree / mutant.file
         try:
-            before = path.read_text(encoding="utf-8")
-            changed = mutant.applied(before)
-        except FileNotFoundError:
-            return Verdict(STALE, "the file is gone")
+            changed = mutant.applied(self.tree)
         except Stale as stale:
             return Verdict(STALE, str(stale))
-        gone = [test for test in mutant.tests if not (self.tree / test.partition("::")[0]).exists()]
-        if gone:
-            return Verdict(STALE, f"no test {gone[0]}")
+        before = path.read_text(encoding="utf-8")
         try:
             self._write(path, changed)
             code, seconds, by = self._ask(mutant)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import hessiankit
-from benchmarks.counting import dense_bytes, lift_operations
+from benchmarks.counting import lift_operations
 from benchmarks.plan import Cell, Plan
 from benchmarks.problems import DTYPES, Case, make, parameters_of, tokens_of
 from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, several, timed
 from hessiankit.engine.problem.task import available_memory
-from hessiankit.verify.reference_base import first_line
+from hessiankit.verify.reference_base import typed_line
 
 BLOCK_SIZES = ("tiny", "small", "small-affine", "paper-mnist", "paper-mnist-affine", "medium")
 FAST_RATE = 2e12
@@ -33,7 +33,7 @@ def case_of(cell: Cell, plan: Plan, wanted: tuple[str, ...] | None = None) -> Ca
 def beyond_memory(cell: Cell, plan: Plan) -> dict[str, Any] | None:
     """Return a skipped cell if the P x P matrix does not fit into memory."""
     size = parameters_of(cell["problem"])
-    need = int(COPIES * dense_bytes(size, DTYPES[cell["dtype"]].itemsize))
+    need = int(COPIES * size**2 * DTYPES[cell["dtype"]].itemsize)
     free = available_memory(torch.device(plan.device))
     if need <= free:
         return None
@@ -113,7 +113,7 @@ def race(
             row.update(status="missing", why=str(error))
             continue
         except Exception as error:
-            row.update(status="failed", why=first_line(error))
+            row.update(status="failed", why=typed_line(error))
             continue
         expected = found if expected is None else expected
         off = (found.reshape(-1)[: expected.numel()].to(expected) - expected.reshape(-1)).abs().max() / expected.abs().max()

@@ -14,10 +14,6 @@ from benchmarks.tables import NOTES, contest_tables
 from hessiankit import hessian_function
 
 
-def cells(plan: Plan) -> list[Cell]:
-    return plan.grid((*BLOCK_SIZES, *GPT2))
-
-
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     if skipped := beyond_memory(cell, plan) or beyond_time(cell, plan):
         return skipped
@@ -30,7 +26,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
 BENCHMARK = Benchmark(
     "dense",
     "The dense Hessian of a block and of a toy GPT-2, by closed form and by its peers.",
-    cells,
+    lambda plan: plan.grid((*BLOCK_SIZES, *GPT2)),
     run,
     contest_tables,
     lambda records: methods(records, "Dense Hessian"),

@@ -19,11 +19,6 @@ DENSE = 3000
 """Parameters beyond which only products are timed, since P x P would hide what one gradient costs."""
 
 
-def cells(plan: Plan) -> list[Cell]:
-    """Return the blocks, from small to one where only products fit."""
-    return plan.grid(("small", "paper-mnist", "large"), (1, 8))
-
-
 def _gradient(case: Case) -> None:
     value = (case.module(case.inputs) - case.target).square().mean()
     torch.autograd.grad(value, list(case.module.parameters()))
@@ -72,7 +67,7 @@ def table(records: list[dict[str, Any]]) -> str:
 BENCHMARK = Benchmark(
     "handshake",
     "What the comparison with the module's own loss and gradient adds to a Hessian and an operator.",
-    cells,
+    lambda plan: plan.grid(("small", "paper-mnist", "large"), (1, 8)),
     run,
     table,
     lambda records: methods(records, "With and without the handshake", compared=False),

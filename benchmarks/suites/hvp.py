@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,8 +13,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 from benchmarks.charts import methods
 from benchmarks.entries import MEMORY_SHARE, TOLERANCE
-from benchmarks.packaged import curvlinops_operator, installed, jax_products
-from benchmarks.peers import products_of
+from benchmarks.packaged import CURVLINOPS, curvlinops_products, jax_products
+from benchmarks.peers import Peer, products_of
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
 from benchmarks.suites.common import BLOCK_SIZES, case_of, race
@@ -27,10 +28,6 @@ from hessiankit.verify.torch_routes import GradientGraph, Products
 BLOCK = 16
 CHECKED = 2
 """Vectors of a block that are compared with the reference."""
-
-
-def cells(plan: Plan) -> list[Cell]:
-    return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied", "gpt2-tied"))
 
 
 def ggn_reference(case: Case, V: Tensor) -> Tensor:
@@ -77,21 +74,15 @@ def _ours(kind: str) -> Callable[[Case], Products]:
     return prepare
 
 
-def _curvlinops(kind: str) -> Callable[[Case], Products]:
+def _peer(peer: Peer) -> Callable[[Case], Products]:
+    """Return what makes a peer's products, and raises where it is missing."""
+
     def prepare(case: Case) -> Products:
-        if not installed("curvlinops"):
-            raise ModuleNotFoundError("curvlinops is not installed")
-        operator = curvlinops_operator(case, kind)
-        return lambda V: (operator @ V.T.contiguous()).T
+        if why := peer.missing(case):
+            raise ModuleNotFoundError(why)
+        return peer.products(case)
 
     return prepare
-
-
-def _jax(case: Case) -> Products:
-    peer = jax_products()
-    if why := peer.missing(case):
-        raise ModuleNotFoundError(why)
-    return peer.products(case)
 
 
 METHODS: dict[str, dict[str, Callable[[Case], Products]]] = {
@@ -100,13 +91,13 @@ METHODS: dict[str, dict[str, Callable[[Case], Products]]] = {
         "reverse over reverse": _reverse,
         "vjp(grad)": partial(products_of, "jacrev(grad)"),
         "jvp(grad)": partial(products_of, "jacfwd(grad)"),
-        "jitted jvp(grad) of jax": _jax,
-        "curvlinops": _curvlinops("hessian"),
+        "jitted jvp(grad) of jax": _peer(jax_products()),
+        "curvlinops": _peer(CURVLINOPS),
     },
     "GGN": {
         "hessian_operator": _ours("ggn"),
         "vjp, loss'', jvp": _push_bend_pull,
-        "curvlinops": _curvlinops("ggn"),
+        "curvlinops": _peer(replace(CURVLINOPS, prepare=partial(curvlinops_products, kind="ggn"))),
     },
 }
 REFERENCES = {"Hessian": lambda case, V: products_of("grad twice", case)(V), "GGN": ggn_reference}
@@ -134,7 +125,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
             reference = REFERENCES[matrix](case, V[:CHECKED])
             need = graph_bytes * width
             too_large = need > MEMORY_SHARE * available_memory(case.theta.device)
-            prepared = {name: partial(_applied, prepare, case, V) for name, prepare in methods_of.items()}
+            prepared = {name: lambda make=make, V=V: partial(make(case), V) for name, make in methods_of.items()}  # type: ignore[misc]
             rows += race(
                 quantity, prepared, reference, TOLERANCE[case.theta.dtype], plan, rounds=rounds,
                 too_large=f"would take about {need / 2**30:.0f} GiB" if too_large else "",
@@ -142,14 +133,10 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     return {"parameters": case.size, "rows": rows, "extra": ["setup_seconds", "set-up (s)"]}
 
 
-def _applied(prepare: Callable[[Case], Products], case: Case, V: Tensor) -> Callable[[], Tensor]:
-    return partial(prepare(case), V)
-
-
 BENCHMARK = Benchmark(
     "hvp",
     f"Products of the Hessian and of the Gauss-Newton matrix with one vector and with a block of {BLOCK}.",
-    cells,
+    lambda plan: plan.grid((*BLOCK_SIZES, "large", "gpt2-untied", "gpt2-tied")),
     run,
     lambda records: contest_tables(records, "hessian_operator"),
     lambda records: methods(records, "Hessian- and GGN-vector products"),

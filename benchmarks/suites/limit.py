@@ -20,10 +20,6 @@ WIDEST = 2048
 """Rows and columns of the product measured at the problem's size, at most."""
 
 
-def cells(plan: Plan) -> list[Cell]:
-    return plan.grid(BLOCK_SIZES)
-
-
 def gemm_rate(rows: int, inner: int, columns: int, dtype: str, device: str, repeats: int) -> float:
     """Return floating point operations a second of (rows x inner) (inner x columns), the best of some."""
     generator = torch.Generator().manual_seed(0)
@@ -92,7 +88,7 @@ def plot(records: Sequence[dict[str, Any]]) -> Any:
 BENCHMARK = Benchmark(
     "limit",
     "The rate at which the dense Hessian's operations are done, beside the measured rate of matrix products.",
-    cells,
+    lambda plan: plan.grid(BLOCK_SIZES),
     run,
     table,
     plot,

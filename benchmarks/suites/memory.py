@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from benchmarks.charts import methods
-from benchmarks.counting import dense_bytes
 from benchmarks.entries import MEMORY_SHARE
 from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.packaged import CURVLINOPS, installed
@@ -26,10 +25,6 @@ from hessiankit.verify.torch_routes import ROUTES
 
 CHUNK = 16
 OURS = ("hessian", "hessian_operator")
-
-
-def cells(plan: Plan) -> list[Cell]:
-    return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied"))
 
 
 def _columns(peer: Peer) -> Callable[[Case], Tensor]:
@@ -60,7 +55,8 @@ MATRIX = {name for name in WORK if name != "hessian_operator"}
 
 
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
-    size, itemsize = parameters_of(cell["problem"]), DTYPES[cell["dtype"]].itemsize
+    size = parameters_of(cell["problem"])
+    matrix = size**2 * DTYPES[cell["dtype"]].itemsize
     rows: list[dict[str, Any]] = []
     free = MEMORY_SHARE * available_memory(torch.device(plan.device))
     for k, name in enumerate(WORK):
@@ -70,7 +66,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
         if name == "curvlinops" and not installed("curvlinops"):
             row.update(status="missing", why="curvlinops is not installed")
             continue
-        need = 2 * dense_bytes(size, itemsize) if name in MATRIX else 0
+        need = 2 * matrix if name in MATRIX else 0
         if name not in OURS and need <= free:
             one = case_of({**cell, "batch": 1}, plan)
             need += bytes_per_direction(one.flat_loss, one.theta) * cell["batch"] * (size if name == FUNC_HESSIAN.name else CHUNK)
@@ -95,7 +91,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     for row in rows[1:]:
         if row["bytes"] is not None and own:
             row["times_ours"] = row["bytes"] / own
-    return {"parameters": size, "rows": rows, "matrix_bytes": dense_bytes(size, itemsize)}
+    return {"parameters": size, "rows": rows, "matrix_bytes": matrix}
 
 
 def peak(problem: str, batch: int, dtype: str, device: str, method: str, tell: Tell) -> dict[str, Any]:
@@ -120,7 +116,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 BENCHMARK = Benchmark(
     "memory",
     "Peak memory of the dense Hessian and of the operator beside three other methods, each in a fresh process.",
-    cells,
+    lambda plan: plan.grid((*BLOCK_SIZES, "large", "gpt2-untied")),
     run,
     table,
     lambda records: methods(records, "Peak memory", ("MiB", lambda row: row["bytes"] / 2**20 if row["bytes"] else None)),

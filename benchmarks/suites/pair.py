@@ -17,10 +17,6 @@ from benchmarks.tables import NOTES, contest_tables
 PAIRS = {"W_1 x W_2": ("feedforward.W_1", "feedforward.W_2"), "Q x V": ("attention.W_Q", "attention.W_V")}
 
 
-def cells(plan: Plan) -> list[Cell]:
-    return [{**cell, "pair": pair} for cell in plan.grid(BLOCK_SIZES) for pair in PAIRS]
-
-
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     rows, columns = PAIRS[cell["pair"]]
     case = case_of(cell, plan, (rows, columns))
@@ -39,7 +35,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
 BENCHMARK = Benchmark(
     "pair",
     "One block of the Hessian: W_1 x W_2 (feed-forward) and Q x V (attention).",
-    cells,
+    lambda plan: [{**cell, "pair": pair} for cell in plan.grid(BLOCK_SIZES) for pair in PAIRS],
     run,
     contest_tables,
     lambda records: methods(records, "One block of the Hessian"),

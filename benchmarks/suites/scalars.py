@@ -30,10 +30,6 @@ LANCZOS_PRODUCTS = 60
 EIGENVALUE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
-def cells(plan: Plan) -> list[Cell]:
-    return plan.grid((*BLOCK_SIZES, "large", "gpt2-untied"))
-
-
 def probes_needed(variance: float, value: float) -> int:
     """Return how many independent probes bring the standard error of an estimate to ``GOAL`` of its value.
 
@@ -172,7 +168,7 @@ def _cost(quantity: str, count: int, per_product: float, rows: list[dict[str, An
 BENCHMARK = Benchmark(
     "scalars",
     "Exact diagonal, trace and top eigenvalue, beside the cost of Hutchinson's estimate at 1 % error.",
-    cells,
+    lambda plan: plan.grid((*BLOCK_SIZES, "large", "gpt2-untied")),
     run,
     lambda records: contest_tables(records, "first method", "fastest other"),
     lambda records: methods(records, "Diagonal, trace, top eigenvalue"),

@@ -33,7 +33,7 @@ from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, shor
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import bounds, frobenius_norms, hessian_operator
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.verify.reference_base import first_line
+from hessiankit.verify.reference_base import typed_line
 from hessiankit.verify.torch_routes import GradientGraph
 
 Runner: TypeAlias = Callable[[Tensor], Any]
@@ -227,7 +227,7 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     except Exception as error:
         lacks = _lacks_memory(error)
         limit = f"{plan.memory_gib:g} GiB" if plan.device == "cpu" else "the device has"
-        why = f"more than {limit}" if lacks else first_line(error)
+        why = f"more than {limit}" if lacks else typed_line(error)
         row.update(status="out of memory" if lacks else "failed", why=f"{'product' if row['setup_bytes'] else 'set-up'}: {why}")
     if found is not None:
         tell("reference", 0, 1)
@@ -299,15 +299,11 @@ def _eigenvalue(case: Case, runner: Runner, memory: Memory, plan: Plan, clock: C
     return {"value": float(values[0]), "residual": residual, "products": products, "seconds": seconds, "bytes": taken}
 
 
-def _names(record: dict[str, Any]) -> list[str]:
-    return [*cell_text(record), record["cell"]["method"]]
-
-
 def table(records: Sequence[dict[str, Any]]) -> str:
     """Return the tables of products, of top eigenvalues, and of everyday sizes."""
     products, eigenvalues, everyday = [], [], []
     for record in records:
-        names, result = _names(record), record["result"]
+        names, result = [*cell_text(record), record["cell"]["method"]], record["result"]
         (row,) = result.get("rows", [{"status": "skipped", "why": result.get("skipped")}])
         real = options_of(record["cell"]["method"])[0] in PRODUCTS
         bad = row["status"] not in ("right", "wrong")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,15 +39,9 @@ TRAINING, FORWARD, ONE, SEVERAL, MORE = (
 
 def cells(plan: Plan) -> list[Cell]:
     """Return the models, in float32 where the plan has that dtype."""
-    dtypes = ("float32",) if "float32" in plan.dtypes else plan.dtypes
-    sizes = [size for size in plan.sizes if size in MODELS] if plan.sizes else list(MODELS)[: 1 if plan.quick else None]
-    return [
-        {"problem": size, "batch": batch, "dtype": dtype, "threads": threads}
-        for size in sizes
-        for batch in plan.batches or BATCHES
-        for dtype in dtypes
-        for threads in plan.threads
-    ]
+    sizes = tuple(size for size in plan.sizes if size in MODELS)
+    own = replace(plan, sizes=sizes, dtypes=("float32",) if "float32" in plan.dtypes else plan.dtypes)
+    return [] if plan.sizes and not sizes else own.grid(tuple(MODELS), BATCHES)
 
 
 class Work:

@@ -220,8 +220,11 @@ class ProductTruth:
         width = relative * math.hypot(
             norm.half_width / norm.value if norm.value else 0.0, self._squares.half_width / self.frobenius
         )
-        squared = lanczos(lambda v: difference(difference(v)), self._start, tol=1e-3, most=max(3, self.products // 2))
-        spectral = math.sqrt(max(squared.value, 0.0))
+        error = Estimate(0.0, norm.value / self.spectral)  # of rounding, which is not symmetric, there is no more to say
+        if relative > 4 * torch.finfo(A.torch_dtype).eps ** 0.5:
+            squared = lanczos(lambda v: difference(difference(v)), self._start, tol=1e-3, most=max(3, self.products // 2))
+            spectral = math.sqrt(max(squared.value, 0.0))
+            error = Estimate(spectral / self.spectral, squared.residual / (2 * spectral) / self.spectral if spectral else 0.0)
         damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
         g = self.gradient.unsqueeze(0)
         if isinstance(model, LowRankPlusDiagonal):
@@ -230,8 +233,7 @@ class ProductTruth:
             step = model.mapped(lambda v: (v + damping).clamp(min=0) ** -power)._rows(g)[0]
             condition = self._condition(model.mapped(lambda v: (v + damping).clamp(min=0) ** (-power / 2)))
         if not bool(torch.isfinite(step).all()):
-            return Measures(Estimate(relative, width), Estimate(spectral / self.spectral, 0.0), math.nan, math.nan, math.inf)
-        error = Estimate(spectral / self.spectral, squared.residual / (2 * spectral) / self.spectral if spectral else 0.0)
+            return Measures(Estimate(relative, width), error, math.nan, math.nan, math.inf)
         return Measures(Estimate(relative, width), error, math.nan, cosine(self.step, step), condition)
 
     def _condition(self, root: StructuredOperator) -> float:
@@ -242,8 +244,8 @@ class ProductTruth:
         if not math.isfinite(root.largest):
             return math.inf
         top = self._largest(product, "M^(-1/2) (A + damping) M^(-1/2)")
-        found = lanczos(lambda v: top * v - product(v), self._start, tol=1e-7, most=self.products)
-        bottom = top - found.value
+        found = lanczos(lambda v: 2 * top * v - product(v), self._start, tol=5e-8, most=self.products)  # never zero
+        bottom = 2 * top - found.value
         if bottom > 0 and found.residual > 0.1 * bottom:
             self.notes.append("condition numbers are lower bounds: least eigenvalues have not converged; pass more products")
         return top / bottom if bottom > 0 else math.inf

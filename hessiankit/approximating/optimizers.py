@@ -24,13 +24,15 @@ from hessiankit.engine.problem.task import Task
 def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
     """Return the gradients of B samples' losses, scaled so that their mean is the gradient of the whole: (B, P)."""
     found = []
-    samples = sum(len(task.read()) for task in tasks)
-    for task, share in zip(tasks, shares, strict=True):
+    alone = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
+    samples = sum(1 if one else len(task.read()) for task, one in zip(tasks, alone, strict=True))
+    for task, share, one in zip(tasks, shares, alone, strict=True):
         J = JacobianOperator(replace(task, reference=None))
         with task.at():
             Z = task.read().detach().requires_grad_()
             (slope,) = torch.autograd.grad(own_loss(task, Z), Z)
-        found.append(samples * share * J.sample_gradients(slope.detach().to(J.torch_dtype)))
+        c = slope.detach().to(J.torch_dtype)
+        found.append(samples * share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)))
     return torch.cat(found)
 
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor
 
 from hessiankit.approximating.measure import Measures, Model
 from hessiankit.curvature.estimators import Estimate
-from hessiankit.curvature.plot_frame import DPI, INK, STYLE, Picture, write_picture
+from hessiankit.curvature.plot_frame import INK, STYLE, Picture, write_picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.files import plain
 from hessiankit.support.tables import Piece, Printed, table
 
 
@@ -44,16 +44,8 @@ class Approximation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain Python numbers, without the errors by pair; infinite and unknown ones as None."""
-        m = self.measures
-        numbers = {"alignment": m.alignment, "step_cosine": m.step_cosine, "condition": m.condition}
-        return {
-            "about": self.about,
-            "numbers": self.numbers,
-            "power": self.power,
-            "frobenius": {"value": m.frobenius.value, "half_width": m.frobenius.half_width},
-            "spectral": {"value": m.spectral.value, "half_width": m.spectral.half_width},
-            **{name: value if math.isfinite(value) else None for name, value in numbers.items()},
-        }
+        own = {name: x for name, x in vars(self.measures).items() if not name.endswith("pairs")}
+        return plain({"about": self.about, "numbers": self.numbers, "power": self.power, **own}, lambda _: None)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -132,8 +124,7 @@ class ApproximationsReport(Printed):
             ("condition number left", [r.measures.condition for r in rows], "log"),
         ]
         with mpl.rc_context(STYLE):
-            figure = Picture(figsize=(7.5, 0.6 + 0.26 * len(rows)), dpi=DPI, layout="constrained")
-            FigureCanvasAgg(figure)
+            figure = Picture(7.5, 0.6 + 0.26 * len(rows), layout="constrained")
             axes = figure.subplots(1, 3, sharey=True)
             for axis, (title, values, scale) in zip(axes, panels, strict=True):
                 shown = [v if math.isfinite(v) else 0.0 for v in values]

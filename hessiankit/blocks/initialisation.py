@@ -57,11 +57,6 @@ class WeightPlace:
         """Whether the product with this matrix is added to the residual stream."""
         return self.letter in ("W_O", "W_2")
 
-    @property
-    def in_a_block(self) -> bool:
-        """Whether this is neither embedding nor head."""
-        return self.letter not in ("W_E", "P", "W_C")
-
 
 @dataclass(frozen=True)
 class Distribution:
@@ -126,7 +121,8 @@ def deepnorm(place: WeightPlace) -> Distribution:
 
 def ds_init(place: WeightPlace) -> Distribution:
     """Xavier's uniform distribution, every matrix of block l divided by sqrt(l) (DS-Init, Zhang et al. 2019)."""
-    return Distribution(xavier(place).std / (math.sqrt(place.layer) if place.in_a_block else 1.0), uniform=True)
+    outside = place.letter in ("W_E", "P", "W_C")  # embedding and head
+    return Distribution(xavier(place).std / (1.0 if outside else math.sqrt(place.layer)), uniform=True)
 
 
 SCHEMES: dict[str, Callable[[WeightPlace], Distribution]] = {

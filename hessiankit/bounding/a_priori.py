@@ -39,6 +39,7 @@ from hessiankit.bounding.rules import (
     norm,
     split,
 )
+from hessiankit.engine.problem.calling import known_count
 from hessiankit.support.errors import InputError
 
 ROUNDING = 1e-13
@@ -80,7 +81,7 @@ def a_priori(
         block: A block of any placement, or an attention on its own.
         X: L x d_model, one sequence; only its norms and the scales of what reaches the norms count.
         target: L x d_model, or labels for cross entropy.
-        loss: ``"mse"`` or ``"cross_entropy"``, averaged over entries or tokens.
+        loss: ``"mse"`` or ``"cross_entropy"``, averaged over entries or labels that count.
         radius: Frobenius radius of the ball of parameters: one for all together, or one for each name.
 
     Raises:
@@ -118,7 +119,8 @@ def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, floa
         return 2 / n, 2 / n * row, 2 / n * residual, 2 / n * residual
     if loss == "cross_entropy":
         # softmax minus one-hot has length at most sqrt(2); the Hessian diag(p) - p p^T at most 1/2
-        return 0.5 / Z.length, math.sqrt(2) / Z.length, math.sqrt(2 / Z.length), math.sqrt(2 / Z.length)
+        count = known_count(loss, target) or math.inf  # without labels that count there is no loss
+        return 0.5 / count, math.sqrt(2) / count, math.sqrt(2 / count), math.sqrt(2 / count)
     raise InputError(f"bounds: no a-priori bound for loss={loss!r}; pass 'mse' or 'cross_entropy'")
 
 

@@ -10,7 +10,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,11 +108,6 @@ class AttackReport(Printed):
 
     def __bool__(self) -> bool:
         return not self.violations
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        largest = {name: vars(found) for name, found in sorted(self.largest.items())}
-        return {**vars(self), "largest": largest, "violations": [vars(v) for v in self.violations]}
 
     def _headline(self) -> str:
         found = f"VIOLATED: {len(self.violations)} times" if self.violations else "no bound is violated"

@@ -17,11 +17,12 @@ from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.curvature_gap import sharpened_a_priori, sharpened_structured, theorem_1, theorem_6, undefined
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.engine.problem.calling import check_dense
+from hessiankit.engine.problem.calling import check_dense, known_count
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
 
 WHO = "bounds"
 WHOLE = "whole"
@@ -128,8 +129,10 @@ def from_norms(at: LossAt) -> Norms:
         name = type(at.module).__name__
         raise UndefinedBound(f"a_priori: not defined for {name}, whose parts have no rules; pass a TransformerBlock")
     each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
-    norms = torch.stack([one.norms for one in each]).mean(0)  # the Hessian of a mean is the mean of the Hessians
-    prior = NormTable(each[0].names, norms, sum(one.lipschitz for one in each) / len(each))
+    counts = [known_count(at.loss, t) or 0.0 for t in at.t]
+    shares = [count / sum(counts) for count in counts]  # the Hessian of a mean is the mean of the Hessians
+    norms = torch.stack([share * one.norms for share, one in zip(shares, each, strict=True)]).sum(0)
+    prior = NormTable(each[0].names, norms, sum(share * one.lipschitz for share, one in zip(shares, each, strict=True)))
     prior = sharpened_a_priori(at.module, at.x, at.t, prior) if at.loss == "mse" else prior
     return prior.whole, {(i, j): prior[i, j] for i in prior.names for j in prior.names}
 
@@ -260,6 +263,7 @@ class BoundsReport(Printed):
 
 
 @checked("bounds")
+@one_at_a_time
 def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
     r"""Return the spectral norms of a block's loss Hessian beside every bound that is registered in ``BOUNDS``.
 

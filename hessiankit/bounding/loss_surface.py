@@ -17,7 +17,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,13 +26,14 @@ from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.engine.problem.own_call import make_task, own_gradient, own_value
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 
 WHO = "loss_surface_bound"
 
 
 @dataclass(frozen=True)
-class SurfaceStep:
+class SurfaceStep(WithDict):
     """One more sample: k -> k + 1. Every number but ``change`` is before the division by k + 1.
 
     Attributes:
@@ -49,6 +49,8 @@ class SurfaceStep:
     loss_term: float
     gradient_term: float
     curvature_term: float
+
+    _derived = ("bound", "ratio")
 
     @property
     def bound(self) -> float:
@@ -79,11 +81,6 @@ class SurfaceReport(Printed):
 
     def __bool__(self) -> bool:
         return all(step.ratio <= 1 + 1e-9 for step in self.steps)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        rows = [{**vars(step), "bound": step.bound, "ratio": step.ratio} for step in self.steps]
-        return {"distance": self.distance, "curvature": self.curvature, "gradient_norm": self.gradient_norm, "steps": rows}
 
     def _headline(self) -> str:
         holds = "holds" if self else "VIOLATED"

@@ -25,7 +25,7 @@ from hessiankit.engine.problem.selection import Params, locate, select
 from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.support.tables import Piece, Printed, short_names, table
+from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 
@@ -185,7 +185,7 @@ class Hessian(Printed):
         known = self._evaluation.is_complete
         for n in self.names:
             norms = (f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
-            yield n, " x ".join(map(str, self.shapes[n])) or "1", *norms
+            yield n, sizes(self.shapes[n]), *norms
 
     def _headline(self) -> str:
         size = sum(rows.stop - rows.start for rows in self.slices.values())

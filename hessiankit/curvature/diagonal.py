@@ -22,7 +22,7 @@ from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
-from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 WHO = "hessian_diagonal"
@@ -99,7 +99,7 @@ class CurvatureDiagonal(Printed):
     def _rows(self) -> Iterator[tuple[str, ...]]:
         for name, x in self.values.items():
             trace = f"{self.traces[name]:.4g}" if self.estimate is None else str(self.estimate.traces[name])
-            yield name, " x ".join(map(str, x.shape)) or "1", trace, f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
+            yield name, sizes(x.shape), trace, f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
 
     def _headline(self) -> str:
         of = NAMES[self.kind]

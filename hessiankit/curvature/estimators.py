@@ -28,6 +28,7 @@ from torch import Tensor
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import plain
 from hessiankit.support.tables import Piece, Printed, table
 
 LEAST = 6  # products
@@ -80,11 +81,9 @@ class ScalarEstimates(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all but the diagonal as plain Python values."""
-        found = {"trace": self.trace, "frobenius_squared": self.frobenius_squared}
-        plain = {name: {"value": e.value, "half_width": e.half_width} for name, e in found.items()}
-        traces = {name: {"value": e.value, "half_width": e.half_width} for name, e in self.traces.items()}
         about = {"parameters": self.diagonal.numel(), "kind": self.kind, "products": self.products, "level": self.level}
-        return {**about, **plain, "traces": traces, "seconds": self.seconds}
+        numbers = plain({name: getattr(self, name) for name in ("trace", "frobenius_squared", "traces", "seconds")}, float)
+        return {**about, **numbers}
 
     @property
     def words(self) -> str:

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -72,14 +72,12 @@ class Forecast(Printed):
     seconds: float
     fallbacks: tuple[str, ...]
 
+    _derived = ("fits",)
+
     @property
     def fits(self) -> bool:
         """Whether memory and disk suffice as they are now."""
         return self.memory_bytes <= self.free_memory and self.disk_bytes <= self.free_disk
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python values."""
-        return {**asdict(self), "fallbacks": list(self.fallbacks), "fits": self.fits}
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{self.parameters:,}"
@@ -198,7 +196,7 @@ def _seconds(run: Callable[[], Any], device: torch.device) -> float:
 
 def _touched(device: torch.device) -> float:
     start = time.perf_counter()
-    zeros(FRESH, torch.float64, device).fill_(1.0)
+    zeros((FRESH, FRESH), torch.float64, device).fill_(1.0)
     _wait(device)
     return time.perf_counter() - start
 

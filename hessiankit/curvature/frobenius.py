@@ -21,10 +21,10 @@ from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss, Task, available_memory
-from hessiankit.engine.storage import Panel
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 WHO = "frobenius_norms"
@@ -108,7 +108,7 @@ class FrobeniusNorms(Printed):
             others = [j for j in self.shapes if j != i]
             largest = max(others, key=lambda j: self.block(i, j), default=None)
             last = ("", "") if largest is None else (largest, f"{self.block(i, largest):.4g}")
-            yield i, " x ".join(map(str, shape)) or "1", f"{self.block(i, i):.4g}", f"{self.rows(i):.4g}", *last
+            yield i, sizes(shape), f"{self.block(i, i):.4g}", f"{self.rows(i):.4g}", *last
 
     def _headline(self) -> str:
         of = f"the {NAMES[self.kind]}"
@@ -242,7 +242,7 @@ def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> P
     return plan
 
 
-def _norms(panel: Panel) -> dict[tuple[str, str], float]:
+def _norms(panel: SymmetricStorage) -> dict[tuple[str, str], float]:
     names = list(panel.order)
     pairs = [(names[i], names[j]) for i in panel.rows for j in panel.columns if i <= j]
     return {(i, j): _norm(panel.block(i, j)) for i, j in pairs}

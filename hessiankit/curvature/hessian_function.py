@@ -23,13 +23,13 @@ from hessiankit.engine.problem.handshake import ROUNDING, GenericSlope
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import OwnGradient, called
 from hessiankit.engine.problem.selection import Params
-from hessiankit.engine.problem.task import Loss, Task, available_memory, gib
+from hessiankit.engine.problem.task import Loss, Task, available_memory
 from hessiankit.engine.recorder import PlanError, recording
 from hessiankit.engine.replay import GuardError
 from hessiankit.engine.storage import MatrixMemory, SymmetricStorage
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, TraceError
-from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.tables import Piece, Printed
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.tracing.source_line import first_line
 
@@ -290,24 +290,12 @@ class HessianFunction(Printed):
 
     def _headline(self) -> str:
         size = f"Hessian function of {self._task.size} parameters"
-        if self.plan is None:
-            return f"{size}, without a plan: {self.reason}"
-        plan = self.plan
-        return (
-            f"{size}: {len(plan.steps)} operations of {plan.recorded} recorded, work space {gib(plan.workspace_bytes)}, "
-            f"constants {gib(plan.constant_bytes)}"
-        )
+        return f"{size}, without a plan: {self.reason}" if self.plan is None else f"{size}: {self.plan._headline()}"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
-        if self.plan is None:
-            return
-        rows = []
-        for name, count in self.plan.counts().most_common():
-            steps = [step for step in self.plan.steps if step.name == name]
-            products = sum(step.multiplications for step in steps)
-            rows.append((name, str(count), gib(sum(step.bytes for step in steps)), f"{products:.3g}" if products else ""))
-        yield table(("operation", "times", "bytes read and written", "multiplications"), rows, left=1)
+        if self.plan is not None:
+            yield from list(self.plan._parts())[1:]
 
 
 def _check_alike(name: str, x: Tensor, planned: Tensor) -> None:

@@ -41,7 +41,7 @@ class JacobianOperator(TensorOperator):
     """
 
     def __init__(self, task: Task) -> None:
-        traced = loss_trace(task, normalizer_of(task))
+        traced = loss_trace(task, normalizer_of(task), later=True)
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output
@@ -106,7 +106,7 @@ class JacobianOperator(TensorOperator):
         out = rows.new_zeros(len(rows), self.shape[1])
         for name, at in self._ids.items():
             if at in bars:
-                out[:, self.slices[name]] = bars[at].flatten(1)
+                out[:, self.slices[name]] = bars[at].reshape(len(rows), -1)
         return out
 
     def _pulled(self, rows: Tensor, meet: Callable[[int, Tensor], None]) -> dict[int, Tensor]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from hessiankit.engine.problem.calling import Loss
 from hessiankit.engine.problem.loss_trace import LossTrace
 from hessiankit.engine.problem.task import Task, gib
-from hessiankit.engine.storage import Panel
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import replace_file, sync_folder
 from hessiankit.support.kernels import built, kernels
@@ -245,7 +245,7 @@ class MatrixFile:
         os.fsync(self._file.fileno())
         return True
 
-    def put(self, panel: Panel) -> None:
+    def put(self, panel: SymmetricStorage) -> None:
         """Write a panel and its mirror image, and wait until the disk has them.
 
         Raises:

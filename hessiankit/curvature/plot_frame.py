@@ -191,6 +191,8 @@ INK = "#1f1f1f"
 FAINT = "#5a5a5a"
 ZERO = "#a6a6a6"
 COLOURS = "viridis"
+OKABE_ITO = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
+"""Okabe and Ito's colours, distinct with every kind of colour vision; grey in place of their yellow."""
 STYLE: Any = {
     "font.family": "DejaVu Sans",
     "mathtext.fontset": "cm",
@@ -209,7 +211,11 @@ SUFFIXES: dict[str, dict[str, None]] = {
 
 
 class Picture(Figure):
-    """A Matplotlib figure that also shows itself in a notebook without any backend being chosen."""
+    """A Matplotlib figure of a width and a height in inches, which needs no display, and shows itself in a notebook."""
+
+    def __init__(self, width: float, height: float, **options: Any) -> None:
+        super().__init__((width, height), **{"dpi": DPI, "facecolor": "white", **options})
+        FigureCanvasAgg(self)
 
     def _repr_png_(self) -> bytes:
         return picture_bytes(self, ".png")
@@ -259,8 +265,7 @@ class Frame:
         below = under + len(foot) * foot_line + (2 * pad if foot else pad)
         above = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0))
         height = above + side + below
-        self.figure = Picture(figsize=(width / DPI, height / DPI), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(self.figure)
+        self.figure = Picture(width / DPI, height / DPI)
         self.axes: list[Axes] = []
         for k, text in enumerate(titles):
             place = ((left + k * (side + gap)) / width, below / height, side / width, side / height)

@@ -62,7 +62,7 @@ def heatmap(
         names: Names of the blocks, in the order of the rows.
         sizes: Rows of each block, or the slice of each name (``Hessian.slices``).
         title: Line above the map.
-        path: Where to write the picture; its suffix chooses the format.
+        path: Where to write the picture; its suffix chooses the format, and ``.csv`` the numbers alone.
         order: The names in the order to draw them, if another one reads better; those left out are not drawn.
         labels: Labels of the blocks drawn; by default the papers' letters (:func:`~.plot_layout.short_labels`).
         scale: ``"blocks"`` draws all blocks equally large, so that a bias can be seen beside a matrix; ``"parameters"``
@@ -143,7 +143,7 @@ def block_norms_map(
         norms: n x n, not negative.
         names: Names of the n blocks.
         title: Line above the map.
-        path: Where to write the picture; its suffix chooses the format.
+        path: As in :func:`heatmap`.
         labels: Labels of the blocks; by default the papers' letters.
         norm: Which norm it is, for the colour bar.
         limits: Ends of the colour scale.
@@ -337,5 +337,6 @@ def _summary(panel: _Panel, zero: float) -> Iterable[tuple[object, ...]]:
 
 def _write(frame: Frame, path: Path | str | None, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     if path is not None:
-        frame.save(Path(path))
+        if Path(path).suffix != ".csv":
+            frame.save(Path(path))
         write_numbers(Path(path).with_suffix(".csv"), header, rows)

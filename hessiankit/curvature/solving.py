@@ -57,10 +57,7 @@ class Solution(Printed):
     lowest: RitzValue | None
     seconds: float
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but x as plain Python data."""
-        kept = {name: value for name, value in vars(self).items() if name not in ("x", "lowest")}
-        return {**kept, "lowest": None if self.lowest is None else self.lowest.to_dict()}
+    _hidden = ("x",)
 
     def _headline(self) -> str:
         state = "" if self.converged else f", NOT CONVERGED to {self.tol:g}: raise max_products or damping, or precondition"
@@ -158,7 +155,8 @@ def solve(
         preconditioner: ``"diagonal"``, ``"kfac"`` or ``"ekfac"``: the damped inverse of that
             :meth:`hessiankit.HessianOperator.approximation`. Or the diagonal of H, (P,), or a result with it as ``.flat``, as
             of :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
-            (H + damping I)^-1, symmetric and positive definite: an operator, or a function v (P,) -> tensor (P,). Not for "lsmr".
+            (H + damping I)^-1, symmetric and positive definite: a matrix, an operator, or a function v (P,) -> tensor (P,). Not
+            for "lsmr".
         tol: Of |b - (H + damping I) x| / |b|; by default 1e-8, in float32 1e-4.
         max_products: For each right-hand side. Where they run out, the last iterate is returned with its residual.
 
@@ -247,21 +245,30 @@ def _run(method: str, system: _System, b: np.ndarray[Any, Any], M: Any, tol: flo
     inverse = None if M is None else LinearOperator(shape, matvec=M, dtype=kind)
     if method == "cg":
         return cg(A, b, rtol=tol / 2, atol=0.0, maxiter=most, M=inverse)[0]  # type: ignore[no-any-return]
-    if method == "minres":
-        return _minres(minres, A, b, inverse, tol, most, system)
-    return lsmr(A, b, atol=tol * 1e-3, btol=tol / 4, conlim=0.0, maxiter=max(1, most // 2))[0]  # type: ignore[no-any-return]
+
+    def step(r: np.ndarray[Any, Any], tol: float, left: int) -> np.ndarray[Any, Any]:
+        if method == "minres":
+            return minres(A, r, rtol=tol / 10, maxiter=left, M=inverse)[0]  # type: ignore[no-any-return]
+        return lsmr(A, r, atol=tol * 1e-3, btol=tol / 4, conlim=0.0, maxiter=max(1, left // 2))[0]  # type: ignore[no-any-return]
+
+    return _restarted(step, b, tol, most, system)
 
 
-def _minres(
-    minres: Callable[..., Any], A: Any, b: np.ndarray[Any, Any], M: Any, tol: float, most: int, system: _System
+def _restarted(
+    solver: Callable[[np.ndarray[Any, Any], float, int], np.ndarray[Any, Any]],
+    b: np.ndarray[Any, Any],
+    tol: float,
+    most: int,
+    system: _System,
 ) -> np.ndarray[Any, Any]:
-    """Return MINRES's solution: its own tolerance is relative to |A| |x|, so it is restarted until |b - A x| / |b| is reached."""
+    """Return x by MINRES or LSMR, whose tolerances are relative to |A| |x|, restarted until |b - A x| / |b| is reached."""
     x: np.ndarray[Any, Any] = np.zeros_like(b)
     end = system.products + most
     norm = float(np.linalg.norm(b))
     residual = b
     while system.products < end and norm:
-        step = minres(A, residual, rtol=tol / 10, maxiter=max(1, end - system.products), M=M)[0]
+        still = min(tol * norm / float(np.linalg.norm(residual)), max(tol, 1e-3))
+        step = solver(residual, still, max(1, end - system.products))
         left = residual - system.product(step)
         if not np.linalg.norm(left) < 0.9 * np.linalg.norm(residual):  # stagnates: b is not in the range, or rounding
             return x + step if np.linalg.norm(left) < np.linalg.norm(residual) else x
@@ -308,7 +315,9 @@ def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Cal
                 "take hessian_operator(..., params=[...])"
             )
         given = operator.approximation(given).inverse(damping)
-    diagonal = given if isinstance(given, Tensor) else getattr(given, "flat", None)
+    if isinstance(given, np.ndarray | Tensor):
+        given = torch.as_tensor(given).detach().to(operator.device, dtype)
+    diagonal = given if isinstance(given, Tensor) and given.ndim != 2 else getattr(given, "flat", None)
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
             raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")

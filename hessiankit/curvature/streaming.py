@@ -25,7 +25,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normaliz
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.reverse_accumulation import accumulate
-from hessiankit.engine.storage import Panel, RecordedBlocks
+from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.errors import InputError, TraceError
 
 
@@ -39,7 +39,7 @@ class PanelSum:
         tasks: One request a batch, for the same parameters.
         weights: Factor of each batch's loss.
         chunks: The samples that are treated together; a batch without chunks does not depend on the parameters.
-        parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.Panel`.
+        parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.SymmetricStorage`.
         cached: Number of leading chunks whose blocks are cached.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         outer: Whether to take the Gauss-Newton part only.
@@ -65,14 +65,15 @@ class PanelSum:
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
-    def panel(self, n: int) -> tuple[Panel, float]:
+    def panel(self, n: int) -> tuple[SymmetricStorage, float]:
         """Return the n-th panel, and the largest |H - H^T| of the blocks (i, i) in it before they were averaged.
 
         Raises:
             InputError: An entry is not finite.
         """
         first = self.tasks[0]
-        panel, done = Panel(self.slices, *self.parts[n], first.dtype, first.device), n * self.samples
+        rows, columns = self.parts[n]
+        panel, done = SymmetricStorage(self.slices, first.dtype, first.device, rows=rows, columns=columns), n * self.samples
         for k, chunk in enumerate(self.chunks):
             with self.tasks[chunk.batch].at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
                 self._add(panel, k, chunk)
@@ -82,7 +83,7 @@ class PanelSum:
         for handshake in self._handshakes.values():
             handshake.close()
         self._handshakes.clear()
-        asymmetry = panel.mirror()
+        asymmetry = panel.mirror() * panel.largest()
         if not panel.is_finite:
             self._report(panel)
         return panel, asymmetry
@@ -96,7 +97,7 @@ class PanelSum:
                 terms.append(self.weights[n] * own_value(task))
         return math.fsum(terms)
 
-    def _add(self, panel: Panel, k: int, chunk: Chunk) -> None:
+    def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
         if k not in self._cache:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
@@ -113,7 +114,7 @@ class PanelSum:
             accumulate(sweep, self._cache[k])  # type: ignore[arg-type]
         self._cache[k].replay(panel)
 
-    def _report(self, panel: Panel) -> None:
+    def _report(self, panel: SymmetricStorage) -> None:
         """Raise the error for the first block of a panel that is not finite, if one is."""
         names = list(self.slices)
         for i in panel.rows:

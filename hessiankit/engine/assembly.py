@@ -79,14 +79,14 @@ def assemble_chunks(
         traced = loss_trace(task.part(rows) if splittable else task, normalizer)
         watch = None if on_memory is None or measured else partial(on_memory, traced)
         sweep = ForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share, on_memory=watch)
-        slopes = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
+        gradients = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)
         if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
             splittable, step = True, next_step(batch, sweep.peak_bytes)
             continue
         if on_gradient is not None:
-            on_gradient(traced.trace, slopes, share)
+            on_gradient(traced.trace, gradients, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
             step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True

@@ -20,7 +20,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
-from hessiankit.engine.kernel_products import multiply
+from hessiankit.engine.kernel_calls import multiply
 from hessiankit.engine.parameter_blocks import add_rows
 from hessiankit.engine.storage import EVERY, SymmetricStorage
 from hessiankit.engine.tangents import SelectedTangents, StackedTangents, Vertex, by_row, starts

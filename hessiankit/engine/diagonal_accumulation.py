@@ -230,8 +230,6 @@ class Reach(Everything):
         columns: Of the leaves: curvature of equal columns, by level.
     """
 
-    products = False
-
     def __init__(self, vertices: Mapping[int, Vertex]) -> None:
         self._colours: dict[int, int] = {}
         by_parameter: dict[str, list[ParameterJacobian]] = defaultdict(list)

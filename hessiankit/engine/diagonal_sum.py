@@ -1,7 +1,8 @@
 """The diagonal of the Hessian of one batch or many, each parameter by the cheapest exact route.
 
-Parameters whose sites move the loss row by row: :mod:`hessiankit.engine.row_diagonal`. The others together:
-:mod:`hessiankit.engine.diagonal_accumulation`; where that would take too many of them whole, products with the Hessian.
+Parameters from which norms, entrywise functions and one weight lead to the loss: :mod:`hessiankit.engine.row_diagonal`. The
+others together: :mod:`hessiankit.engine.diagonal_accumulation`; where that would take too many of them whole, products with the
+Hessian.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class DiagonalSum:
 
     Attributes:
         entries: The diagonal so far.
-        cost: Products with the Hessian that take as long, for the costliest batch; rows that stay apart count nothing.
+        cost: Products with the Hessian that take as long, for the costliest batch; those of :class:`RowDiagonal` count nothing.
         loss: The loss.
         fallbacks: Operations that were differentiated automatically.
     """
@@ -184,7 +185,8 @@ class DiagonalSum:
                     jacobians[jacobian.parameter].append((at, jacobian))
         whole = {jacobian.parameter for vertex in sweep.vertices.values() for jacobian in vertex.jacobians} | set(left or ())
         once = {n: found for n, found in jacobians.items() if n not in whole and found and _each_once([u for _, u in found])}
-        columns = RowDiagonal(sweep).columns(sorted({at for found in once.values() for at, _ in found}))
+        rows, sites = RowDiagonal(sweep), {at for found in once.values() for at, _ in found}
+        columns = {at: D for at in sites if (D := rows.diagonal(at)) is not None}
         for name, found in once.items():
             if all(at in columns for at, _ in found):
                 for at, u in found:

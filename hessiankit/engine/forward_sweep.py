@@ -138,7 +138,6 @@ class ForwardSweep:
         """Make a value a vertex; its tangents become those by its parents."""
         value = self.trace.values[at]
         width = value.shape[axes:].numel()
-        parents = {level: stack.by_rows(level) for level, stack in parents.items()}
         key = self._new(Vertex(value.shape, axes, width, jacobians, parents))
         ones = torch.ones((), dtype=value.dtype, device=value.device).expand(value.shape)
         self.tangents[at] = {axes: EntrywiseTangents(ones, key, axes, identity=True)}

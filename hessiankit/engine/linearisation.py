@@ -74,7 +74,7 @@ class Linearisation:
         handshake: Handshake | None = None,
     ) -> None:
         self.count = normalizer_of(task) if count is None else count
-        traced = loss_trace(task, self.count)
+        traced = loss_trace(task, self.count, later=True)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
@@ -166,7 +166,7 @@ class Linearisation:
         adjoints: Bars = {self._output: self._seed}
         sums: dict[int, CovectorSum] = {}
         tested: set[type] = set()
-        spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of slopes that have been compared
+        spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
         for segment in reversed(self._segments):
             kept = () if segment is self._segments[-1] else segment.products(names)
             given, after, steps = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints), []
@@ -183,9 +183,9 @@ class Linearisation:
                         tested.add(type(step.primitive))
                 values.pop(a.output, None)
                 for at in {at for at in a.inputs if at in names and self._first[at] == a.output}:
-                    slope = sums.pop(at).close()
-                    if not handshake.complete(names[at], slope[0]):
-                        spare[slope.shape[1:], slope.dtype] = slope
+                    gradient = sums.pop(at).close()
+                    if not handshake.complete(names[at], gradient[0]):
+                        spare[gradient.shape[1:], gradient.dtype] = gradient
             self._steps_of.insert(0, None if self._recompute else fuse_entrywise(steps[::-1]))
             self._checkpoints.insert(0, (given, after))
 

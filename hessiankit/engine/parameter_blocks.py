@@ -6,7 +6,7 @@ factors, and the time goes into passing over them. A dry run that counts operati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.kernel_sums import add_compiled, add_rows_compiled
+from hessiankit.engine.kernel_calls import add_compiled
 
 _repeated: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = ContextVar("repeated", default=None)
 
@@ -74,7 +74,7 @@ def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor
         How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
-        skew = add_compiled(u, [(v, K)], into, same=same)
+        skew = add_compiled(u, v, K, into, same=same)
         if skew is None:
             _add_kronecker_pair(u, v, K, into, same=same)
         return skew
@@ -91,13 +91,6 @@ def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor
         assert isinstance(v, IndexJacobian)
         _add_weight_and_table(u, v, K, into)
     return None
-
-
-def add_pairs(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> None:
-    """Add :func:`add_pair` for each of several Jacobians v of one parameter, with its curvature."""
-    if len(pairs) == 1 or add_compiled(u, pairs, into, same=False) is None:
-        for v, K in pairs:
-            add_pair(u, v, K, into, same=False)
 
 
 def _add_weight_and_table(u: WeightJacobian, v: IndexJacobian, K: Tensor, into: Tensor) -> None:
@@ -165,8 +158,6 @@ def add_rows(u: ParameterJacobian, columns: Tensor, width: int, into: Tensor) ->
     K = columns.unflatten(0, (-1, width))  # (R, p, c)
     if not isinstance(u, WeightJacobian):
         into += u.vjp(K)
-        return
-    if add_rows_compiled(u, K, into):
         return
     i, c = u.X.shape[1], K.shape[2]
     target = into.unflatten(0, (width, i)) if u.transposed else into.unflatten(0, (i, width)).transpose(0, 1)  # (p, i, c)

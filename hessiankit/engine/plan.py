@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
@@ -25,12 +25,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from hessiankit.engine.block_terms import BlockTerms
-from hessiankit.engine.kernel_products import BoundProduct
-from hessiankit.engine.kernel_sums import BoundSum, KernelSum
+from hessiankit.engine.kernel_calls import BoundProduct, BoundSum, KernelSum
+from hessiankit.engine.problem.task import gib
 from hessiankit.engine.recorder import Note, PlanError, PlannedStep, Recorder, TensorSpec, storage_key
 from hessiankit.engine.repeats import UNINITIALISED, without_repeats
 from hessiankit.engine.replay import GuardError, Step, TorchCall, calls, into
 from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, table
 
 ALIGNMENT = 64  # bytes, at a multiple of which every intermediate starts
 
@@ -47,8 +48,8 @@ class _Memory:
     place: int = 0
 
 
-@dataclass
-class ExecutionPlan:
+@dataclass(repr=False)
+class ExecutionPlan(Printed):
     """Operations in order, on memory of their own.
 
     Attributes:
@@ -113,6 +114,21 @@ class ExecutionPlan:
         """Return how often each operation is run."""
         return Counter(step.name for step in self.steps)
 
+    def _headline(self) -> str:
+        return (
+            f"{len(self.steps)} operations of {self.recorded} recorded, work space {gib(self.workspace_bytes)}, "
+            f"constants {gib(self.constant_bytes)}"
+        )
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        rows = []
+        for name, count in self.counts().most_common():
+            steps = [step for step in self.steps if step.name == name]
+            products = sum(step.multiplications for step in steps)
+            rows.append((name, str(count), gib(sum(step.bytes for step in steps)), f"{products:.3g}" if products else ""))
+        yield table(("operation", "times", "bytes read and written", "multiplications"), rows, left=1)
+
 
 def make_plan(
     record: Recorder,
@@ -133,7 +149,7 @@ def make_plan(
         rows: Of each parameter, where the output is P x P and only its blocks (i, j) with i not after j are wanted.
 
     Raises:
-        PlanError: An operation writes into an input, Python reads a number that is not an integer, or there is too little memory.
+        PlanError: An operation writes into an input, Python reads a number that is no integer, or memory is short.
 
     >>> from hessiankit.engine.recorder import recording
     >>> x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from hessiankit.engine.kernel_products import KernelProduct
+from hessiankit.engine.kernel_calls import KernelProduct
 from hessiankit.engine.recorder import Note, TensorSpec
 
 UNINITIALISED = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})

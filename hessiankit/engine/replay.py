@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hessiankit.engine.kernel_products import BoundProduct
-from hessiankit.engine.kernel_sums import BoundSum
+from hessiankit.engine.kernel_calls import BoundProduct, BoundSum
 from hessiankit.support.kernels import replayer
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ first k axes, R_k groups, and tangents couple entries of one group only:
 
 Coordinates of a vertex are numbered (R_k, S) at level k.
 
-A vertex moves its own value by an identity, entrywise functions of it by diag(slopes), and the product of those with one weight
-W for all rows by diag(slopes) W, row by row: none of them needs a matrix product with tangents when it is pushed through a
+A vertex moves its own value by an identity, entrywise functions of it by diag(d), and the product of those with one weight W for
+all rows by diag(d) W, row by row: none of them needs a matrix product with tangents when it is pushed through a
 primitive, D phi T, or contracted with its second derivative, T^T [lambda . D^2 phi] T'.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -35,7 +35,7 @@ from derivations.loss import MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.primitive import Linearised, Primitive
 from hessiankit.engine.jacobians import ParameterJacobian
-from hessiankit.engine.kernel_products import multiply
+from hessiankit.engine.kernel_calls import multiply
 
 
 @dataclass
@@ -59,14 +59,6 @@ class StackedTangents:
         """Bytes of memory, axes along which entries are repeated counted once."""
         return memory_of(self.data)
 
-    def by_rows(self, level: int) -> StackedTangents:
-        """Return the same tangents, stored row after row, (R, S, f): the order in which curvature multiplies them."""
-        rows = by_row(self.data, level)  # (R, S, f)
-        if rows.stride(0) == 0 or rows.is_contiguous():  # one matrix for all rows
-            return self
-        shape = self.data.shape
-        return replace(self, data=rows.contiguous().transpose(0, 1).reshape(shape))
-
     def part(self, vertices: Sequence[int]) -> Tensor:
         """Return the columns of some vertices, in their order."""
         if tuple(vertices) == self.vertices:
@@ -79,41 +71,37 @@ class StackedTangents:
 
 
 class EntrywiseTangents(StackedTangents):
-    """Tangents diag(slopes) of a value by one vertex, a diagonal for each row, which become columns when ``data`` is read.
+    """Tangents diag(d) of a value by one vertex, a diagonal for each row, which become columns when ``data`` is read.
 
     Args:
-        slopes: The derivative of each entry, of the value's shape.
+        derivative: That of each entry, d, of the value's shape.
         vertex: The number of the vertex.
         axes: How many leading axes index its rows.
-        identity: Whether the value is a copy of the vertex, and the slopes are ones.
+        identity: Whether the value is a copy of the vertex, and the derivatives are ones.
     """
 
-    def __init__(self, slopes: Tensor, vertex: int, axes: int, *, identity: bool = False) -> None:
-        self.slopes, self.axes = slopes, axes
-        self.vertices, self.widths = (vertex,), (slopes.shape[axes:].numel(),)
+    def __init__(self, derivative: Tensor, vertex: int, axes: int, *, identity: bool = False) -> None:
+        self.derivative, self.axes = derivative, axes
+        self.vertices, self.widths = (vertex,), (derivative.shape[axes:].numel(),)
         self.identities = frozenset(self.vertices if identity else ())
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
         """The tangents (S, *shape)."""
-        shape, width = self.slopes.shape, self.widths[0]
-        eye = torch.eye(width, dtype=self.slopes.dtype, device=self.slopes.device)
+        shape, width = self.derivative.shape, self.widths[0]
+        eye = torch.eye(width, dtype=self.derivative.dtype, device=self.derivative.device)
         eye = eye.reshape(width, *(1,) * self.axes, *shape[self.axes :])
-        return eye.expand(width, *shape) if self.identities else eye * self.slopes
+        return eye.expand(width, *shape) if self.identities else eye * self.derivative
 
     @property
     def bytes(self) -> int:
-        """Bytes of the slopes."""
-        return memory_of(self.slopes)
-
-    def by_rows(self, level: int) -> StackedTangents:
-        """Return itself."""
-        return self
+        """Bytes of the derivatives."""
+        return memory_of(self.derivative)
 
     @property
     def rows(self) -> Tensor:
-        """The slopes (R, S)."""
-        return self.slopes.reshape(-1, self.widths[0])
+        """The derivatives (R, S)."""
+        return self.derivative.reshape(-1, self.widths[0])
 
 
 class SelectedTangents(StackedTangents):
@@ -141,10 +129,6 @@ class SelectedTangents(StackedTangents):
     def bytes(self) -> int:
         """Bytes of the positions."""
         return memory_of(self.positions)
-
-    def by_rows(self, level: int) -> StackedTangents:
-        """Return itself."""
-        return self
 
     @property
     def in_sample(self) -> Tensor:
@@ -359,9 +343,9 @@ def push_forward(point: LazyLinearisation, g: TangentGroup) -> StackedTangents:
         if copies:
             return alone
         if isinstance(primitive, (*ENTRYWISE, *LINEAR_ENTRYWISE)):
-            slopes = point.linearised.push([alone.slopes.unsqueeze(0)])[0]
-            if slopes.shape == alone.slopes.shape:
-                return EntrywiseTangents(slopes, g.vertices[0], g.level)
+            d = point.linearised.push([alone.derivative.unsqueeze(0)])[0]
+            if d.shape == alone.derivative.shape:
+                return EntrywiseTangents(d, g.vertices[0], g.level)
         if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.identities and g.moving[0] and by_last:
             assert isinstance(point.linearised, LinearisedNorm)
             return _rows(point.linearised.jacobian_rows(), inputs[0].shape, g)
@@ -406,7 +390,7 @@ def structured_curvature(point: LazyLinearisation, g: TangentGroup) -> Tensor | 
         return None
     if isinstance(primitive, (*ENTRYWISE, MeanSquaredError)):
         still = [None] * (len(point.inputs) - 1)
-        bent = point.linearised.pull(None, [alone.slopes.unsqueeze(0), *still])[0]
+        bent = point.linearised.pull(None, [alone.derivative.unsqueeze(0), *still])[0]
         return alone.rows.new_zeros(0) if bent is None else alone.rows * bent.reshape(alone.rows.shape)
     if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1 and alone.identities:
         assert isinstance(point.linearised, LinearisedNorm)

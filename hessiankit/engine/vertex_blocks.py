@@ -1,24 +1,18 @@
 """Curvature between pairs of vertices, K_tr = J_t^T [lambda . D^2 phi] J_r summed over the primitives between t, r and the loss.
 
-Structure is kept beside entries: a diagonal block by its diagonal; a block that a narrow vertex leaves at a wide parent as the
-product F M of the tangents F (R, columns of the parent, few) of the narrow one, and with the parent itself as F C F^T.
-
-What is alive of it during the reverse accumulation, and whether it is worth its entries, is counted from shapes.
+Blocks that couple equal columns only are kept by their diagonals. What is alive of all during the reverse accumulation, and
+whether it is worth its entries, is counted from shapes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.kernel_products import multiply
 from hessiankit.engine.tangents import Vertex
-
-Factors: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"  # F and M, or F and C, by the identity of F
 
 
 class VertexBlocks:
@@ -27,8 +21,6 @@ class VertexBlocks:
     def __init__(self) -> None:
         self.of: dict[tuple[int, int], dict[int, Tensor]] = {}
         self.diagonals: dict[tuple[int, int], dict[int, Tensor]] = {}  # (R, columns), of what couples equal columns only
-        self.products: dict[tuple[int, int], dict[int, Factors]] = {}  # F M, by the wide vertex and the other, and level
-        self.squares: dict[int, dict[int, Factors]] = {}  # F C F^T, by the wide vertex and level
         self.neighbours: dict[int, set[int]] = defaultdict(set)
 
     def add(self, t: int, r: int, level: int, block: Tensor) -> None:
@@ -47,62 +39,26 @@ class VertexBlocks:
         self.neighbours[t].add(r)
         self.neighbours[r].add(t)
 
-    def add_product(self, t: int, r: int, level: int, F: Tensor, M: Tensor) -> None:
-        """Add K_tr = F M for a wide vertex t, F (R, columns of t, few)."""
-        _gather(self.products.setdefault((t, r), {}).setdefault(level, {}), F, M)
-        self.neighbours[t].add(r)
-        self.neighbours[r].add(t)
-
-    def add_square(self, t: int, level: int, F: Tensor, C: Tensor) -> None:
-        """Add K_tt = F C F^T of a wide vertex, for a symmetric C (R, few, few)."""
-        _gather(self.squares.setdefault(t, {}).setdefault(level, {}), F, C)
-        self.neighbours[t].add(t)
-
     def add_half(self, t: int, r: int, level: int, block: Tensor) -> None:
         """Add a block and, if t = r, its transpose."""
         self.add(t, r, level, block + block.mT if t == r else block)
 
     def between(self, t: int, r: int) -> dict[int, Tensor]:
         """Return K_tr by level, dense (R, columns of t, columns of r)."""
-        found = self.full(t, r)
-        for level, squares in self.squares.get(t, {}).items() if t == r else ():
-            for F, C in squares.values():
-                _add_product(found, level, multiply(F, C), F.mT)
-        for level, diagonal in self.diagonal(t, r).items():
-            found[level] = _with_diagonal(found[level], diagonal) if level in found else torch.diag_embed(diagonal)
-        return found
+        found = self.plain(t, r)
+        return {level: torch.diag_embed(K) if K.ndim == 2 else K for level, K in found.items()}
 
     def full(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return K_tr by level without its diagonals and its F C F^T."""
-        found = self.rest(t, r)
-        for level, products in self.products.get((t, r), {}).items():
-            for F, M in products.values():
-                _add_product(found, level, F, M)
-        return found
-
-    def rest(self, t: int, r: int) -> dict[int, Tensor]:
-        """Return :meth:`full` without the products F M of the wide vertex t."""
+        """Return K_tr by level without its diagonals."""
         found = self.of.get((max(t, r), min(t, r)), {})
-        found = dict(found) if t >= r else {level: K.mT for level, K in found.items()}
-        for level, products in self.products.get((r, t), {}).items() if t != r else ():
-            for F, M in products.values():
-                _add_product(found, level, M.mT, F.mT)
-        return found
+        return dict(found) if t >= r else {level: K.mT for level, K in found.items()}
 
-    def plain(self, t: int) -> dict[int, Tensor]:
-        """Return K_tt by level without F C F^T; where it is diagonal, its diagonal."""
-        found = self.full(t, t)
-        for level, diagonal in self.diagonal(t, t).items():
+    def plain(self, t: int, r: int) -> dict[int, Tensor]:
+        """Return K_tr by level; where it is diagonal, its diagonal."""
+        found = self.full(t, r)
+        for level, diagonal in self.diagonal(t, r).items():
             found[level] = _with_diagonal(found[level], diagonal) if level in found else diagonal
         return found
-
-    def expand_products(self, t: int, r: int) -> None:
-        """Replace the products F M of a pair by dense blocks."""
-        if (t, r) in self.products:
-            found = self.full(t, r)
-            self.products.pop((t, r), None)
-            self.products.pop((r, t), None)
-            self.of[max(t, r), min(t, r)] = found if t >= r else {level: K.mT for level, K in found.items()}
 
     def diagonal(self, t: int, r: int) -> dict[int, Tensor]:
         """Return the diagonals (R, columns) of a pair, by level."""
@@ -111,18 +67,12 @@ class VertexBlocks:
     def levels(self, t: int, r: int) -> set[int]:
         """Return the levels at which a pair has blocks."""
         pair = (max(t, r), min(t, r))
-        squares = self.squares.get(t, ()) if t == r else ()
-        products = (*self.products.get((t, r), ()), *self.products.get((r, t), ()))
-        return {*self.of.get(pair, ()), *self.diagonals.get(pair, ()), *products, *squares}
+        return {*self.of.get(pair, ()), *self.diagonals.get(pair, ())}
 
     def drop(self, t: int, r: int) -> None:
         """Drop all curvature of a pair."""
         self.of.pop((max(t, r), min(t, r)), None)
         self.diagonals.pop((max(t, r), min(t, r)), None)
-        self.products.pop((t, r), None)
-        self.products.pop((r, t), None)
-        if t == r:
-            self.squares.pop(t, None)
         self.neighbours[t].discard(r)
         self.neighbours[r].discard(t)
 
@@ -131,14 +81,6 @@ def _with_diagonal(K: Tensor, diagonal: Tensor) -> Tensor:
     out = K.clone()
     out.diagonal(dim1=1, dim2=2).add_(diagonal)
     return out
-
-
-def _gather(found: Factors, F: Tensor, M: Tensor) -> None:
-    found[id(F)] = (F, found[id(F)][1] + M if id(F) in found else M)
-
-
-def _add_product(found: dict[int, Tensor], level: int, a: Tensor, b: Tensor) -> None:
-    found[level] = torch.baddbmm(found[level], a, b) if level in found else multiply(a, b)
 
 
 def rows_coupled(t: int, vertices: Mapping[int, Vertex], levels: Mapping[int, Collection[int]]) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from scipy.special import stdtrit
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.files import WithDict
 
 LEVEL = 0.95
 SCALES = ("linear", "log")
@@ -85,7 +85,7 @@ class SpectralMeasure:
 
 
 @dataclass(frozen=True, eq=False)
-class Density:
+class Density(WithDict):
     """The spectral density convolved with a normal density of standard deviation ``width``; its integral is 1 less ``zeros``.
 
     Attributes:
@@ -114,10 +114,6 @@ class Density:
         span = f"{len(self.points)} points from {float(self.points[0]):.4g} to {float(self.points[-1]):.4g}"
         error = float(self.standard_errors.max())
         return f"<Density: per {per}, {span}, kernel width {self.width:.3g}, standard errors up to {error:.2g}>"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        return {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
 
 
 def density(measure: SpectralMeasure, scale: str, width: float | None, points: int | Tensor) -> Density:

@@ -35,6 +35,8 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
     >>> H = hessian_operator(layer, torch.ones(1, 2).double(), torch.zeros(1, 1).double())
     >>> {name: rows.tolist() for name, rows in groups_of({"first": ["weight[:, 0]"], "all": "*"}, H, None).items()}
     {'first': [0], 'all': [0, 1, 2]}
+    >>> groups_of({"bias": "both", "weight": "both"}, H, None)
+    {'both': tensor([0, 1, 2])}
     """
     if not isinstance(operator, HessianOperator):
         raise InputError(

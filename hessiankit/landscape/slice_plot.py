@@ -8,10 +8,9 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import MaxNLocator
 
-from hessiankit.curvature.plot_frame import DPI, INK, STYLE, Picture, check_suffix, write_picture
+from hessiankit.curvature.plot_frame import INK, STYLE, Picture, check_suffix, write_picture
 
 WHO = "LossSlices.plot"
 MODEL, ROOM = "#d55e00", "#009e73"
@@ -33,8 +32,7 @@ def plot(
     across, down = min(ACROSS, panels), -(-panels // ACROSS)
     wide, high = 3.1 * across + 0.2, 2.4 * down + 0.2
     with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Picture(figsize=(wide, high), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = Picture(wide, high)
         places = [(3.1 * (k % across) + 0.55, high - 2.4 * (k // across) - 2.0) for k in range(panels)]
         every = [figure.add_axes((x / wide, y / high, 2.4 / wide, 1.55 / high)) for x, y in places]
         for axes, title, (t, loss, model), radius in zip(every, titles, curves, radii, strict=False):

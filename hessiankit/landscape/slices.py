@@ -28,6 +28,7 @@ from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name, not_known
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
 
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
@@ -38,8 +39,8 @@ HALVINGS = 14  # of the interval in which the quadratic model ceases to hold
 ROUNDING = 64  # times eps |L|: differences of losses that are rounding
 
 
-@dataclass(frozen=True, eq=False)
-class LossSlice:
+@dataclass(frozen=True, repr=False, eq=False)
+class LossSlice(Printed):
     """The loss along one direction d.
 
     Attributes:
@@ -65,6 +66,8 @@ class LossSlice:
     radius: float
     bounded: bool
 
+    _derived = ("quadratic",)
+
     @property
     def loss(self) -> float:
         """L(theta)."""
@@ -75,14 +78,17 @@ class LossSlice:
         """The quadratic model q at the steps, (n,)."""
         return self.loss + self.slope * self.t + 0.5 * self.curvature * self.t**2
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        plain = {name: x.tolist() if isinstance(x, Tensor) else x for name, x in vars(self).items()}
-        return {**plain, "quadratic": self.quadratic.tolist()}
+    def _headline(self) -> str:
+        return f"loss along {self.name}: {len(self.t)} steps, slope {self.slope:.4g}, curvature {self.curvature:.4g}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield f"{self._headline()}; the quadratic model holds for {_radius(self)}"
+        columns = zip(*(x.tolist() for x in (self.t, self.losses, self.quadratic)), strict=True)
+        yield table(("t", "loss", "quadratic model"), ([f"{x:.4g}" for x in row] for row in columns), left=0, spread=True)
 
 
-@dataclass(frozen=True, eq=False)
-class LossPlane:
+@dataclass(frozen=True, repr=False, eq=False)
+class LossPlane(Printed):
     """The loss on the plane of two directions d_1 and d_2.
 
     Attributes:
@@ -99,9 +105,18 @@ class LossPlane:
     slopes: Tensor
     curvatures: Tensor
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        return {name: x.tolist() for name, x in vars(self).items()}
+    def _headline(self) -> str:
+        off, c = (self.quadratic - self.losses).abs().max(), self.curvatures
+        return (
+            f"on the plane the loss is {float(self.losses.min()):.4g} to {float(self.losses.max()):.4g}, the model off by up to "
+            f"{float(off):.3g}; <d_1, H d_2> {float(c[0, 1]):.4g}"
+        )
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        steps = [f"{float(t):.4g}" for t in self.t]
+        rows = ((step, *(f"{x:.4g}" for x in row)) for step, row in zip(steps, self.losses.tolist(), strict=True))
+        yield table(("t_1 \\ t_2", *steps), rows, spread=True)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -125,12 +140,6 @@ class LossSlices(Printed):
 
     def __len__(self) -> int:
         return len(self.slices)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python data."""
-        plane = None if self.plane is None else self.plane.to_dict()
-        slices = [one.to_dict() for one in self.slices]
-        return {"slices": slices, "plane": plane, "notes": list(self.notes), "seconds": self.seconds}
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw every slice with its quadratic model and the radius in which that holds, and contours of both on the plane.
@@ -164,12 +173,7 @@ class LossSlices(Printed):
         yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
         yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change up to |t|"
         if self.plane is not None:
-            off = (self.plane.quadratic - self.plane.losses).abs().max()
-            losses, c = self.plane.losses, self.plane.curvatures
-            yield (
-                f"on the plane the loss is {float(losses.min()):.4g} to {float(losses.max()):.4g}, the model off by up to "
-                f"{float(off):.3g}; <d_1, H d_2> {float(c[0, 1]):.4g}"
-            )
+            yield self.plane._headline()
         yield from self.notes
 
 
@@ -178,6 +182,7 @@ def _radius(one: LossSlice) -> str:
 
 
 @checked(WHO, leave=("along",))
+@one_at_a_time
 def loss_slices(
     module: nn.Module,
     inputs: Any,
@@ -244,7 +249,9 @@ def loss_slices(
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
         raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
     if plane and len(names) != 2:
-        raise InputError(f"{WHO}: plane=True needs two directions, and along has {len(names)}")
+        raise InputError(
+            f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2, bottom=0"
+        )
     operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64)
@@ -314,13 +321,10 @@ class _Model:
     def change(self, t: float) -> float:
         return self.slope * t + 0.5 * self.curvature * t * t
 
-    def largest_change(self, t: float) -> float:
-        """Return max |q(s) - L(theta)| for |s| <= |t|: on one of the two sides the two terms have one sign."""
-        return abs(self.slope * t) + 0.5 * abs(self.curvature) * t * t
-
     def holds(self, t: float, value: float) -> bool:
         off = abs(value - self.loss - self.change(t))
-        return off <= self.tolerance * self.largest_change(t) + self.rounding * max(abs(self.loss), abs(value))
+        largest = abs(self.slope * t) + 0.5 * abs(self.curvature) * t * t  # of |q(s) - L(theta)| for |s| <= |t|
+        return off <= self.tolerance * largest + self.rounding * max(abs(self.loss), abs(value))
 
     def extent(self, losses: Callable[[float], float], steps: list[float]) -> tuple[float, bool]:
         """Return the largest |t| up to which it holds along steps of one sign, and whether it was seen not to hold beyond."""

@@ -28,7 +28,7 @@ from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
 from hessiankit.support.lanczos import EigenSearch, RitzPairs, quadrature
-from hessiankit.support.progress import Tell, progress_bar
+from hessiankit.support.progress import Tell, progress_bar, silent
 
 WHO = "spectrum"
 METHODS = ("auto", "full", "lanczos")
@@ -159,7 +159,7 @@ def spectrum(
     groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
     point = float(getattr(operator, "loss", math.nan))
     kept = Checkpoint.of(checkpoint, made_for={} if checkpoint is None else _made_for(operator, plan, matrix, kind))
-    with progress_bar() if progress else nullcontext(_silent) as tell:
+    with progress_bar() if progress else nullcontext(silent) as tell:
         found = _one("whole", matrix, plan, kept, tell)
         named: dict[str, Spectrum] = {}
         for name, rows in groups.items():
@@ -175,10 +175,6 @@ def _made_for(operator: LinearOperator, plan: SpectrumPlan, matrix: TensorOperat
     if isinstance(operator, HessianOperator):
         about |= {"loss": repr(operator.loss), "|gradient|": repr(float(operator.gradient.norm()))}
     return about
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    """Show no progress."""
 
 
 def _check(k: int, bottom: int | None, directions: int, steps: int, method: str, tol: float | None, most: int | None) -> None:

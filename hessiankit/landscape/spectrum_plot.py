@@ -8,9 +8,8 @@ from pathlib import Path
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, Picture, check_suffix, write_picture
+from hessiankit.curvature.plot_frame import FAINT, INK, STYLE, Picture, check_suffix, write_picture
 from hessiankit.landscape.density import Density
 
 WHO = "Spectrum.plot"
@@ -38,8 +37,7 @@ def plot(found: FoundValues, linear: Density, log: Density, path: Path | str | N
     if path is not None:
         check_suffix(WHO, Path(path))
     with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Picture(figsize=(8.6, 3.3), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = Picture(8.6, 3.3)
         figure.text(0.07, 0.955, title, fontsize=8.5, color=INK, va="top")
         draw_linear(figure.add_axes((0.07, 0.15, 0.41, 0.69)), found, linear)
         draw_log(figure.add_axes((0.565, 0.15, 0.41, 0.69)), found, log)

@@ -54,6 +54,9 @@ class Spectrum(Printed):
     seconds: float
     groups: dict[str, Spectrum] = field(default_factory=dict)
 
+    _derived = ("outliers", "gap", "trace", "frobenius_squared", "effective_rank", "stable_rank")
+    _hidden = ("eigenvectors", "measure")
+
     @property
     def trace(self) -> Estimate:
         """The sum of all eigenvalues, with its 95 % interval over the random directions."""
@@ -130,16 +133,7 @@ class Spectrum(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but vectors and nodes as plain Python data."""
-        estimates = {name: getattr(self, name) for name in ("trace", "frobenius_squared", "effective_rank", "stable_rank")}
-        plain = ("top", "size", "kind", "loss", "method", "tol", "converged", "products", "seconds", "outliers", "gap")
-        return {
-            "eigenvalues": self.eigenvalues.tolist(),
-            "residuals": self.residuals.tolist(),
-            **{name: getattr(self, name) for name in plain},
-            **{name: {"value": e.value, "half_width": e.half_width} for name, e in estimates.items()},
-            "directions": len(self.measure.nodes),
-            "groups": {name: group.to_dict() for name, group in self.groups.items()},
-        }
+        return {**super().to_dict(), "directions": len(self.measure.nodes)}
 
     def _headline(self) -> str:
         what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hessiankit.ledger.autodiff import confirmations
 from hessiankit.ledger.digests import digests, unchanged
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import as_text
 
 Verdict: TypeAlias = Literal[
@@ -116,7 +117,7 @@ class Evidence:
 
 
 @dataclass(frozen=True, repr=False)
-class Claim:
+class Claim(WithDict):
     """A row of the ledger.
 
     Attributes:
@@ -140,6 +141,8 @@ class Claim:
     assumption: str | None = None
     sources: tuple[str, ...] = ()
     chapter: str = ""
+
+    _derived, _hidden = ("paper",), ("compute",)
 
     @property
     def paper(self) -> str:
@@ -188,11 +191,6 @@ class Claim:
                 f"expected one of {', '.join(SUPPORTED[self.verdict])}"
             )
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain Python values, without the computation."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "compute"}
-        return {"paper": self.paper, **values}
 
     def __str__(self) -> str:
         parts = {

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hessiankit.ledger.claim import Claim, Evidence
+from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
 
@@ -17,7 +18,7 @@ HEADERS = ("id", "place", "verdict", "reproduced", "evidence", "seconds")
 
 
 @dataclass(frozen=True)
-class LedgerRow:
+class LedgerRow(WithDict):
     """A row that was run.
 
     Attributes:
@@ -32,6 +33,8 @@ class LedgerRow:
     seconds: float
     error: str = ""
 
+    _derived, _hidden = ("reproduced",), ("claim",)
+
     @property
     def reproduced(self) -> bool:
         """Whether the verdict was found again."""
@@ -43,15 +46,7 @@ class LedgerRow:
         return f"{self.claim.id} ({self.claim.place}): {self.claim.verdict} {state}: {found}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python values."""
-        evidence = None if self.evidence is None else self.evidence.to_dict()
-        return {
-            **self.claim.to_dict(),
-            "reproduced": self.reproduced,
-            "evidence": evidence,
-            "seconds": self.seconds,
-            "error": self.error,
-        }
+        return {**self.claim.to_dict(), **super().to_dict()}
 
 
 @dataclass(frozen=True, repr=False)
@@ -71,14 +66,7 @@ class LedgerReport(Printed):
         return tuple(row for row in self.rows if not row.reproduced)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python values."""
-        return {
-            "reproduced": bool(self),
-            "seed": self.seed,
-            "seconds": self.seconds,
-            "torch": torch.__version__,
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        return {"reproduced": bool(self), "torch": torch.__version__, **super().to_dict()}
 
     def table_rows(self) -> Iterator[tuple[str, ...]]:
         """Yield the table's rows."""

@@ -131,14 +131,10 @@ def watch() -> None:
     """Register the hooks, once a process. Optimizers without blockwise groups are passed over."""
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_before))
-        _watching.append(register_optimizer_step_post_hook(_after))
+        _watching.append(register_optimizer_step_post_hook(lambda optimizer, *_: rescale_slices(optimizer)))
 
 
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if blockwise_groups(optimizer):
         check_groups(optimizer)
         save_slices(optimizer)
-
-
-def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    rescale_slices(optimizer)

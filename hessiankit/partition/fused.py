@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -291,8 +291,16 @@ def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> It
 
 def _own(module: nn.Module, names: tuple[str, ...]) -> int:
     """Return the first of these attributes that is a positive integer, or 0."""
-    values = (getattr(module, name, None) for name in names)
+    values = (_attribute(module, name) for name in names)
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
+
+
+def _attribute(x: object, name: str) -> Any:
+    """Return an attribute; None without it, or where a config raises because its layers differ in it."""
+    try:
+        return getattr(x, name, None)
+    except Exception:
+        return None
 
 
 def _count(module: nn.Module, names: tuple[str, ...]) -> int:

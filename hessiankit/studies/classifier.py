@@ -24,8 +24,8 @@ from hessiankit.studies.training import train
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable, make_folder, write_json
-from hessiankit.support.progress import Tell, progress_bar
-from hessiankit.support.tables import Piece, Table, table
+from hessiankit.support.progress import Tell, progress_bar, silent
+from hessiankit.support.tables import Table, table
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport, CheckRow
 from hessiankit.verify.comparison import block_errors
@@ -119,11 +119,7 @@ class Study:
         }
 
 
-def _silent(*parts: Piece, whole: bool = False) -> None:
-    pass
-
-
-def run_study(options: StudyOptions, say: Callable[..., None] = _silent, *, every: bool = False) -> Study:
+def run_study(options: StudyOptions, say: Callable[..., None] = silent, *, every: bool = False) -> Study:
     """Run the study, print its tables, and write the heat maps and the JSON report into ``options.out``.
 
     Without ``every``, the block pairs of the largest errors are printed alone, and not the health of each reference.

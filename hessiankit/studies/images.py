@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.tables import sizes
 
 GZIP_MAGIC = b"\x1f\x8b"
 PICKLE_MAGIC = b"\x80"
@@ -239,7 +240,7 @@ class ImageDataset:
         return self.images.shape[0]
 
     def __repr__(self) -> str:
-        size = " x ".join(map(str, self.images.shape[1:]))
+        size = sizes(self.images.shape[1:])
         return f"ImageDataset({self.name}: {len(self)} images {size}, {self.n_classes} classes)"
 
     @property

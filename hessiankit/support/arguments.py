@@ -51,7 +51,7 @@ def checked(
         OutOfMemoryError: By the decorated function, if the host cannot hold a tensor.
 
     >>> @checked("rise")
-    ... def rise(steps: int, name: str | None = None) -> int:
+    ... def rise(steps: int, names: Iterable[str] = ()) -> int:
     ...     if steps < 0:
     ...         raise InputError("climb: steps is below 0")
     ...     return steps
@@ -59,10 +59,13 @@ def checked(
     3
     >>> rise(3, nam="up")
     Traceback (most recent call last):
-    TypeError: rise: got an unexpected keyword argument 'nam'; did you mean 'name'?
+    TypeError: rise: got an unexpected keyword argument 'nam'; did you mean 'names'?
     >>> rise("3")
     Traceback (most recent call last):
     hessiankit.support.errors.InputError: rise: steps is a str; pass an integer
+    >>> rise(3, names=["up", 1])
+    Traceback (most recent call last):
+    hessiankit.support.errors.InputError: rise: names holds an int; pass strings
     >>> rise(-1)
     Traceback (most recent call last):
     hessiankit.support.errors.InputError: rise: steps is below 0

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, ClassVar, TextIO
 
 from hessiankit.support.errors import InputError
 
@@ -55,6 +57,23 @@ def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: st
         raise InputError(f"{who}: cannot write {path}: {reason}; {remedy}") from error
 
 
+def fill(page: str, sections: Mapping[str, str]) -> str:
+    """Return a page with each text between the comments of its name; those without comments come at the end.
+
+    >>> print(fill("a\\n<!-- b -->old<!-- /b -->", {"b": "new"}))
+    a
+    <!-- b -->
+    new
+    <!-- /b -->
+    """
+    for name, text in sections.items():
+        marked = f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+        pattern = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
+        found = pattern.search(page) is not None
+        page = pattern.sub(lambda _, new=marked: new, page) if found else f"{page.rstrip()}\n\n{marked}\n".lstrip()  # type: ignore[misc]
+    return page
+
+
 def make_folder(who: str, folder: Path) -> None:
     """Make a folder and its parents where they are missing."""
     try:
@@ -68,21 +87,39 @@ def write_json(who: str, path: Path | None, data: Any) -> None:
     write_text(who, path, lambda: json.dumps(plain(data), indent=1, allow_nan=False) + "\n")
 
 
-def plain(data: Any) -> Any:
-    """Return data in JSON's types: numbers that are not finite become strings, which ``float`` reads; arrays become lists.
+def plain(data: Any, infinite: Callable[[float], Any] = str) -> Any:
+    """Return data in JSON's types: arrays become lists, dataclasses dicts, numbers that are not finite what ``infinite`` makes.
+
+    By default these become strings, which ``float`` reads.
 
     >>> plain({3: (1.0, float("inf")), "at": Path("a")})
     {'3': [1.0, 'inf'], 'at': 'a'}
     """
     if isinstance(data, Mapping):
-        return {str(key): plain(value) for key, value in data.items()}
+        return {str(key): plain(value, infinite) for key, value in data.items()}
     if isinstance(data, (list, tuple, set, frozenset)):
-        return [plain(value) for value in data]
+        return [plain(value, infinite) for value in data]
+    if hasattr(data, "to_dict"):
+        return plain(data.to_dict(), infinite)
+    if is_dataclass(data):
+        return {field.name: plain(getattr(data, field.name), infinite) for field in fields(data)}
     if hasattr(data, "tolist"):  # a tensor, an array or their scalars
-        return plain(data.tolist())
+        return plain(data.tolist(), infinite)
     if isinstance(data, Path):
         return str(data)
-    return str(data) if isinstance(data, float) and not math.isfinite(data) else data
+    return infinite(data) if isinstance(data, float) and not math.isfinite(data) else data
+
+
+class WithDict:
+    """A dataclass that is plain data by :meth:`to_dict`: its fields without the ``_hidden``, and the properties ``_derived``."""
+
+    _derived: ClassVar[tuple[str, ...]] = ()
+    _hidden: ClassVar[tuple[str, ...]] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data, for JSON; NaN where a number is not defined."""
+        names = [field.name for field in fields(self) if field.name not in self._hidden]  # type: ignore[arg-type]
+        return {name: plain(getattr(self, name), float) for name in (*self._derived, *names)}
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 CHUNK = 2**16  # entries of the vectors that a restart combines at once
@@ -18,7 +19,7 @@ SINGULAR = 64  # times the rounding error of the largest product: a smaller resi
 
 
 @dataclass(frozen=True)
-class RitzValue:
+class RitzValue(WithDict):
     """The largest Ritz value of a symmetric matrix H; or of A^T A, with its root and the root's residual, a singular value of A.
 
     Attributes:
@@ -36,14 +37,12 @@ class RitzValue:
     converged: bool
     vector: Tensor | None = None
 
+    _hidden = ("vector",)
+
     @property
     def relative(self) -> float:
         """The residual over the value; 0 where both are 0."""
         return self.residual / abs(self.value) if self.value else 0.0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything but the vector as plain Python numbers."""
-        return {name: getattr(self, name) for name in ("value", "residual", "products", "converged")}
 
     def __str__(self) -> str:
         return f"{self.value:.4g}" + ("" if self.converged else "?")

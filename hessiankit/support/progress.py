@@ -14,6 +14,10 @@ Tell: TypeAlias = Callable[[str, int, int], None]
 """Called with (name of the work, items done, items in all)."""
 
 
+def silent(*_: object, **__: object) -> None:
+    """Show nothing, whatever is told."""
+
+
 @contextmanager
 def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -> Iterator[Tell]:
     """Yield a function that updates one progress bar and its estimate of the time left.

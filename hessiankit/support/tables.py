@@ -18,6 +18,8 @@ from typing import TypeAlias
 
 from rich.cells import cell_len
 
+from hessiankit.support.files import WithDict
+
 LINES = 25
 """Largest number of lines of ``print(result)``."""
 PROSE = 24
@@ -44,7 +46,12 @@ class Table:
     spread: bool = False
 
     def top(self, count: int) -> Table:
-        """Return ``count`` rows, named in the title: the first, the largest by rank, or evenly spaced ones."""
+        """Return ``count`` rows, named in the title: the first, the largest by rank, or evenly spaced ones.
+
+        >>> rows = [[str(k)] for k in range(5)]
+        >>> table(["k"], rows, rank=[0, 2, 1, 4, 3]).top(3).rows, table(["k"], rows, spread=True).top(3).rows
+        ((('3',), ('4',), ('1',)), (('0',), ('2',), ('4',)))
+        """
         if count >= len(self.rows):
             return self
         last, which = len(self.rows) - 1, f"{count} of {len(self.rows)} rows"
@@ -99,7 +106,7 @@ def table(
     return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
 
 
-class Printed:
+class Printed(WithDict):
     """A result of paragraphs and tables: one line as ``repr``, a screen where it is printed, and all of it as ``.table()``."""
 
     def _headline(self) -> str:
@@ -173,6 +180,15 @@ def brief(*parts: Piece) -> str:
     last = as_text(*kept[-1:]).splitlines()[: LINES // 2]
     room = LINES - len(last) - len(hint.splitlines())
     return "\n".join([*text.splitlines()[:room], *last, hint])
+
+
+def sizes(shape: Iterable[int]) -> str:
+    """Return a shape for people.
+
+    >>> sizes((3, 4)), sizes(())
+    ('3 x 4', '1')
+    """
+    return " x ".join(map(str, shape)) or "1"
 
 
 def short_names(names: Iterable[str]) -> dict[str, str]:

@@ -219,17 +219,12 @@ def structure(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     schema = getattr(operation, "_schema", None)
     name = "" if schema is None else schema.name
     if name in SYMMETRIC or (name in HERMITIAN_OPTION and _option(schema, "hermitian", args, kwargs)):
-        return AssumedStructure(SYMMETRIC.get(name, 0), "symmetric", symmetrised, "(A + A.mT) / 2")
+        return AssumedStructure(SYMMETRIC.get(name, 0), "symmetric", lambda A: (A + A.mT) / 2, "(A + A.mT) / 2")
     if name in TRIANGULAR and _option(schema, "upper", args, kwargs):
         return AssumedStructure(TRIANGULAR[name], "upper triangular", torch.triu, "A.triu()")
     if name in TRIANGULAR:
         return AssumedStructure(TRIANGULAR[name], "lower triangular", torch.tril, "A.tril()")
     return None
-
-
-def symmetrised(x: Tensor) -> Tensor:
-    """Return (X + X^T) / 2."""
-    return (x + x.mT) / 2
 
 
 def _option(schema: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -193,8 +193,9 @@ class AutomaticDifferentiation(Primitive):
                 (wrong,) = set(found) - set(right)
                 self._proof.remark = f" (by {right[0]}: {wrong} is wrong by {gap:.2g})"
             return right[0], found[right[0]]
+        below = "its value" if which == "first" else "its gradient"
         seen = "; ".join(
-            [f"{name} is {distance:.2g} from central differences of {_below(which)}" for name, distance in off.items()]
+            [f"{name} is {distance:.2g} from central differences of {below}" for name, distance in off.items()]
             + [f"{name} raised {first_line(error)}" for name, error in missing.items()]
         )
         apart = f"its two routes differ by {gap:.2g} of the largest entry: " if len(found) == 2 else ""
@@ -255,7 +256,3 @@ def _row(covectors: Covectors) -> Covectors:
 
 def _finite(values: Covectors) -> bool:
     return all(v is None or bool(torch.isfinite(v).all()) for v in values)
-
-
-def _below(which: str) -> str:
-    return "its value" if which == "first" else "its gradient"

@@ -367,10 +367,6 @@ class GraphBuilder:
         self.recording.unseen[node] = Unseen(root, edges, names, leaves)
         return node
 
-    def is_known(self, x: Any) -> bool:
-        """Tell whether a tensor has a node."""
-        return id(x) in self.nodes
-
     def call(self, target: Any, args: Any, kwargs: Any) -> Node:
         """Note an operation, with what its arguments stand for now."""
         args, kwargs = map_aggregate((args, kwargs), self.node_of)

@@ -27,7 +27,7 @@ from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.graph import GraphBuilder, Recording, unwrapped
+from hessiankit.tracing.graph import GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
 
 aten = torch.ops.aten
@@ -223,7 +223,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is aten.lift_fresh.default:
             self.builder.ready(args[0])
             return args[0]
-        if func is aten.detach_.default and not self.builder.is_known(args[0]):
+        if func is aten.detach_.default and id(args[0]) not in self.builder.nodes:
             return args[0]
         return self._run(func, func, args, kwargs)
 
@@ -244,6 +244,10 @@ class _Recorder(ProxyTorchDispatchMode):
         with torch._C._DisablePythonDispatcher():
             node = self.builder.call(operation, args, kwargs)
             value = func(*args, **kwargs)
+            same = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
+            if same and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
+                self.builder.recording.graph.remove_last()
+                return value
             if _is_complex(value):
                 self.builder.remove_last()
                 return value
@@ -320,10 +324,11 @@ class _FunctionMode(TorchFunctionMode):
             for x in _tensors(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func in _ARRAYS else args  # the mark is what refuses it, in words of its own
+        moved = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
             self.recorder.builder.add_untraced(value)
-        if func == _SET_DATA:
+        if moved:
             self.recorder.builder.given(*args)
         return value

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from derivations.linear import Add, Expand
 from derivations.primitive import Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
+from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.derivative_tests import structure
@@ -56,8 +57,8 @@ class Application:
     name: str
 
 
-@dataclass
-class Trace:
+@dataclass(repr=False)
+class Trace(Printed):
     """A module's computation: every value by id, and the applications that the parameters reach, in order.
 
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
@@ -91,6 +92,20 @@ class Trace:
     def gather(self, application: Application) -> tuple[Tensor | None, ...]:
         """Return the values of an application's inputs."""
         return tuple(None if i is None else self.values[i] for i in application.inputs)
+
+    def _headline(self) -> str:
+        return f"trace: {len(self.applications)} applications of primitives, parameters: {len(self.parameters)}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        names = {at: name for name, at in self.parameters.items()} | {a.output: a.name for a in self.applications}
+        rows = []
+        for a in self.applications:
+            read = ", ".join(names.get(at, "constant") for at in a.inputs if at is not None)
+            rows.append((a.name, type(a.primitive).__name__, read, sizes(self.values[a.output].shape)))
+        yield table(("value", "primitive", "of", "shape"), rows, left=4)
+        if self.fallbacks:
+            yield f"differentiated by torch: {', '.join(self.fallbacks)}"
 
     @torch.no_grad()
     def descendants(self, value: int) -> set[int]:
@@ -143,12 +158,14 @@ def trace_module(function: Callable[..., Tensor], parameters: Mapping[str, Tenso
 
 
 @one_at_a_time
-def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor]) -> Trace:
+def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor], kept: Collection[int] | None = None) -> Trace:
     """Trace a call into primitive applications: nothing is passed to it, nothing that it reads is replaced.
 
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
         leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
+        kept: Addresses of storages that nobody writes into later (:func:`address`); other constants are copied. None: no copies,
+            for a trace that is read at once.
     """
     try:
         with torch.enable_grad(), warnings.catch_warnings(), ordinary_path():  # the graph says where gradients are turned off
@@ -165,17 +182,17 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor])
         ) from error
     try:
         with torch.no_grad():
-            return _interpret(recording, {name: x.detach() for name, x in leaves.items()})
+            return _interpret(recording, {name: x.detach() for name, x in leaves.items()}, kept)
     finally:
         recording.graph.clear()
 
 
-def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
+def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collection[int] | None) -> Trace:
     result = Trace()
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []
-    differentiable = True
+    differentiable, elsewhere = True, set[int]()
     given = iter(leaves.items())
     for node in recording.graph.nodes:
         if node.op == "placeholder":
@@ -183,7 +200,11 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
             ids[node] = result.add_value(known[node], moving=True)
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
-            known[node] = recording.constants[str(node.target)].detach()  # on the memory that a buffer has now, not later
+            constant = recording.constants[str(node.target)].detach()
+            if kept is not None and address(constant) not in kept:  # memory of the caller, who may write into it
+                elsewhere.add(address(constant))
+                constant = _copied(constant)
+            known[node] = constant
         elif node.op == "segment":
             fallbacks += _segment(node, recording.unseen[node], result, ids, known)
         elif node.op == "output":
@@ -200,6 +221,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
             try:
                 target: Any = without_writing(node, known, ids, differentiable=differentiable)
                 ran = recording.values.pop(node, None) if target in ORDINARY and target is node.target else None
+                ran = None if ran is None or address(ran) in elsewhere else ran
                 fallbacks += _record(node, target, ran, result, ids, known, differentiable)
                 if target is not node.target and target is not aten.detach.default:
                     _overwrite(node, result, ids, known)
@@ -213,6 +235,18 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor]) -> Trace:
                 ) from error
     result.fallbacks = tuple(dict.fromkeys(fallbacks))
     return result
+
+
+def address(x: Tensor) -> int:
+    """Return where a tensor's storage lies; 0 without one, as of a sparse tensor."""
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided else 0
+
+
+def _copied(x: Tensor) -> Tensor:
+    """Return a copy that takes no more memory: expanded where the tensor is."""
+    if x.layout is not torch.strided:
+        return x.clone()
+    return x[tuple(slice(None if step else 1) for step in x.stride())].clone().expand(x.shape)
 
 
 def _record(

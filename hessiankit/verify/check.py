@@ -19,6 +19,7 @@ from hessiankit.engine.problem.calling import Loss, ordinary
 from hessiankit.engine.problem.selection import Params, check_surroundings, select
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
 from hessiankit.verify.comparison import closed_form
@@ -257,7 +258,7 @@ def _shapes(inputs: Any) -> str:
     ('2 x 3', 'ids 4, use_cache False')
     """
     if isinstance(inputs, Tensor):
-        return " x ".join(map(str, inputs.shape)) or "1"
+        return sizes(inputs.shape)
     if isinstance(inputs, Mapping):
         return ", ".join(f"{name} {_shapes(x)}" for name, x in inputs.items())
     return ", ".join(map(_shapes, inputs)) if isinstance(inputs, (tuple, list)) else str(inputs)

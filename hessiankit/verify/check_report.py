@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from hessiankit.curvature.dense import Hessian
@@ -103,6 +103,8 @@ class CheckReport(Printed):
     exact: tuple[ExactRow, ...] = ()
     asked: str = ""
 
+    _derived, _hidden = ("passed", "verdict"), ("closed_form",)
+
     @property
     def hessian(self) -> Hessian:
         """The Hessian under test.
@@ -184,22 +186,7 @@ class CheckReport(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain Python data, ready for JSON."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "asked": self.asked,
-            "rtol": self.rtol,
-            "comparison": self.comparison,
-            "left_out": dict(self.left_out),
-            "remarks": list(self.remarks),
-            "lowered": self.lowered,
-            "seconds": self.seconds,
-            "rows": [asdict(row) for row in self.rows],
-            "health": [asdict(h) for h in self.health],
-            "identities": self.identities.to_dict(),
-            "exact": [asdict(row) for row in self.exact],
-            "hessian": self.closed_form.to_dict() if isinstance(self.closed_form, Hessian) else None,
-        }
+        return {**super().to_dict(), "hessian": self.closed_form.to_dict() if isinstance(self.closed_form, Hessian) else None}
 
     def pair_table(self) -> Table:
         """Return the table of the block pairs: size, arithmetic, norms, and the error against each reference."""

@@ -22,8 +22,8 @@ Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 ULPS = 16.0
 """Size of the perturbation of the parameters, in units of the last place: roundings change, the Hessian does not."""
 
-SAFETY = 32.0
-"""A block counts as zero up to this many times its largest change under rounding."""
+PERTURBATIONS, SAFETY = 2, 32.0
+"""A block counts as zero up to this many times its largest change under rounding, of two perturbations."""
 
 
 def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Problem:
@@ -46,11 +46,10 @@ class RoundingNoise:
         problem: The loss.
         routes: The routes whose products are compared; each leaves a remainder of its own.
         eps: Of the lowest precision that the module computes in.
-        samples: Number of perturbations.
     """
 
-    def __init__(self, problem: Problem, routes: Mapping[str, Route], eps: float, samples: int = 2) -> None:
-        self.problem, self.routes, self.eps, self.samples = problem, dict(routes), eps, samples
+    def __init__(self, problem: Problem, routes: Mapping[str, Route], eps: float) -> None:
+        self.problem, self.routes, self.eps = problem, dict(routes), eps
 
     @cached_property
     def floor(self) -> Tensor:
@@ -59,7 +58,7 @@ class RoundingNoise:
         probes = probe_directions(problem, 1, seed=1)
         result = torch.zeros(len(problem.params), len(problem.params), dtype=torch.float64)
         here = {name: self._products(route, problem, probes.V) for name, route in self.routes.items()}
-        for _ in range(self.samples):
+        for _ in range(PERTURBATIONS):
             there = perturbed(problem, self.eps, generator)
             for name, route in self.routes.items():
                 before, after = here[name], self._products(route, there, probes.V)
@@ -214,16 +213,15 @@ class BlockMaxima:
         return torch.stack([per_direction[:, rows].amax(1) for rows in self._rows], dim=1)
 
 
-def block_errors(a: Tensor, b: Tensor, problem: Problem, probes: Probes | None = None) -> Tensor:
+def block_errors(a: Tensor, b: Tensor, problem: Problem) -> Tensor:
     """Return max |a - b| of every block pair relative to the block's largest entry.
 
     Entry (i, j) belongs to the derivative of parameter i's gradient along parameter j, in the order of ``params``.
 
     Args:
-        a: One Hessian (P, P), or products (k, P) with ``probes``.
-        b: The other, of the same layout.
+        a: One Hessian (P, P).
+        b: The other.
         problem: Gives the parameters and their slices.
-        probes: The directions that the products belong to.
 
     Raises:
         InputError: A wrong shape.
@@ -234,8 +232,8 @@ def block_errors(a: Tensor, b: Tensor, problem: Problem, probes: Probes | None =
     tensor([[0.0000, 0.0000],
             [0.5000, 0.0000]])
     """
-    blocks = BlockMaxima(problem, probes)
+    blocks = BlockMaxima(problem)
     for value in (a, b):
         if tuple(value.shape) != blocks.shape:
             raise InputError(f"block_errors: a value has shape {tuple(value.shape)}; expected {blocks.shape}.")
-    return blocks.relative(*blocks.difference(*((a, b) if probes else (a.T, b.T))))
+    return blocks.relative(*blocks.difference(a.T, b.T))

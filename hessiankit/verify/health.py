@@ -112,7 +112,8 @@ def examine(
         return layouts.setdefault(id(own), BlockMaxima(problem, own, found.precision, noise))
 
     cases = {name: _Case.of(name, result, blocks(result), tolerance) for name, result in results.items()}
-    witnesses = [case for case in cases.values() if case.testifies]
+    sound = [case for case in cases.values() if case.products is not None and case.symmetric and case.resolves]
+    witnesses = [case for case in sound if case.group != UNDER_TEST]
     consensus = _consensus(witnesses)
     return {name: case.health(consensus, found) for name, case in cases.items()}
 
@@ -169,10 +170,6 @@ class _Case:
     def resolves(self) -> bool:
         """Whether it is precise enough to judge by: as far as its own arithmetic can be, where that is of half precision."""
         return self.attainable <= max(RESOLVED, self.tolerance)
-
-    @property
-    def testifies(self) -> bool:
-        return self.group != UNDER_TEST and self.products is not None and self.symmetric and self.resolves
 
     def compare(self, other: _Case) -> tuple[Worst, bool]:
         """Return the worst disagreement and whether it lies within the two errors in every block."""

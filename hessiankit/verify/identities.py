@@ -6,7 +6,7 @@ import math
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,6 +61,8 @@ class IdentityReport(Printed):
     rtol: float = 1e-10
     seconds: float = 0.0
 
+    _derived = ("passed", "verdict")
+
     @property
     def passed(self) -> bool:
         """Whether every identity holds."""
@@ -98,10 +100,6 @@ class IdentityReport(Printed):
             rank=[row.max_rel_error if row.passed else math.inf for row in self.rows],
             ranked="largest error",
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain Python data, ready for JSON."""
-        return {"passed": self.passed, "verdict": self.verdict, **asdict(self)}
 
     def _headline(self) -> str:
         return self.verdict

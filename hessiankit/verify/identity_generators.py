@@ -127,14 +127,10 @@ class Symmetry:
 
     def motions(self, like: Tensor, rng: torch.Generator) -> tuple[Motion, ...]:
         """Return a random generator, and G = I, Euler's identity, where that belongs to the family."""
-        draws = [Motion(tuple(m for part in self.parts for m in _draw(part, like, rng)), self._shifts)]
+        draws = [Motion(tuple(m for part in self.parts for m in _draw(part, like, rng)), self.parts[0].kind == "shift")]
         if all(part.kind in ("linear", "diagonal") for part in self.parts):
             draws.append(Motion(tuple(m for part in self.parts for m in _with(part, like.new_ones(part.size))), False))
         return tuple(draws)
-
-    @property
-    def _shifts(self) -> bool:
-        return self.parts[0].kind == "shift"
 
 
 def _draw(part: GeneratorPart, like: Tensor, rng: torch.Generator) -> list[tuple[Leg, Tensor]]:

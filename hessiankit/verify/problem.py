@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -228,7 +229,8 @@ class Problem:
 
         held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
         try:
-            with differentiable_attention():
+            with differentiable_attention(), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
                 return _call(module, inputs, target, self.loss)
         finally:
             held.restore()

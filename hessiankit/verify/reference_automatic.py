@@ -15,7 +15,7 @@ from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention, outputs_of
-from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, first_line, in_chunks
+from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, in_chunks, typed_line
 from hessiankit.verify.torch_routes import ROUTES, GradientGraph
 from hessiankit.verify.traits import NO_GRAD, traits
 
@@ -34,7 +34,6 @@ class ReverseOverReverse(Reference):
 
     name = "reverse-over-reverse"
     independent_group = "reverse"
-    summary = "torch.autograd.grad twice"
     routes = ("grad twice (batched)", "grad twice")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
@@ -76,7 +75,6 @@ class JvpOfGrad(Reference):
 
     name = "jvp(grad)"
     independent_group = "forward-over-reverse"
-    summary = "dual numbers through torch.autograd.grad; torch.func.jvp of torch.func.grad where they do not pass"
     routes = ("jacfwd(grad)", "jvp(grad)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
@@ -141,7 +139,7 @@ class JvpOfGrad(Reference):
         Raises:
             Unsupported: It is not the module's own.
         """
-        why = f"by torch.func, as dual numbers do not pass ({first_line(error)})"
+        why = f"by torch.func, as dual numbers do not pass ({typed_line(error)})"
         try:
             fault = problem.swap_fault
         except FAILURES as again:
@@ -175,7 +173,6 @@ class FuncHessian(Reference):
 
     name = "torch.func.hessian"
     independent_group = "jacfwd(jacrev)"
-    summary = "torch.func.jvp of torch.func.jacrev, that is torch.func.hessian"
     routes = ("torch.func.hessian", "jvp(jacrev)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
@@ -203,7 +200,6 @@ class ComplexStep(Reference):
 
     name = "complex-step"
     independent_group = "differences"
-    summary = "the imaginary part of the gradient at theta + i h v"
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         if problem.dtype not in _COMPLEX:
@@ -270,7 +266,6 @@ class Curvlinops(Reference):
 
     name = "curvlinops"
     independent_group = "jacfwd(jacrev)"
-    summary = "curvlinops.HessianLinearOperator"
     routes = FuncHessian.routes
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.progress import silent
 from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem, differentiable_attention
 
@@ -73,7 +74,6 @@ class Reference(ABC):
 
     name: str
     independent_group: str
-    summary: str
     routes: tuple[str, ...] = ()
     """Its names in ``torch_routes.ROUTES``: for all directions together, and for one at a time where torch cannot batch them."""
     many_calls = False
@@ -117,7 +117,7 @@ class Reference(ABC):
         start = time.perf_counter()
         try:
             with torch.enable_grad():
-                value, error, note = self._products(problem, directions, chunk, progress or _silent)
+                value, error, note = self._products(problem, directions, chunk, progress or silent)
         except FAILURES as failure:
             raise self.unsupported(failure) from failure
         if V is None:
@@ -145,7 +145,7 @@ class Reference(ABC):
     def unsupported(self, error: Exception) -> Unsupported:
         """Turn an exception of the differentiation library into a result with a reason and, where known, a remedy."""
         hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(error)), "")
-        return Unsupported(self.name, first_line(error) + hint)
+        return Unsupported(self.name, typed_line(error) + hint)
 
 
 _HINTS = {
@@ -176,17 +176,17 @@ def in_chunks(
             if note or isinstance(error, HessiankitError):
                 raise
             # The loop raises the route's own error, if there is one; only the batching's error is dropped here.
-            note = f"one direction at a time ({first_line(error)})"
+            note = f"one direction at a time ({typed_line(error)})"
             continue
         done += len(rows)
         progress(done, len(V))
     return torch.cat(results) if results else torch.zeros_like(V), note
 
 
-def first_line(error: Exception) -> str:
+def typed_line(error: Exception) -> str:
     """Return the type and the first line of an exception, short enough for a table.
 
-    >>> first_line(ValueError("wrong\\nmore")), first_line(ValueError("wrong " * 50))[-9:]
+    >>> typed_line(ValueError("wrong\\nmore")), typed_line(ValueError("wrong " * 50))[-9:]
     ('ValueError: wrong', 'wrong ...')
     """
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
@@ -224,7 +224,3 @@ def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
         if value.requires_grad:
             torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
     return max(1, 3 * saved)
-
-
-def _silent(done: int, total: int) -> None:
-    """Report nothing."""

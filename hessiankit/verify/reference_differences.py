@@ -41,7 +41,6 @@ class CentralDifferences(Reference):
 
     name = "central-differences"
     independent_group = "differences"
-    summary = "eighth-order central differences of the gradient"
     many_calls = True
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:

@@ -10,7 +10,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from hessiankit.tracing.graph import Node
 from hessiankit.tracing.recording import record
 from hessiankit.verify.operations import OPERATIONS, Example
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_base import first_line
+from hessiankit.verify.reference_base import typed_line
 from hessiankit.verify.references import REFERENCES
 from hessiankit.verify.torch_routes import ROUTES, central_differences
 
@@ -125,10 +125,6 @@ class RouteTable(Printed):
             f"RouteTable.cell: no cell ({operation!r}, {route!r}); operations: "
             f"{', '.join(j.operation for j in self.judgements)}; routes: {', '.join(ROUTES)}."
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python values."""
-        return asdict(self)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -260,7 +256,7 @@ def _judge(name: str, example: Example, differences: Tensor) -> tuple[Judgement,
     try:
         closed = hessian(example.module, example.x, example.target, loss=example.loss_name, handshake=False)
     except HessiankitError as reason:
-        return Judgement(name, size, DIFFERENCES, None, first_line(reason)), differences
+        return Judgement(name, size, DIFFERENCES, None, typed_line(reason)), differences
     error = _relative(closed.matrix - differences, differences)
     if closed.fallbacks:
         note = f"the closed form leaves {', '.join(closed.fallbacks)} to automatic differentiation"
@@ -276,7 +272,7 @@ def _measure(name: str, route: str, example: Example, truth: Tensor, differences
     except torch.OutOfMemoryError:
         raise
     except Exception as reason:  # whatever torch raises is the finding
-        return RouteCell(name, route, UNSUPPORTED, None, None, first_line(reason))
+        return RouteCell(name, route, UNSUPPORTED, None, None, typed_line(reason))
     error, asymmetry = _relative(found - truth, truth), _relative(found - found.T, truth)
     return RouteCell(name, route, RIGHT if error <= TOLERANCE else WRONG, error, asymmetry)
 
@@ -365,7 +361,7 @@ def choose(problem: Problem, default: tuple[str, ...]) -> Choice:
     known = {signature: _known(signature, table["operations"]) for signature in found}
     if missing := sorted({signature.partition("(")[0] for signature, row in known.items() if row is None}):
         return Choice(default, {}, f"not in the route table: {', '.join(missing)}")
-    faults = {name: _faults(name, known) for name in ROUTES_OF}  # type: ignore[arg-type]
+    faults = {name: ", ".join(dict.fromkeys(row[name] for row in known.values() if row and name in row)) for name in ROUTES_OF}
     chosen = [next((name for name in group if not faults[name]), None) for group in CHOICES]
     names = (*(name for name in chosen if name is not None), CENTRAL_DIFFERENCES)
     if len(names) < 2:
@@ -390,11 +386,6 @@ def _known(signature: str, operations: Mapping[str, Any]) -> Mapping[str, Any] |
 
 def _tensors(signature: str) -> list[str]:
     return signature.partition("(")[2].rstrip(")").split(", ")
-
-
-def _faults(name: str, known: Mapping[str, Mapping[str, str]]) -> str:
-    """Return the operations that a reference fails at, in words; "" if there is none."""
-    return ", ".join(dict.fromkeys(row[name] for row in known.values() if name in row))
 
 
 @cache

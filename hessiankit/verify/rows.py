@@ -136,15 +136,13 @@ class DenseComparison:
             yield from self._products(operator, seed, seconds)
 
         compare("operator", "gradient and operator", symmetric_operator, of_operator)
-        compare("diagonal", "the diagonal", self._exact_diagonal, self._diagonal)
+        exact = lambda: hessian_diagonal(*self.problem.arguments, **self.problem.options, max_products=None).flat  # noqa: E731
+        compare("diagonal", "the diagonal", exact, self._diagonal)
         return rows, remarks
 
     @staticmethod
     def _operator(problem: Problem) -> HessianOperator:
         return hessian_operator(*problem.arguments, **problem.options)
-
-    def _exact_diagonal(self) -> Tensor:
-        return hessian_diagonal(*self.problem.arguments, **self.problem.options, max_products=None).flat
 
     def _gradient(self, operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
         """Compare with the gradient of the module's own call, each parameter against its largest entry."""

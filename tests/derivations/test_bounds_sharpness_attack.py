@@ -141,11 +141,11 @@ def ascend(
     layer: Callable[..., Tensor], shapes: dict[str, tuple[int, ...]], bounds: GradientBounds, *, starts: int = 12, **scales: float
 ) -> tuple[dict[str, float], list[tuple[dict[str, Tensor], Tensor]]]:
     """Return the largest true / bound reached for each parameter, and the points (arrays, dQ/dY) where the ascents ended."""
-    letters, steps = list(bounds.upper), 150
+    letters, steps = list(bounds.upper), 100
     copies = [letter for letter in letters for _ in range(starts)]
     raw = {name: draw(len(copies), *shape, seed=k).requires_grad_() for k, (name, shape) in enumerate(shapes.items())}
     optimizer = torch.optim.Adam(raw.values(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.975)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.963)
     best = dict.fromkeys(letters, 0.0)
     for _ in range(steps):
         unit = {name: _unit(name, t) * scales.get(name, 1.0) for name, t in raw.items()}

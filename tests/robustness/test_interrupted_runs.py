@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +23,7 @@ from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting
 from hessiankit.studies.tuning.store import Runs
 from hessiankit.support.environment import code_version
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork")]  # of jax, where another test has imported it
 
 CASES = cases(["post"], sample=4)
 SPECS = [RunSpec(Setting(steps=4, layers=1, d_model=8, heads=2), lr, (), 0) for lr in (0.01, 0.02, 0.03, 0.04)]
@@ -37,27 +39,36 @@ def ran(spec: RunSpec) -> RunResult:
     return RunResult(spec, (0, 4), (5.5, 1 / 3), 1.0)
 
 
-SCRIPT = """
-import sys, time, pathlib
-sys.path.insert(0, "tests/robustness")
-from hessiankit.studies import placement_grid
-from hessiankit.studies.tuning import store
-from test_interrupted_runs import CASES, SPECS, finished, ran
-path = pathlib.Path(sys.argv[1])
-def slowly(run):
+def slowly(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda one: time.sleep(0.05) or run(one)
-placement_grid.run_case, store.run = slowly(finished), slowly(ran)
-"""
-GRID = SCRIPT + "placement_grid.run_grid(CASES, path)"
-TUNE = SCRIPT + "with store.Runs(path) as runs:\n    runs(SPECS)"
-LIMITED = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({size}, {size}))\n"
-"""A file that may not grow beyond this many bytes: what a full disk does to a write, without one."""
 
 
-def process(script: str, path: Path, **options: object) -> subprocess.Popen[str]:
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root}:{root / 'tests'}", "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, "-c", script, str(path)], cwd=root, env=environment, text=True, **options)
+def grid(path: Path) -> None:
+    placement_grid.run_case = slowly(finished)
+    placement_grid.run_grid(CASES, path)
+
+
+def tune(path: Path) -> None:
+    store.run = slowly(ran)
+    with Runs(path) as runs:
+        runs(SPECS)
+
+
+def start(work: Callable[[Path], None], path: Path, most: int = resource.RLIM_INFINITY) -> tuple[int, int]:
+    """Fork a process whose files may not grow beyond so many bytes, what a full disk does to a write; return it and its errors."""
+    errors, written = os.pipe()
+    if process := os.fork():
+        os.close(written)
+        return process, errors
+    code = 1
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        work(path)
+        code = 0
+    except BaseException:
+        os.write(written, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
 
 
 def grid_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
@@ -76,23 +87,23 @@ def tuning_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return again
 
 
-AGAIN = {"grid": (GRID, grid_again, CASES), "tune": (TUNE, tuning_again, SPECS)}
+AGAIN = {"grid": (grid, grid_again, CASES), "tune": (tune, tuning_again, SPECS)}
 
 
 @pytest.mark.parametrize("what", AGAIN)
 def test_killed_in_the_middle(what, tmp_path, monkeypatch):
-    script, again, everything = AGAIN[what]
+    work, again, everything = AGAIN[what]
     path = tmp_path / "lines.jsonl"
-    running = process(script, path)
+    process, errors = start(work, path)
     try:
         deadline = time.monotonic() + 60
         while not (path.exists() and path.read_text().count("\n") >= 2):
             assert time.monotonic() < deadline
-            assert running.poll() in (None, 0)
             time.sleep(0.01)
     finally:
-        running.send_signal(signal.SIGKILL)
-        running.wait()
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+        os.close(errors)
     before = path.read_text().count("\n")
     assert again(path, monkeypatch) == everything[before:]
     assert again(path, monkeypatch) == []
@@ -100,14 +111,14 @@ def test_killed_in_the_middle(what, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("what", AGAIN)
 def test_a_full_disk(what, tmp_path, monkeypatch):
-    script, again, everything = AGAIN[what]
+    work, again, everything = AGAIN[what]
     path = tmp_path / "lines.jsonl"
     line = {"grid": json.dumps(asdict(finished(CASES[0]))), "tune": json.dumps(store.record_of(ran(SPECS[0])))}[what]
-    running = process(LIMITED.format(size=int(2.5 * len(line))) + script, path, stderr=subprocess.PIPE)
-    _, told = running.communicate(timeout=120)
-    last = told.strip().splitlines()[-1]
-    assert running.returncode == 1
-    assert last.startswith("hessiankit.support.errors.InputError:"), told
+    process, errors = start(work, path, int(2.5 * len(line)))
+    with os.fdopen(errors) as said:
+        last = said.read().strip().splitlines()[-1]
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 1
+    assert last.startswith("hessiankit.support.errors.InputError:")
     assert "File too large" in last
     assert "--out" in last
     assert again(path, monkeypatch) == everything[2:]

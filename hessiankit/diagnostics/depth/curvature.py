@@ -12,9 +12,10 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.diagnostics.depth.autograd_products import HessianProducts
 from hessiankit.diagnostics.depth.blocks import WHO
-from hessiankit.diagnostics.depth.estimates import Estimator, Measured, WithDict, trace_of
+from hessiankit.diagnostics.depth.estimates import Estimator, Measured, trace_of
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
+from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue
 
 KINDS = ("hessian", "ggn")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from hessiankit.diagnostics.depth.curvature import LayerCurvature
-from hessiankit.diagnostics.depth.estimates import WithDict
 from hessiankit.diagnostics.depth.jacobians import Jacobians
 from hessiankit.diagnostics.depth.laws import GrowthLaws
 from hessiankit.diagnostics.depth.pruning import PruningDrop
@@ -16,7 +15,7 @@ from hessiankit.support.tables import Piece, Printed, table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DepthReport(WithDict, Printed):
+class DepthReport(Printed):
     """Diagnostics of the blocks of a model by depth; made by :func:`depth_diagnostics`. Quantities that were not chosen are None.
 
     Attributes:

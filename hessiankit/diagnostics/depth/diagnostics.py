@@ -73,8 +73,9 @@ def depth_diagnostics(
         model: hessiankit's ``Transformer`` or ``VisionTransformer``, a Hugging Face decoder or encoder, or any module whose
             blocks, in one list, map a hidden state (..., tokens, d) to one: a tensor, or the first entry of a tuple.
         data: A tensor of inputs with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels`` (a
-            Hugging Face batch: logits[:, :-1] against labels[:, 1:]); or an iterable of pairs or mappings. Labels may be left
-            out where no quantity needs a loss. -100 does not count. Tokens where ``attention_mask`` is 0 are left out.
+            Hugging Face batch: logits[:, :-1] against labels[:, 1:], unless the model's own loss has them in place); or an
+            iterable of pairs or mappings. Labels may be left out where no quantity needs a loss. -100 does not count. Tokens
+            where ``attention_mask`` is 0 are left out.
         target: Labels, one for each row of logits, or for squared error a tensor of the output's shape.
         blocks: The name of the list of blocks, or the blocks or their names; by default found in a forward pass.
         what: Some of ``"variance", "angles", "drop", "gradient", "jacobian", "hessian", "ggn"``, or ``"all"``.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, TypeAlias
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,28 +15,6 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import RitzValue, lanczos
 
 Product: TypeAlias = "Callable[[Tensor], Tensor]"
-
-
-def as_plain(x: Any) -> Any:
-    """Return a result as plain Python data: dataclasses as dicts of their fields, tuples and tensors as lists."""
-    if hasattr(x, "to_dict") and not isinstance(x, WithDict):
-        return x.to_dict()
-    if is_dataclass(x):
-        return {field.name: as_plain(getattr(x, field.name)) for field in fields(x)}
-    if isinstance(x, dict):
-        return {key: as_plain(value) for key, value in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [as_plain(value) for value in x]
-    return x.tolist() if isinstance(x, Tensor) else x
-
-
-class WithDict:
-    """A dataclass with ``to_dict()``."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain Python numbers, for JSON; NaN where a number is not defined."""
-        found: dict[str, Any] = as_plain(self)
-        return found
 
 
 @dataclass(frozen=True)

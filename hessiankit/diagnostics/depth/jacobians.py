@@ -11,9 +11,10 @@ from torch import Tensor
 
 from hessiankit.diagnostics.depth.autograd_products import JacobianProducts
 from hessiankit.diagnostics.depth.blocks import Blocks
-from hessiankit.diagnostics.depth.estimates import Estimator, Measured, WithDict, mean_of, probes, root
+from hessiankit.diagnostics.depth.estimates import Estimator, Measured, mean_of, probes, root
 from hessiankit.diagnostics.depth.recording import recording
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue
 
 

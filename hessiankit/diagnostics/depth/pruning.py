@@ -10,10 +10,10 @@ from torch import nn
 
 from hessiankit.blocks import TransformerBlock
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks
-from hessiankit.diagnostics.depth.estimates import WithDict
 from hessiankit.diagnostics.depth.recording import removed
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 
 
 @dataclass(frozen=True)

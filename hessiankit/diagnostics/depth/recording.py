@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state, hooks
-from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_devices, micro_batches
+from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_cut, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, placed
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
@@ -41,7 +41,8 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
     batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch))
     for batch in batches:
         check_devices(WHO, batch, model)
-    return BatchedLoss(WHO, model, batches, loss)
+    check_cut(WHO, model, batches)
+    return BatchedLoss(WHO, model, tuple(placed(WHO, model, batches)), loss)
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hessiankit.diagnostics.depth.estimates import WithDict
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 
 KINDS = ("block", "attention", "feedforward")
 

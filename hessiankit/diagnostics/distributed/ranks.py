@@ -86,7 +86,8 @@ class Ranks:
         if self.size == 1:
             return value
         value = value.contiguous()  # the same memory layout on every rank
-        place = value if self._reaches(value.device) else value.to(_device(self.group))
+        reached = value.device.type in str(dist.get_backend_config(self.group))
+        place = value if reached else value.to(_device(self.group))
         with self.exchange():
             dist.all_reduce(place, group=self.group)
         return place.to(value.device)
@@ -159,9 +160,6 @@ class Ranks:
             made: HessiankitError = known(f"{self.who}: {on}{text}")
             return made
         return RankError(f"{self.who}: {on}{kind}: {text}")
-
-    def _reaches(self, device: torch.device) -> bool:
-        return device.type in str(dist.get_backend_config(self.group))
 
     def _note(self, kind: str, text: str) -> None:
         store = _store()

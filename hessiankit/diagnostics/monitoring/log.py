@@ -11,10 +11,9 @@ import matplotlib as mpl
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, Picture, check_suffix, spread, write_picture
+from hessiankit.curvature.plot_frame import FAINT, INK, STYLE, Picture, check_suffix, spread, write_picture
 from hessiankit.diagnostics.depth.stream import AngularDistances
 from hessiankit.diagnostics.monitoring.lines import read_lines
 from hessiankit.support.arguments import checked
@@ -433,8 +432,7 @@ def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *
         raise InputError(f"plot_monitor: {log.path} holds no measurement yet; nothing to draw")
     down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
     with mpl.rc_context(STYLE):
-        figure = Picture(figsize=(4.1 * across + 0.2, 3.05 * down + 0.4), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
         wide, high = figure.get_size_inches()
         heading = title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})"
         figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")

@@ -20,31 +20,38 @@ from hessiankit.diagnostics.depth.autograd_products import HessianProducts
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
+from hessiankit.diagnostics.sharpness.probe import placed
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, map_tensors, named_tensors
 from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import HessiankitError, InputError, check_name
 from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
 """Arguments of the model, and a label for each row of its logits (-100: does not count)."""
 
 
-def batches_of(data: Any, target: Tensor | None = None) -> list[Batch]:
+def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None = None) -> list[Batch]:
     """Return the batches of ``data`` as a list of pairs (inputs, labels).
 
     Args:
         data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
             left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
         target: Labels, if ``data`` are inputs only.
+        model: The model, whose own loss shows whether they belong there: of a masked language model they do not.
 
     >>> inputs, target = batches_of({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})[0]
     >>> list(inputs), target.tolist()
     (['input_ids'], [[6, 7, -100]])
     """
     found: list[Batch] = []
-    for batch in micro_batches(WHO, data, target):
+    read = micro_batches(WHO, data, target)
+    if model is not None:
+        with preserved_state(model), ordinary_path():
+            read = placed(WHO, model, read)
+    for batch in read:
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
             check_dense(WHO, name, x)
             if x.is_meta:
@@ -183,7 +190,7 @@ def spectrum(model: nn.Module, batches: Sequence[Batch], top: int, **options: An
     return {
         "eigenvalues": found.eigenvalues.tolist(),
         "residuals": found.residuals.tolist(),
-        **{name: {"value": x.value, "half_width": x.half_width} for name, x in sums.items()},
+        **{name: vars(x) for name, x in sums.items()},
         "converged": found.converged,
         "products": found.products,
     }

@@ -188,7 +188,7 @@ class Monitor:
             raise InputError(f"{WHO}: spectrum={spectrum}; pass how many eigenvalues of either end, 0 for none")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
-            self._batches = batches_of(data, target)
+            self._batches = batches_of(data, target, self._model)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
         self._sections: dict[str, Section] = {"loss": lambda model, batches, step: loss_of(model, batches).evaluate()[0]}
         options: dict[str, Any] = {"seed": seed}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,12 +38,14 @@ class MicroBatch:
         target: Labels, one for each row of the logits (-100: not counted), or for squared error a tensor of the output's shape.
         numbers: The number of each sequence, a row of axis 0, in the whole data.
         shifted: The labels are the tokens themselves: row i of the logits belongs to label i + 1. None: not known yet.
+        uncut: The batch that it was cut from, if any.
     """
 
     inputs: Any
     target: Tensor
     numbers: tuple[int, ...]
     shifted: bool | None = False
+    uncut: MicroBatch | None = None
 
     @property
     def labels(self) -> Tensor:
@@ -60,7 +62,7 @@ class MicroBatch:
             return x[rows] if x.ndim and x.shape[0] == whole else x
 
         inputs = dict(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
-        return replace(self, inputs=map_tensors(cut, inputs), target=self.target[rows], numbers=self.numbers[rows])
+        return MicroBatch(map_tensors(cut, inputs), self.target[rows], self.numbers[rows], self.shifted, self)
 
 
 def micro_batches(
@@ -276,6 +278,34 @@ def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
     """Return the model's logits for a micro-batch, with their graph."""
     return output_of(who, call(who, model, batch.inputs))
+
+
+def alike(x: Tensor, y: Tensor, slack: float) -> bool:
+    """Tell whether two outputs differ by no more than ``slack`` of the largest entry, and hold NaN at the same places."""
+    return x.shape == y.shape and torch.allclose(x, y, 0.0, slack * float(x.abs().nan_to_num().max()), equal_nan=True)
+
+
+@torch.no_grad()
+def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+    """Compare the output of two sequences with those of each alone, where a batch was cut.
+
+    Raises:
+        InputError: They differ, or the model does not accept them.
+    """
+    whole = next((batch.uncut for batch in batches if batch.uncut is not None), None)
+    if whole is None:
+        return
+    reason = ""
+    try:
+        both, *alone = (forward(model, whole.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        if alike(both, torch.cat(alone), torch.finfo(both.dtype).eps ** 0.5):
+            return
+    except InputError as error:
+        reason = f" ({error})"
+    raise InputError(
+        f"{who}: two sequences and each of them alone give other outputs, so that micro_batch= changes the result: sequences "
+        f"depend on each other, or an input with a row for each of them does not go by sequences{reason}; leave micro_batch out"
+    )
 
 
 def call(who: str, model: nn.Module, inputs: Any) -> Any:

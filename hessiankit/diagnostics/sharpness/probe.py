@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, call, output_of
-from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, alike, call, check_cut, output_of
+from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError, OutOfMemoryError
@@ -75,9 +75,10 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
     With ``backward`` the memory of a backward pass is forecast, with as many ``copies`` of the parameters held at once.
 
     Raises:
-        InputError: If two calls differ, or a call changes a buffer.
+        InputError: If two calls differ, a call changes a buffer, or the batches cannot be cut.
         OutOfMemoryError: If the graph of the largest micro-batch will not fit.
     """
+    check_cut(who, model, batches)
     largest = max(batches, key=lambda batch: len(batch.numbers))
     one = _single(largest)
     before = {name: b.clone() for name, b in model.named_buffers()}
@@ -92,7 +93,8 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         again = call(who, model, _with_labels(model, one))
     _check_buffers(who, model, before)
     second = output_of(who, again)
-    if first.shape != second.shape or not bool(((first == second) | (first.isnan() & second.isnan())).all()):
+    slack = min(torch.finfo(first.dtype).eps ** 0.5, 1e-3)  # kernels with and without autograd round apart
+    if not alike(first, second, slack):
         raise InputError(
             f"{who}: two calls of the model in evaluation mode on the same inputs give different outputs, so it draws random"
             " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
@@ -164,6 +166,18 @@ def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copi
             f"{who}: the graph of one micro-batch holds {gib(int(graph))}, and {copies} tensors of the parameters' size "
             f"{gib(copies * weights)}, but only {gib(free)} are free on {output.device}; pass a smaller micro_batch"
         )
+
+
+@torch.no_grad()
+def placed(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Return the micro-batches with the place of their labels settled, by a call of the model where it is not known."""
+    unknown = [batch for batch in batches if batch.shifted is None and batch.target.ndim > 1]
+    if not unknown:
+        return list(batches)
+    one, device = max(unknown, key=lambda batch: len(batch.numbers)), next(model.parameters()).device
+    one = replace(one, inputs=map_tensors(lambda x: x.to(device), dict(one.inputs)), target=one.target.to(device))
+    outputs = call(who, model, _with_labels(model, one))
+    return _placed(batches, one, output_of(who, outputs), outputs)
 
 
 def _with_labels(model: nn.Module, batch: MicroBatch) -> Any:

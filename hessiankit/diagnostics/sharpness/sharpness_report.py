@@ -83,6 +83,8 @@ class SharpnessReport(Printed):
     seconds: float
     replicates: Replicates = field(repr=False)
 
+    _derived, _hidden = ("order", "ordering"), ("layers", "type_layers", "replicates")
+
     @property
     def order(self) -> tuple[str, ...]:
         """The types from flat to sharp."""
@@ -119,25 +121,9 @@ class SharpnessReport(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the replicates as plain Python data, which JSON can hold."""
-
-        def plain(estimates: Mapping[Any, SharpnessEstimate]) -> dict[str, Any]:
-            return {"outside" if key is None else str(key): one.to_dict() for key, one in estimates.items()}
-
-        return {
-            "types": plain(self.types),
-            "layers": plain(self.layers),
-            "type_layers": [{"type": t, "layer": k, **one.to_dict()} for (t, k), one in self.type_layers.items()],
-            "tensors": plain(self.tensors),
-            "mean_of_tensors": plain(self.mean_of_tensors),
-            "scale_free": plain(self.scale_free),
-            "seen_rows": None if self.seen_rows is None else self.seen_rows.to_dict(),
-            "histograms": {kind: one.to_dict() for kind, one in self.histograms.items()},
-            "order": list(self.order),
-            "ordering": self.ordering,
-            **{name: getattr(self, name) for name in _PLAIN},
-            "frozen": list(self.frozen),
-            "unused": list(self.unused),
-        }
+        layers = {"outside" if layer is None else str(layer): one.to_dict() for layer, one in self.layers.items()}
+        both = [{"type": kind, "layer": layer, **one.to_dict()} for (kind, layer), one in self.type_layers.items()]
+        return {**super().to_dict(), "layers": layers, "type_layers": both}
 
     def _headline(self) -> str:
         term = {"token": "tokens" if self.loss == "cross_entropy" else "entries", "sequence": "sequences"}[self.per]
@@ -177,9 +163,6 @@ class SharpnessReport(Printed):
         yield self._headline()
         yield table(self._headers, self._rows(), drop=("zeros", "S |theta|^2/#", "entries", "s.e."))
         yield from self._remarks()
-
-
-_PLAIN = ("terms", "sequences", "micro_batches", "draws", "per", "kind", "loss", "seed", "confidence", "seconds")
 
 
 def _count(n: int, what: str, plural: str = "s") -> str:

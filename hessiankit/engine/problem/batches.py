@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, ordinary
+from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import ParameterSelection, Params
@@ -95,8 +95,7 @@ def requests(
         raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
     task: Task | None = None
-    for number, batch in enumerate(pairs):
-        inputs, labels = (ordinary(part) for part in batch)
+    for number, (inputs, labels) in enumerate(pairs):
         if several and number == 1 and rule is None and weights is None:
             raise InputError(
                 f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "

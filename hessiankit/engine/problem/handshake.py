@@ -103,8 +103,8 @@ class Handshake:
         if loss > ROUNDING * eps * abs(own.loss):
             raise TraceError(
                 f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
-                "so the loss is not a function of the parameters: it is random, or depends on earlier calls; call module.eval(), "
-                "or take what changes out of forward"
+                "so the loss is not a function of the parameters: it is random, depends on earlier calls, or reads something "
+                "that has changed since; call module.eval(), take what changes out of forward, or start anew"
             )
         apart = next((name for name, g in again.gradient.items() if self._moved(own.gradient[name], g)), None)
         if apart is not None:

@@ -31,23 +31,30 @@ class LossTrace:
         in_one_dtype(self.trace)
 
 
-def loss_trace(task: Task, normalizer: float) -> LossTrace:
-    """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them."""
+def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTrace:
+    """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them.
+
+    Args:
+        task: What is asked for.
+        normalizer: What a named loss divides its sum by.
+        later: Whether the trace is read when the caller may have written into tensors that are not the module's or the data.
+    """
+    kept = task.kept if later else None
     with task.at():
         if isinstance(task.loss, str):
-            return _named(task, normalizer)
+            return _named(task, normalizer, kept)
         if task.loss is None:
-            return LossTrace(trace_call(lambda: (_scalar(task.read()),), task.leaves), None)
+            return LossTrace(trace_call(lambda: (_scalar(task.read()),), task.leaves, kept), None)
         outputs: list[Any] = []
-        traced = trace_call(lambda: _by_callable(task, outputs), task.leaves)
+        traced = trace_call(lambda: _by_callable(task, outputs), task.leaves, kept)
     if task.whole:
         return LossTrace(traced, None)
     at = traced.marked[0]
     return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
 
 
-def _named(task: Task, normalizer: float) -> LossTrace:
-    traced = trace_call(lambda: (task.read(),), task.leaves)
+def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
+    traced = trace_call(lambda: (task.read(),), task.leaves, kept)
     output, z = traced.output, traced.values[traced.output]
     traced.marked = (output,)
     primitive = _primitive(task, normalizer)

@@ -25,6 +25,7 @@ from hessiankit.engine.problem.calling import (
     map_tensors,
     named_tensors,
     one_kind,
+    ordinary,
     read_outputs,
     same_as,
     spoiled_at,
@@ -71,6 +72,7 @@ def make_task(
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
+    inputs, target = ordinary(inputs), ordinary(target)
     parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)

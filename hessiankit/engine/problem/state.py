@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy as shallow
 from functools import partial
+from itertools import chain
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -151,14 +152,14 @@ class ModuleState:
 class Held:
     """What modules, containers and closures hold, found by following them from some objects.
 
-    >>> kept = [1, {"a": 2}]
+    >>> kept = [1, {"a": 2}, [], [3]]
     >>> held = Held(kept)
-    >>> kept[1]["a"] = 3
+    >>> kept[1]["a"], kept[2][:], kept[3][:] = 3, [4], []
     >>> held.changed()
     '[1]'
     >>> held.restore()
     >>> kept
-    [1, {'a': 2}]
+    [1, {'a': 2}, [], [3]]
     """
 
     def __init__(self, *roots: Any) -> None:
@@ -213,13 +214,13 @@ class Held:
             for key in {**before, **now}:
                 if key not in before or key not in now or not _same(now[key], before[key]):
                     return f"{path}.{key}".lstrip(".")
-        found = (
-            *(path for path, x, copy in self._containers if not _same_entries(x, copy)),
-            *(path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
-            *(path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
-            *(path for path, x, version, _ in self._tensors if x._version != version),
+        found = chain(
+            (path for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy)),
+            (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
+            (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
+            (path for path, x, version, _ in self._tensors if x._version != version),
         )
-        return next(iter(found), None)
+        return next(found, None)
 
     def refresh(self, tensors: Collection[int]) -> None:
         """Take over that the tensors of these ids have been written into."""
@@ -232,7 +233,7 @@ class Held:
                 now.clear()
                 now.update(before)
         for _, x, copy in self._containers:
-            if not _same_entries(x, copy):
+            if (x or copy) and not _same_entries(x, copy):
                 x.clear()
                 x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
         for _, cell, content in self._cells:

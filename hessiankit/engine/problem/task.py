@@ -19,6 +19,7 @@ from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest
+from hessiankit.tracing.trace import address
 
 __all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "OwnGradient", "Params", "Task", "check_memory"]
 
@@ -101,6 +102,12 @@ class Task:
     def device(self) -> torch.device:
         """Of the parameters, and of results."""
         return next(iter(self.parameters.values())).device
+
+    @property
+    def kept(self) -> set[int]:
+        """Addresses of the request's own memory: its copies of the data and of the module's tensors, or what these share."""
+        data = (x for _, x in named_tensors((self.inputs, self.target)))
+        return {address(x) for x in (*data, *(values for _, _, values in self.state.tensors()))}
 
     @contextmanager
     def at(self, parameters: Mapping[str, Tensor] | None = None) -> Iterator[None]:

@@ -21,7 +21,7 @@ from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
 from hessiankit.optim import block_types
 from hessiankit.partition.fused import named_slices
 
-STEPS, WARMUP = 50_000, 1_000
+STEPS = 50_000
 
 
 def adamw(values: list[Tensor], gradients: list[list[Tensor]], rates: list[float], decay: float = 0.1) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,10 +11,8 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
-from hessiankit.curvature.plot_frame import DPI, FAINT, INK, STYLE, check_suffix, write_picture
+from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, STYLE, Picture, check_suffix, write_picture
 from hessiankit.diagnostics.monitoring.log import dress
 from hessiankit.optim.ratios import CAP, POWER
 from hessiankit.studies.tuning.comparison import TuningComparison
@@ -24,7 +21,7 @@ from hessiankit.studies.tuning.sweep import SearchResult
 from hessiankit.studies.tuning.verdict import ArmResult, Interval, judge, summary
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import write_text
+from hessiankit.support.files import fill, write_text
 from hessiankit.support.tables import Detail, Piece, Printed, as_markdown, table
 
 HEADERS = ("arm", "lr", "loss (nats/byte)", "difference, paired", "relative steps", "at AdamW's loss", "verdict")
@@ -180,9 +177,6 @@ def _finite(x: float) -> float | None:
     return x if math.isfinite(x) else None
 
 
-MARK = "tune-lr"
-
-
 def section(report: TuneReport, command: str, picture: str | None) -> str:
     """Return the section: command, setting, searches, arms, verdicts, picture."""
     headers, rows = report.sweep_cells()
@@ -203,32 +197,17 @@ def section(report: TuneReport, command: str, picture: str | None) -> str:
     return "\n\n".join(parts)
 
 
-def fill(page: str, text: str) -> str:
-    """Return a page with ``text`` between the marks, or with marks and text at its end where it has none.
-
-    >>> print(fill("a\\n<!-- tune-lr -->old<!-- /tune-lr -->\\nb", "new"))
-    a
-    <!-- tune-lr -->
-    new
-    <!-- /tune-lr -->
-    b
-    """
-    marked = f"<!-- {MARK} -->\n{text}\n<!-- /{MARK} -->"
-    pattern = re.compile(rf"<!-- {MARK} -->.*?<!-- /{MARK} -->", re.DOTALL)
-    return pattern.sub(lambda _: marked, page) if pattern.search(page) else f"{page.rstrip()}\n\n{marked}\n".lstrip()
-
-
 def write_page(path: Path, report: TuneReport, command: str, picture: str | None) -> None:
     """Write the section into a page, which is made if there is none."""
     try:
         page = path.read_text(encoding="utf-8") if path.exists() else "# Learning rates compared\n"
     except OSError as error:
         raise InputError(f"tune-lr: cannot read {path}: {error.strerror}; name another page") from error
-    write_text("tune-lr", path, fill(page, section(report, command, picture)))
+    write_text("tune-lr", path, fill(page, {"tune-lr": section(report, command, picture)}))
 
 
-COLOURS, MARKS, DASHES = ("#000000", "#0072b2", "#d55e00", "#009e73"), "os^D", ("-", "--", "-.", ":")
-"""Of searches: Okabe and Ito's colours, distinct with every kind of colour vision."""
+MARKS, DASHES = "os^D", ("-", "--", "-.", ":")
+"""Of searches."""
 ROOM = 0.7
 """Nats a byte above the best, and away from 0, that the pictures have room for."""
 
@@ -244,8 +223,7 @@ def draw(report: TuneReport, path: Path) -> Path:
     size = sum(p.numel() for p in model_of(setting, 0).parameters())
     scale = f"{len(baseline.reached)} seeds, {size / 1e6:.2g} million parameters, {setting.steps} steps"
     with mpl.rc_context({**STYLE, "font.size": 8}):
-        figure = Figure(figsize=(10.6, 0.27 * max(len(report.rows), 9) + 1.5), dpi=DPI, facecolor="white")
-        FigureCanvasAgg(figure)
+        figure = Picture(10.6, 0.27 * max(len(report.rows), 9) + 1.5)
         left, right = (figure.add_axes((x, 0.14, width, 0.62)) for x, width in ((0.05, 0.27), (0.535, 0.23)))
         figure.text(0.01, 0.94, f"Learning rates by block type beside tuned AdamW ({scale})", fontsize=10)
         for row in report.rows[1:]:
@@ -270,7 +248,7 @@ def draw_searches(axes: Axes, searches: Sequence[SearchResult]) -> None:
     finite = [x for one in searches for of in one.losses.values() for x in of.values() if math.isfinite(x)]
     low, top = min(finite), min(max(finite), min(finite) + ROOM)
     room = max(top - low, 1e-3)
-    for one, colour, mark, dash in zip(searches, COLOURS, MARKS, DASHES, strict=False):
+    for one, colour, mark, dash in zip(searches, OKABE_ITO, MARKS, DASHES, strict=False):
         runs = [(lr, min(x, top)) for lr, of in one.losses.items() for x in of.values()]
         means = {lr: min(math.fsum(of.values()) / len(of), top) for lr, of in sorted(one.losses.items())}
         axes.plot(*zip(*runs, strict=True), mark, color=colour, markersize=3, alpha=0.6, markeredgewidth=0)

@@ -248,7 +248,10 @@ def judge(arms: Sequence[tuple[Arm, tuple[RunResult, ...]]], *, confidence: floa
                 paired_difference(finals, others, confidence) if sound and k else None,
                 paired_difference(finals, others, level) if sound and k else None,
                 mean_interval(logs, confidence).exponential() if len(logs) == len(runs) and k else None,
-                tuple(_reached(run, other) for run, other in zip(runs, reference, strict=True)),
+                tuple(
+                    first_step(run.steps, run.losses, other.final) if math.isfinite(other.final) else None
+                    for run, other in zip(runs, reference, strict=True)
+                ),
                 diverged,
                 compared,
             )
@@ -268,7 +271,3 @@ def summary(rows: Sequence[ArmResult]) -> str:
         kinds[word if resolved else "not resolved"].append(row.arm.name)
     parts = [f"{kind}: {', '.join(names) if names else 'none'}" for kind, names in kinds.items() if names or kind != "diverged"]
     return f"Beside {rows[0].arm.name} tuned to lr {rows[0].arm.lr:.3g}: " + "; ".join(parts) + "."
-
-
-def _reached(run: RunResult, other: RunResult) -> float | None:
-    return first_step(run.steps, run.losses, other.final) if math.isfinite(other.final) else None

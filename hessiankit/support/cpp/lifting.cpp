@@ -4,13 +4,13 @@
 //
 // where both sides are products themselves and are never written out whole:
 //
-//     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = sum_t s_t[n, x] v_t[n, x, z].
+//     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = s[n, x] v[n, x, z].
 //
 // A block of the right side is laid out in panels that stay in the cache, a strip of the left one beside it; a tile of
 // ROWS x (two vectors) is summed in registers and reaches the matrix once. Rows n at which a strip or a panel is zero,
 // as behind a ReLU, are left out, unless something is not finite: then 0 x inf has to show.
 
-#include "few_rows.h"
+#include "machine.h"
 
 #include <cmath>
 
@@ -20,6 +20,26 @@ constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that st
 constexpr int64_t FAR = 800 * 1024;   // bytes of panels where the strips are too many to be kept
 constexpr int64_t DEEP = 2048;        // rows n summed at once
 constexpr int64_t FEW = 16;           // rows n laid out at once
+
+// data[n, i, j, z] at these strides; without data, ones
+template <typename T>
+struct Factor {
+  const T* data;
+  int64_t n, one, two, z;
+
+  const T* at(int64_t i, int64_t j) const { return data ? data + i * one + j * two : nullptr; }
+};
+
+// So many entries of a vector, added to what lies at an address or written over it.
+template <typename T>
+void put_columns(const typename Lanes<T>::type& sum, int64_t columns, T* to, bool over) {
+  using V = typename Lanes<T>::type;
+  V* d = reinterpret_cast<V*>(to);
+  if (columns == Lanes<T>::count)
+    *d = over ? sum : *d + sum;
+  else
+    for (int64_t c = 0; c < columns; ++c) to[c] = over ? sum[c] : to[c] + sum[c];
+}
 
 template <typename T>
 struct Sum {
@@ -32,8 +52,7 @@ struct Sum {
   int64_t x1, x2, width;
   int64_t out_m1, out_m2, out_x1, out_x2;
   bool over;  // what lies in the matrix is not read
-  Factor<T> a, b;
-  std::vector<Term<T>> terms;
+  Factor<T> a, b, s, v;
   T* out;
 
   struct Row {
@@ -98,57 +117,30 @@ struct Sum {
   // Panels, each (deep, WIDE) and zero where there are no columns. Returns whether all is finite.
   bool pack_right(const Panel* panel, int64_t count, int64_t start, int64_t deep, T* into) const {
     V odd{};
-    std::vector<Run> runs(terms.size());
     for (int64_t top = 0; top < deep; top += FEW)  // a few rows of all panels: along a row they lie next to each other
       for (int64_t k = 0; k < count; ++k) {
         const Panel& p = panel[k];
-        bool close = true;
-        for (size_t t = 0; t < terms.size(); ++t) {
-          const Factor<T>&f = terms[t].scalar, &g = terms[t].vector;
-          runs[t] = {f.at(p.x / x2, p.x % x2), f.n, g.at(p.x / x2, p.x % x2) + p.z * g.z, g.n, g.z};
-          if (!runs[t].s) runs[t].s = &ONE, runs[t].s_n = 0;
-          runs[t].s += (start + top) * runs[t].s_n;
-          runs[t].v += (start + top) * runs[t].v_n;
-          close &= g.z == 1;
-        }
-        const int64_t whole = close ? p.columns / W : 0;
-        auto pack = whole == 2 ? pack_rows<2, 0> : whole == 1 ? pack_rows<1, 0> : pack_rows<0, 0>;
-        if (runs.size() == 1) pack = whole == 2 ? pack_rows<2, 1> : whole == 1 ? pack_rows<1, 1> : pack_rows<0, 1>;
-        if (runs.size() == 2) pack = whole == 2 ? pack_rows<2, 2> : whole == 1 ? pack_rows<1, 2> : pack_rows<0, 2>;
-        odd += pack(std::min(FEW, deep - top), runs, p.columns, into + (k * deep + top) * WIDE);
+        const T *scalar = s.at(p.x / x2, p.x % x2), *vector = v.at(p.x / x2, p.x % x2) + p.z * v.z + (start + top) * v.n;
+        const int64_t whole = v.z == 1 ? p.columns / W : 0, some = std::min(FEW, deep - top);
+        const auto pack = whole == 2 ? &Sum::pack_rows<2> : whole == 1 ? &Sum::pack_rows<1> : &Sum::pack_rows<0>;
+        odd += (this->*pack)(some, scalar ? scalar + (start + top) * s.n : nullptr, vector, p.columns, into + (k * deep + top) * WIDE);
       }
     return none(odd);
   }
 
-  // Where the factors of one term of a panel are read, row after row.
-  struct Run {
-    const T* s;
-    int64_t s_n;
-    const T* v;
-    int64_t v_n, z;
-  };
-  static constexpr T ONE = 1;
-
-  // Rows of one panel, whole vectors of it first, from so many terms (0: as many as there are). Returns zeros if all is finite.
-  template <int whole, int terms>
-  static V pack_rows(int64_t count, const std::vector<Run>& given, int64_t columns, T* to) {
+  // Rows of one panel, whole vectors of it first. Returns zeros if all is finite.
+  template <int whole>
+  V pack_rows(int64_t count, const T* scalar, const T* from, int64_t columns, T* to) const {
     V odd{};
-    Run runs[terms ? terms : 1];
-    for (int t = 0; t < terms; ++t) runs[t] = given[t];
-    const Run* run = terms ? runs : given.data();
-    const int64_t several = terms ? terms : given.size();
-    for (int64_t n = 0; n < count; ++n, to += WIDE) {
+    for (int64_t n = 0; n < count; ++n, from += v.n, to += WIDE) {
+      const T f = scalar ? scalar[n * s.n] : T(1);
       V x{}, y{};
-      for (int64_t t = 0; t < several; ++t) {
-        const T f = run[t].s[n * run[t].s_n];
-        const T* v = run[t].v + n * run[t].v_n;
-        if (whole > 0) x += f * reinterpret_cast<const V*>(v)[0];
-        if (whole > 1) y += f * reinterpret_cast<const V*>(v)[1];
-        if (whole == 0)
-          for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] += f * v[c * run[t].z];
-        if (whole < 2)
-          for (int64_t c = W; c < columns; ++c) y[c - W] += f * v[c * run[t].z];
-      }
+      if (whole > 0) x = f * reinterpret_cast<const V*>(from)[0];
+      if (whole > 1) y = f * reinterpret_cast<const V*>(from)[1];
+      if (whole == 0)
+        for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] = f * from[c * v.z];
+      if (whole < 2)
+        for (int64_t c = W; c < columns; ++c) y[c - W] = f * from[c * v.z];
       reinterpret_cast<V*>(to)[0] = x;
       reinterpret_cast<V*>(to)[1] = y;
       odd += (x - x) + (y - y);
@@ -286,13 +278,6 @@ struct Sum {
   }
 
   void run(int64_t threads, double* skew) {
-    if (!triangular && !b.data && FewRows<T>::pays(m1 * m2, x2, terms)) {
-      std::vector<const T*> from;
-      std::vector<int64_t> to;
-      for (int64_t i = 0; i < m1; ++i)
-        for (int64_t j = 0; j < m2; ++j) from.push_back(a.at(i, j)), to.push_back(i * out_m1 + j * out_m2);
-      return FewRows<T>{depth, x1, x2, width, out_x1, out_x2, over, terms, from, a.n, to, out}.run(threads);
-    }
     order();
     list();
     const int64_t deep = std::min(depth, DEEP), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
@@ -323,18 +308,16 @@ Factor<T> factor(const void* data, const int64_t* strides, bool z) {
 
 template <typename T>
 void lift(const void* const* data, const int64_t* s, void* out, int64_t threads, double* skew) {
-  std::vector<Term<T>> terms;
-  for (int64_t t = 0; t < s[12]; ++t)
-    terms.push_back({factor<T>(data[2 + 2 * t], s + 19 + 7 * t, false), factor<T>(data[3 + 2 * t], s + 22 + 7 * t, true)});
   Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11] != 0,
-         factor<T>(data[0], s + 13, false), factor<T>(data[1], s + 16, false), terms, static_cast<T*>(out), {}, {}}
+         factor<T>(data[0], s + 12, false), factor<T>(data[1], s + 15, false), factor<T>(data[2], s + 18, false),
+         factor<T>(data[3], s + 21, true), static_cast<T*>(out), {}, {}}
       .run(threads, skew);
 }
 
 }  // namespace
 
 // Numbers: depth, m1, m2, kind (0 plain, 1 triangular, 2 triangular and the mean), x1, x2, width; strides of out along m1, m2,
-// x1, x2; whether what lies in out is written over; terms; strides of a and b along (n, m1, m2); of each term's scalar along (n, x1, x2) and vector along (n, x1, x2, z).
+// x1, x2; whether what lies in out is written over; strides of a, b and s along (n, m1, m2) or (n, x1, x2), of v along (n, x1, x2, z).
 extern "C" int hessiankit_lift(int single, const void* const* data, const int64_t* numbers, void* out, int64_t threads, double* skew) {
   try {
     if (single)

@@ -1,13 +1,9 @@
-"""Blocks of two weights as sums over rows that the compiled kernels add up.
+"""What the compiled kernels compute: products of many small matrices, and blocks of two weights as sums over rows.
 
 A block is stored with one index contiguous, the output q or the input j of the later weight:
 
     outputs:    into[(i, j), p, q] += sum_n (a_n[i] b_n[j])  K_n[p, q]
     inputs:     into[(p, q), i, j] += sum_n  K_n[p, q]      (a_n[i] b_n[j])
-
-Several Jacobians v_t of one later weight are summed before they meet the earlier one:
-
-    into[i, (p, y), z] += sum_n a_n[i] sum_t s_tn[p, y] v_tn[p, z],    y, z the indices of the later weight as it is stored.
 
 A factor is a tensor with a stride for each index, 0 for those that it does not depend on.
 """
@@ -29,6 +25,7 @@ from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
 SMALL = 2**22  # multiply-adds that one thread does sooner than two share them
+LARGEST = 2**18  # multiply-adds of one product beyond which a library of linear algebra is as fast
 
 
 class KernelFactor(NamedTuple):
@@ -50,7 +47,8 @@ class KernelSum:
         strides: Of ``into`` along m1, m2, x1, x2.
         a: One factor of the left side.
         b: The other, or None.
-        terms: Of the right side, each a product: a scalar of (n, x1, x2), or None, and a vector of (n, x1, x2, z).
+        s: A scalar of (n, x1, x2) on the right side, or None.
+        v: The vector of (n, x1, x2, z) that it multiplies.
         symmetric: Whether into[m1, m2] and into[m2, m1] take the same, so that it is summed once.
         mean: Whether the left side is symmetric up to rounding, and its mean is taken.
         over: Whether it is written over what lies in ``into``, all of which it has to cover, rather than added to it.
@@ -63,7 +61,8 @@ class KernelSum:
     strides: tuple[int, int, int, int]
     a: KernelFactor
     b: KernelFactor | None
-    terms: Sequence[tuple[KernelFactor | None, KernelFactor]]
+    s: KernelFactor | None
+    v: KernelFactor
     symmetric: bool = False
     mean: bool = False
     over: bool = False
@@ -89,11 +88,7 @@ class KernelSum:
 
     def factors(self) -> Iterator[tuple[KernelFactor | None, int]]:
         """Yield every factor with how many strides it has."""
-        yield self.a, 3
-        yield self.b, 3
-        for scalar, vector in self.terms:
-            yield scalar, 3
-            yield vector, 4
+        yield from ((self.a, 3), (self.b, 3), (self.s, 3), (self.v, 4))
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is added to and what is read."""
@@ -106,8 +101,7 @@ class KernelSum:
         def other(factor: KernelFactor | None) -> Any:
             return None if factor is None else KernelFactor(moved(factor.data), factor.strides)
 
-        terms = [(other(scalar), other(vector)) for scalar, vector in self.terms]
-        return replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), terms=terms)
+        return replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), s=other(self.s), v=other(self.v))
 
     def bound(self, function: Any) -> BoundSum:
         """Return the call of the kernel."""
@@ -120,7 +114,7 @@ class BoundSum:
     def __init__(self, terms: KernelSum, function: Any) -> None:
         self.sum, self._function = terms, function
         numbers = [terms.rows, *terms.left, 2 if terms.mean else int(terms.symmetric), *terms.right, *terms.strides]
-        numbers += (int(terms.over), len(terms.terms))
+        numbers.append(int(terms.over))
         pointers: list[int | None] = []
         for factor, indices in terms.factors():
             pointers.append(None if factor is None else factor.data.data_ptr())
@@ -178,12 +172,13 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
 NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
 
 
-def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor, *, same: bool) -> float | None:
-    """Add U^T K V of one weight with another, which may enter by several Jacobians, by the compiled kernels.
+def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+    """Add U^T K V of one weight with another by the compiled kernels.
 
     Args:
         u: Jacobian of the rows of the block.
-        pairs: Jacobians v of its columns, all of one parameter, each with its curvature (R, p, q).
+        v: Jacobian of its columns.
+        K: Curvature (R, p, q).
         into: The block, or a view of it.
         same: Whether u and v are one Jacobian and K is symmetric.
 
@@ -191,31 +186,18 @@ def add_compiled(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor
         How far from symmetric K was, as far as it was compared; None if there are no kernels for this.
     """
     library = kernels()
-    if library is None or not _fit(into, u.X, *(t for v, K in pairs for t in (v.X, K))):
+    if library is None or not _fit(into, u.X, v.X, K):
         return None
-    found = _one(u, *pairs[0], into, same) if len(pairs) == 1 else _several(u, pairs, into)
+    found = kernel_sum(u, v, K, into, same=same)
     return None if found is None else found.add(library)
-
-
-def add_rows_compiled(u: WeightJacobian, K: Tensor, into: Tensor) -> bool:
-    """Add U^T K for K (R, p, c) to ``into`` (size_u, c); False if there are no kernels for this.
-
-    into[i, p, c] += sum_n a_n[i] K_n[p, c]
-    """
-    library = kernels()
-    if library is None or not _fit(into, u.X, K) or into.stride(1) != 1 or K.shape[2] < NARROW:
-        return False
-    (u_i, u_p), (k_n, k_p, k_c) = _strides(u, into.stride(0)), K.stride()
-    a, terms = KernelFactor(u.X, (*u.X.stride(), 0)), [(None, KernelFactor(K, (k_n, k_p, 0, k_c)))]
-    KernelSum(into, K.shape[0], (u.X.shape[1], 1), (K.shape[1], 1, K.shape[2]), (u_i, 0, u_p, 0), a, None, terms).add(library)
-    return True
 
 
 def _fit(into: Tensor, *factors: Tensor) -> bool:
     return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
 
 
-def _one(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, same: bool) -> KernelSum | None:
+def kernel_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+    """Return the sum of :func:`add_compiled`; None where the entries of the block that lie side by side are too few."""
     if into.stride(1) != 1:
         if into.stride(0) != 1:
             return None
@@ -229,29 +211,90 @@ def _one(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, same: bo
     if v.transposed:
         outer = (KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, 0, b_j)))
         steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
-        return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, [outer], symmetric=same, mean=same)
-    terms = [(None, KernelFactor(K, (k_n, k_p, 0, k_q)))]
+        return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, *outer, symmetric=same, mean=same)
     a, b = KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, b_j))
-    return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, terms, symmetric=same)
-
-
-def _several(u: WeightJacobian, pairs: Sequence[tuple[WeightJacobian, Tensor]], into: Tensor) -> KernelSum | None:
-    first = pairs[0][0]
-    p, (y, z) = u.width, (first.width, first.X.shape[1]) if first.transposed else (first.X.shape[1], first.width)
-    if into.stride(1) != 1 or z < NARROW:
-        return None
-    u_i, u_p = _strides(u, into.stride(0))
-    terms: list[tuple[KernelFactor | None, KernelFactor]] = []
-    for v, K in pairs:
-        (b_n, b_j), (k_n, k_p, k_q) = v.X.stride(), K.stride()
-        if v.transposed:
-            terms.append((KernelFactor(K, (k_n, k_p, k_q)), KernelFactor(v.X, (b_n, 0, 0, b_j))))
-        else:
-            terms.append((KernelFactor(v.X, (b_n, 0, b_j)), KernelFactor(K, (k_n, k_p, 0, k_q))))
-    a = KernelFactor(u.X, (*u.X.stride(), 0))
-    return KernelSum(into, u.X.shape[0], (u.X.shape[1], 1), (p, y, z), (u_i, 0, u_p, z), a, None, terms)
+    curvature = KernelFactor(K, (k_n, k_p, 0, k_q))
+    return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, None, curvature, symmetric=same)
 
 
 def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:
     """Return how far apart the inputs and the outputs of a weight are, whose entries are ``step`` apart."""
     return (step, step * w.X.shape[1]) if w.transposed else (step * w.width, step)
+
+
+@dataclass(frozen=True)
+class KernelProduct:
+    """``into = a b`` for stacks of matrices (R, m, k) and (R, k, n); the columns of ``into`` are contiguous."""
+
+    into: Tensor
+    a: Tensor
+    b: Tensor
+    name: ClassVar[str] = "compiled product"
+
+    @property
+    def multiplications(self) -> int:
+        """How many there are."""
+        (count, m, k), n = self.a.shape, self.b.shape[2]
+        return count * m * k * n
+
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Return what is read."""
+        return self.a, self.b
+
+    def mapped(self, moved: Callable[[Any], Any]) -> KernelProduct:
+        """Return the product of other tensors in place of these, of the same shapes and strides."""
+        return KernelProduct(moved(self.into), moved(self.a), moved(self.b))
+
+    def bound(self, function: Any) -> BoundProduct:
+        """Return the call of the kernel."""
+        return BoundProduct(self, function)
+
+
+class BoundProduct:
+    """The call of the kernel for one product, its arguments laid out once."""
+
+    def __init__(self, product: KernelProduct, function: Any) -> None:
+        self.product, self._function = product, function
+        a, b, into = product.a, product.b, product.into
+        numbers = (len(a), a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *into.stride()[:2])
+        self._single = SINGLE[into.dtype]
+        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
+        self._pointers = (ctypes.c_void_p * 3)(*(x.data_ptr() for x in (a, b, into)))
+        self._many = product.multiplications > SMALL
+        self._address = ctypes.cast(function, ctypes.c_void_p)
+
+    def __call__(self) -> None:
+        """Multiply the present entries."""
+        threads = torch.get_num_threads() if self._many else 1
+        if self._function(self._single, *self._pointers, self._numbers, threads):
+            raise MemoryError("hessiankit: no memory for a product of matrices")
+
+    def add_to(self, library: ctypes.CDLL, tape: ctypes.c_void_p) -> None:
+        """Add the call to a tape of :mod:`hessiankit.engine.replay`, which reads what is laid out here."""
+        library.hessiankit_tape_product(tape, self._address, self._single, self._many, self._pointers, self._numbers)
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b for stacks of matrices (R, m, k) and (R, k, n), or one matrix for all.
+
+    >>> multiply(torch.ones(2, 1, 3), torch.ones(3, 1)).flatten().tolist()
+    [3.0, 3.0]
+    """
+    library = kernels()
+    if library is None or a.ndim + b.ndim < 5 or not _pays(a, b):
+        return a @ b
+    a, b = (x if x.ndim == 3 else x.expand(len(y), -1, -1) for x, y in ((a, b), (b, a)))
+    if len(a) != len(b) or a.shape[2] != b.shape[1]:
+        return a @ b
+    product = KernelProduct(a.new_empty(len(a), a.shape[1], b.shape[2]), a, b)
+    if (watching := recorder()) is not None:
+        watching.add_compiled(library.hessiankit_multiply, product)
+    product.bound(library.hessiankit_multiply)()
+    return product.into
+
+
+def _pays(a: Tensor, b: Tensor) -> bool:
+    """Tell whether there is a kernel for a product, and it pays."""
+    graph = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+    alike = a.dtype == b.dtype and a.dtype in SINGLE and a.is_cpu and b.is_cpu
+    return not graph and alike and 0 < a.shape[-2] * a.shape[-1] * b.shape[-1] <= LARGEST and a.numel() * b.numel() > 0
