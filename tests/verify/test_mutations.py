@@ -53,8 +53,8 @@ def without_gain(right: Any, self: ForwardSweep, a: Any, *rest: Any) -> None:
 
 
 def swapped_slices(right: Any, self: SymmetricStorage, slices: dict[str, slice], *kind: Any) -> None:
-    q, k = slices["attention.W_Q"], slices["attention.W_K"]
-    right(self, {**slices, "attention.W_Q": k, "attention.W_K": q}, *kind)
+    gain, shift = slices["norm_1.weight"], slices["norm_1.bias"]
+    right(self, {**slices, "norm_1.weight": shift, "norm_1.bias": gain}, *kind)
 
 
 def normalised_twice(right: Any, self: MeanSquaredError, *args: Any) -> Any:
@@ -75,7 +75,7 @@ MISTAKES: list[tuple[type, str, Any, str, str]] = [
     # of a class, a method, what is in its place, a row that fails, and one that passes
     (LinearisedSoftmax, "pull", negated_softmax, Q_Q, V_V),
     (ForwardSweep, "_add_mixed_block", without_gain, "attention.W_V x norm_1.weight", W_1),
-    (SymmetricStorage, "__init__", swapped_slices, Q_Q, W_1),
+    (SymmetricStorage, "__init__", swapped_slices, "norm_1.weight x norm_1.weight", W_1),
     (MeanSquaredError, "curvature", normalised_twice, W_1, "loss"),
     (Commutation, "apply", swapped_orders, "attention.W_Q x attention.W_K (formula)", Q_Q),
     (PostNormBlockAt, "loss_hessian", normalised_twice_in_the_formulas, f"{W_1} (formula)", W_1),

@@ -282,7 +282,8 @@ def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tens
 
 def alike(x: Tensor, y: Tensor, slack: float) -> bool:
     """Tell whether two outputs differ by no more than ``slack`` of the largest entry, and hold NaN at the same places."""
-    return x.shape == y.shape and torch.allclose(x, y, 0.0, slack * float(x.abs().nan_to_num().max()), equal_nan=True)
+    largest = float(x.abs().nan_to_num().max()) if x.numel() else 0.0
+    return x.shape == y.shape and torch.allclose(x, y, 0.0, slack * largest, equal_nan=True)
 
 
 @torch.no_grad()
