@@ -22,6 +22,7 @@ from hessiankit.bounding.loss_surface import loss_surface_bound
 from hessiankit.bounding.problems import BoundProblem, draw_problem
 from hessiankit.curvature.dense import Hessian
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
 
@@ -77,7 +78,7 @@ class Violation:
 
 
 @dataclass(repr=False)
-class AttackReport(Printed):
+class AttackReport(Printed, WithDict):
     """What a campaign found.
 
     Attributes:

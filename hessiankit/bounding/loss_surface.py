@@ -64,7 +64,7 @@ class SurfaceStep(WithDict):
 
 
 @dataclass(frozen=True, repr=False)
-class SurfaceReport(Printed):
+class SurfaceReport(Printed, WithDict):
     """The steps of a growing data set between two points.
 
     Attributes:

@@ -18,6 +18,7 @@ from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.task import Loss, Params, available_memory
 from hessiankit.engine.storage import zeros
 from hessiankit.support.arguments import checked
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time
 
@@ -28,7 +29,7 @@ FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pa
 
 
 @dataclass(frozen=True, repr=False)
-class Forecast(Printed):
+class Forecast(Printed, WithDict):
     """Memory, disk and time of a Hessian, from the shapes of a chunk of samples; nothing has been computed.
 
     Attributes:

@@ -20,6 +20,7 @@ from hessiankit.curvature.structures import diagonal as diagonal_matrix
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import ConvergenceError, InputError, check_name
+from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue, lanczos
 from hessiankit.support.tables import Piece, Printed
 
@@ -31,7 +32,7 @@ LOWEST = 60  # products with the matrix for its most negative Ritz value
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Solution(Printed):
+class Solution(Printed, WithDict):
     """The solution of (H + damping I) x = b; made by :func:`solve`.
 
     Attributes:

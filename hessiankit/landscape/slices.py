@@ -27,6 +27,7 @@ from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name, not_known
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time
 
@@ -40,7 +41,7 @@ ROUNDING = 64  # times eps |L|: differences of losses that are rounding
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LossSlice(Printed):
+class LossSlice(Printed, WithDict):
     """The loss along one direction d.
 
     Attributes:
@@ -88,7 +89,7 @@ class LossSlice(Printed):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LossPlane(Printed):
+class LossPlane(Printed, WithDict):
     """The loss on the plane of two directions d_1 and d_2.
 
     Attributes:
@@ -120,7 +121,7 @@ class LossPlane(Printed):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class LossSlices(Printed):
+class LossSlices(Printed, WithDict):
     """Slices of the loss through one point; made by :func:`hessiankit.loss_slices`.
 
     Attributes:

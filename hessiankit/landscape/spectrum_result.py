@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.landscape.density import Density, SpectralMeasure, density
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, table
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class Spectrum(Printed):
+class Spectrum(Printed, WithDict):
     """Extreme eigenpairs and the spectral density of a symmetric matrix; made by :func:`hessiankit.spectrum`.
 
     Attributes:

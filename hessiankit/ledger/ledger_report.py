@@ -50,7 +50,7 @@ class LedgerRow(WithDict):
 
 
 @dataclass(frozen=True, repr=False)
-class LedgerReport(Printed):
+class LedgerReport(Printed, WithDict):
     """What :meth:`Ledger.run` found; true if every verdict was found again. Prints as a table."""
 
     rows: tuple[LedgerRow, ...]

@@ -18,8 +18,6 @@ from typing import TypeAlias
 
 from rich.cells import cell_len
 
-from hessiankit.support.files import WithDict
-
 LINES = 25
 """Largest number of lines of ``print(result)``."""
 PROSE = 24
@@ -106,7 +104,7 @@ def table(
     return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
 
 
-class Printed(WithDict):
+class Printed:
     """A result of paragraphs and tables: one line as ``repr``, a screen where it is printed, and all of it as ``.table()``."""
 
     def _headline(self) -> str:

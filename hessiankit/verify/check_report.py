@@ -10,6 +10,7 @@ from typing import Any
 from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, Table, table
 from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
 from hessiankit.verify.health import Health
@@ -72,7 +73,7 @@ class CheckRow:
 
 
 @dataclass(frozen=True, repr=False)
-class CheckReport(Printed):
+class CheckReport(Printed, WithDict):
     """Result of :func:`check`. True when every row passed and at least two independent references are healthy.
 
     Attributes:

@@ -17,6 +17,7 @@ from hessiankit.engine.problem.calling import Loss
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, Table, table
 from hessiankit.verify.identity_families import structures
 from hessiankit.verify.identity_generators import Motion, Symmetry, gauge_dimension, rescaled
@@ -46,7 +47,7 @@ class IdentityRow:
 
 
 @dataclass(frozen=True, repr=False)
-class IdentityReport(Printed):
+class IdentityReport(Printed, WithDict):
     """Result of :func:`identities`. True when every identity holds; also where none applies, see ``rows``.
 
     Attributes:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError, InputError, unknown
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, table
 from hessiankit.tracing.graph import Node
 from hessiankit.tracing.recording import record
@@ -84,7 +85,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, repr=False)
-class RouteTable(Printed):
+class RouteTable(Printed, WithDict):
     """Result of :func:`routes`; prints as a table.
 
     Attributes:

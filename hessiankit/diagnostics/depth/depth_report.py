@@ -11,11 +11,12 @@ from hessiankit.diagnostics.depth.jacobians import Jacobians
 from hessiankit.diagnostics.depth.laws import GrowthLaws
 from hessiankit.diagnostics.depth.pruning import PruningDrop
 from hessiankit.diagnostics.depth.stream import AngularDistances, StreamStatistics
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class DepthReport(Printed):
+class DepthReport(Printed, WithDict):
     """Diagnostics of the blocks of a model by depth; made by :func:`depth_diagnostics`. Quantities that were not chosen are None.
 
     Attributes:

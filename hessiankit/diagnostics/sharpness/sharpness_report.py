@@ -17,6 +17,7 @@ from hessiankit.diagnostics.sharpness.replicate import Replicates
 from hessiankit.diagnostics.sharpness.squares import Histogram, histogram
 from hessiankit.partition import TYPES, Part
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 
 K = TypeVar("K", bound=Hashable)
@@ -30,7 +31,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, repr=False, eq=False)
-class SharpnessReport(Printed):
+class SharpnessReport(Printed, WithDict):
     """Average sharpness S = Tr h / # of the parts of a model, eq. (4) of The Sharpness Disparity Principle (Wang et al.).
 
     Every number is a :class:`SharpnessEstimate`: value, standard error, interval. The errors are those of the label draws on
