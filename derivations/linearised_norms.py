@@ -9,6 +9,10 @@ With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formu
 
 J0 is r P. So P acts once, on the sum z of what J0 acts on, u and w o t_gamma, and of the part of H[w] t that it leaves so. The
 gain gets the sum over rows of u o x + w o J0 t. RMSNorm has C = I.
+
+Two entries of LayerNorm, or one of RMSNorm, move along x alone. There C - x x^T / d is P = eps r^2 C, of which the difference
+loses all digits where eps is small beside the variance, and H[w] t = -3 nu r^2 P t: the formulas with 0 for the x of P and of
+H[w], and for e, and with the factor eps r^2.
 """
 
 from __future__ import annotations
@@ -40,6 +44,7 @@ class LinearisedNorm(Linearised):
         wanted: The same.
         x: The normalised rows (rows, d).
         r: The inverse scales (rows, 1).
+        eps: What the variance has added to it.
         centred: Whether the mean is taken off.
     """
 
@@ -52,6 +57,7 @@ class LinearisedNorm(Linearised):
         *,
         x: Tensor,
         r: Tensor,
+        eps: float,
         centred: bool,
     ) -> None:
         super().__init__(primitive, inputs, adjoint, wanted)
@@ -60,7 +66,9 @@ class LinearisedNorm(Linearised):
         self.gamma = None if gamma is None else gamma.reshape(-1)
         self.moves_gain = gamma is not None and self.wanted[1]
         self.moves_shift = beta is not None and self.wanted[2]
-        self.scale = r if self.gamma is None else r * self.gamma
+        self.alone = self.d == (2 if centred else 1)
+        self.off, self.slope = (torch.zeros_like(x), eps * r**3) if self.alone else (x, r)  # the x of P, and r times its factor
+        self.scale = self.slope if self.gamma is None else self.slope * self.gamma
 
     def forget(self) -> None:
         """Keep the normalised rows in place of X."""
@@ -69,7 +77,7 @@ class LinearisedNorm(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return the tangent of the normalised rows, with gain and shift."""
         t, t_gamma, t_beta = self._read(tangents)
-        x, out = self.x, None
+        x, out = self.off, None
         if t is not None:
             out = t.new_empty(t.shape)
             for some, into in stacks(t, out):
@@ -79,7 +87,7 @@ class LinearisedNorm(Linearised):
                     into.sub_(some.sum(-1, keepdim=True), alpha=1 / self.d)
                 into.mul_(self.scale)
         if t_gamma is not None:
-            out = x * t_gamma if out is None else out.addcmul_(x, t_gamma)
+            out = self.x * t_gamma if out is None else out.addcmul_(self.x, t_gamma)
         if t_beta is not None:
             out = t_beta.expand(-1, x.shape[0], -1) if out is None else out.add_(t_beta)
         return total(self.primitive, out).reshape(-1, *self.inputs[0].shape)
@@ -95,7 +103,7 @@ class LinearisedNorm(Linearised):
     def jacobian_rows(self) -> Tensor:
         """Return the derivative in X, row by row and transposed, (rows, d, d): P diag(r gamma)."""
         each = self.scale.expand_as(self.x)
-        out = self.x.unsqueeze(2) * (each * self.x).mul_(-1 / self.d).unsqueeze(1)
+        out = self.off.unsqueeze(2) * (each * self.off).mul_(-1 / self.d).unsqueeze(1)
         if self.centred:
             out -= (each / self.d).unsqueeze(1)
         out.diagonal(dim1=1, dim2=2).add_(each)
@@ -103,7 +111,7 @@ class LinearisedNorm(Linearised):
 
     def curvature_rows(self) -> Tensor:
         """Return the second derivative in X contracted with w, (rows, d, d): -nu r^2 (C - 3 x x^T / d) + e x^T + x e^T."""
-        half = torch.addcmul(self.e, self.on_t, self.x, value=-1.5 / self.d).unsqueeze(1) * self.x.unsqueeze(2)
+        half = torch.addcmul(self.e, self.on_t, self.off, value=-1.5 / self.d).unsqueeze(1) * self.off.unsqueeze(2)
         out = half + half.mT
         if self.centred:
             out -= (self.on_t / self.d).unsqueeze(2)
@@ -121,7 +129,7 @@ class LinearisedNorm(Linearised):
         to_gamma = out.new_empty(out.shape[0], self.d) if self.moves_gain and given is not t_gamma else None
         for into, some_u, some_t, some_gain, gain in stacks(out, u, t, t_gamma, to_gamma):
             scratch = torch.empty_like(into) if scratch is None else scratch[: len(into)]
-            along = None if some_t is None else _dot(some_t, self.x, scratch)  # d tau
+            along = None if some_t is None else _dot(some_t, self.off, scratch)  # d tau
             if gain is not None:
                 self._to_gain(some_u, some_t, along, gain, scratch)
             if self.wanted[0]:
@@ -138,10 +146,10 @@ class LinearisedNorm(Linearised):
         if self.centred:
             out.sub_(out.sum(-1, keepdim=True), alpha=1 / self.d)
         if t is None or along is None:
-            out.addcmul_(_dot(out, self.x, scratch), self.x, value=-1 / self.d)
+            out.addcmul_(_dot(out, self.off, scratch), self.off, value=-1 / self.d)
             return
-        on_x = torch.mul(t, self.e, out=scratch).addcmul_(out, self.x, value=-1 / self.d).sum(-1, keepdim=True)
-        out.addcmul_(on_x.addcmul_(along, self.on_t, value=-2 / self.d), self.x).addcmul_(along, self.e)
+        on_x = torch.mul(t, self.e, out=scratch).addcmul_(out, self.off, value=-1 / self.d).sum(-1, keepdim=True)
+        out.addcmul_(on_x.addcmul_(along, self.on_t, value=-2 / self.d), self.off).addcmul_(along, self.e)
 
     def _to_gain(self, u: Tensor | None, t: Tensor | None, along: Tensor | None, out: Tensor, scratch: Tensor) -> None:
         """Write the covector of gamma."""
@@ -155,27 +163,29 @@ class LinearisedNorm(Linearised):
 
     @cached_property
     def wr(self) -> Tensor:
-        """w r."""
-        return self.adjoint.reshape(self.x.shape) * self.r
+        """w r, with the factor of P."""
+        return self.adjoint.reshape(self.x.shape) * self.slope
 
     @cached_property
     def wrx(self) -> Tensor:
         """w r x."""
-        return self.wr * self.x
+        return self.wr * self.off
 
     @cached_property
     def rv(self) -> Tensor:
-        """r v."""
+        """r v, with the factor of P."""
         return self.wr if self.gamma is None else self.wr * self.gamma
 
     @cached_property
     def on_t(self) -> Tensor:
-        """-nu r^2."""
-        return (self.x * self.rv).mean(-1, keepdim=True) * -self.r
+        """-nu r^2, three times where the row moves along x alone."""
+        return (self.x * self.rv).mean(-1, keepdim=True) * (self.r * (-3 if self.alone else -1))
 
     @cached_property
     def e(self) -> Tensor:
-        """-r^2 C v / d."""
+        """-r^2 C v / d, or 0 where the row moves along x alone."""
+        if self.alone:
+            return self.off
         rv = self.rv - self.rv.mean(-1, keepdim=True) if self.centred else self.rv
         return rv * (self.r / -self.d)
 

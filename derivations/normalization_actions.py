@@ -43,7 +43,7 @@ class _Normalize(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         x, r = self._rows(inputs)
-        return LinearisedNorm(self, inputs, adjoint, wanted, x=x, r=r, centred=self.centred)
+        return LinearisedNorm(self, inputs, adjoint, wanted, x=x, r=r, eps=self.eps_at(inputs[0]), centred=self.centred)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim - self.dims and not any(moving[1:])

@@ -98,7 +98,7 @@ def through_norm(primitive: Primitive, inputs: Sequence[Tensor | None], adjoint:
     """
     at = primitive.linearise(inputs, adjoint, [k == 0 for k in range(len(inputs))])  # type: ignore[arg-type]
     assert isinstance(at, LinearisedNorm)
-    x, d, r2 = at.x, at.d, at.r.square()
+    x, d, r2 = at.off, at.d, at.slope.square()
     D = K.D if at.gamma is None else K.D * at.gamma.square()
     Dx = D * x
     to_x = r2 * (x * (Dx * x).sum(-1, keepdim=True) / (2 * d * d) - Dx / d)

@@ -15,7 +15,8 @@ import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import ascend
-from hessiankit.bounding.problems import draw_problem
+from hessiankit.bounding.high_precision import norm_from_below
+from hessiankit.bounding.problems import BoundProblem, draw_problem
 from hessiankit.bounding.structured import sites, structured
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.errors import InputError
@@ -209,6 +210,20 @@ def test_a_saturated_softmax_keeps_the_digits_of_small_blocks():
     in_80_digits = 0.14579054641737  # by the referee's arithmetic, hessiankit.bounding.high_precision
     assert H.spectral_norm("W_Q", "W_Q") == pytest.approx(in_80_digits, rel=1e-12)
     assert H.spectral_norm() > 1e4
+
+
+def test_a_norm_of_two_entries_keeps_the_digits_of_its_slopes():
+    # 1 - x^2 for eps r^2 is 9e-6 off in the Hessian here, and a bound exceeded by 7e-6
+    torch.manual_seed(0)
+    block, x = hk.TransformerBlock(2, 3, activation="gelu", eps=1e-8, affine=False).double(), 1e4 * normal(2, 2)
+    with torch.no_grad():
+        block.feedforward.W_2 *= 1e2
+    problem = BoundProblem(0, "post", "", block, x, 0 * x, "mse")
+    H, name = problem.hessian, "feedforward.W_2"
+    rows, vector = H.slices[name], torch.linalg.svd(H.block(name, name)).Vh[0]
+    true = norm_from_below(problem, rows, rows, vector)
+    assert H.spectral_norm(name, name) == pytest.approx(true, rel=1e-12)
+    assert true <= structured(task_of(problem)).pairs[name, name] < true * (1 + 1e-6)
 
 
 def test_the_rounding_of_eigenvectors_is_part_of_a_structured_bound():

@@ -19,8 +19,8 @@ def dense(K: RowCurvature) -> Tensor:
     return torch.diag_embed(K.D) + pairs + pairs.mT
 
 
-def some() -> RowCurvature:
-    return RowCurvature(draw(ROWS, WIDTH), draw(2, ROWS, WIDTH, seed=2), draw(2, ROWS, WIDTH, seed=3))
+def some(width: int = WIDTH) -> RowCurvature:
+    return RowCurvature(draw(ROWS, width), draw(2, ROWS, width, seed=2), draw(2, ROWS, width, seed=3))
 
 
 def hessian_of_rows(f: object, x: Tensor) -> Tensor:
@@ -30,11 +30,12 @@ def hessian_of_rows(f: object, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("gain", [False, True])
+@pytest.mark.parametrize("width", [WIDTH, 2, 1])
 @pytest.mark.parametrize("primitive", [LayerNorm(1, 0.3), RMSNorm(1, 0.3), RMSNorm()])
-def test_norms(primitive: LayerNorm | RMSNorm, gain: bool) -> None:
+def test_norms(primitive: LayerNorm | RMSNorm, width: int, gain: bool) -> None:
     """The norm by hand, followed by a quadratic form and a linear one: its Hessian is what K becomes."""
-    x, K, w = draw(ROWS, WIDTH, seed=4), some(), draw(ROWS, WIDTH, seed=5)
-    gamma = draw(WIDTH, seed=6) if gain else None
+    x, K, w = draw(ROWS, width, seed=4), some(width), draw(ROWS, width, seed=5)
+    gamma = draw(width, seed=6) if gain else None
     eps = torch.finfo(x.dtype).eps if primitive.eps is None else primitive.eps
     inputs = [x] if gamma is None else [x, gamma]
     y0 = primitive.value(*inputs)

@@ -307,10 +307,10 @@ def rms_norm(eps, dims=1):
     return f
 
 
-for shape, dims in (((3, 4), 1), ((4,), 1), ((2, 3, 5), 1), ((2, 3, 4), 2), ((2, 1, 3, 2, 2), 3)):
+for shape, dims in (((3, 4), 1), ((3, 2), 1), ((3, 1), 1), ((4,), 1), ((2, 3, 5), 1), ((2, 3, 4), 2), ((2, 1, 3, 2, 2), 3)):
     x, gamma, beta = draw(shape, shape[-dims:], shape[-dims:], seed=20)
-    case(f"layer norm {shape} {dims}", LayerNorm(dims, 1e-5), layer_norm(1e-5, dims), x, gamma, beta)
-    case(f"rms norm {shape} {dims}", RMSNorm(dims, 1e-3), rms_norm(1e-3, dims), x, gamma)
+    case(f"layer norm {shape} {dims}", LayerNorm(dims, 0.1), layer_norm(0.1, dims), x, gamma, beta)
+    case(f"rms norm {shape} {dims}", RMSNorm(dims, 0.1), rms_norm(0.1, dims), x, gamma)
 x, gamma, beta = draw((3, 4), (4,), (4,), seed=20)
 for eps in (0.0, 0.5):
     case(f"layer norm, absent weights, eps {eps}", LayerNorm(1, eps), layer_norm(eps), x, None, None)

@@ -55,7 +55,7 @@ def blocks(
 ) -> Point:
     """A block of any placement and options; inputs and targets of a scale, rows that are nearly constant, large logits.
 
-    Every norm is over three entries or more: LayerNorm of two is a sign up to eps, and its derivative what cancellation leaves.
+    Every norm is over three entries or more: LayerNorm of two is a sign up to eps, and torch's derivative what cancels.
     """
     heads = draw(st.sampled_from([1, 2]))
     options = {
