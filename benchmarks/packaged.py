@@ -127,7 +127,7 @@ def _not_in_jax(case: Case) -> str:
         return "only the block is written in jax"
     if case.theta.is_cuda:
         return "jax is compared on the CPU only"
-    return "only the whole Hessian is written in jax" if case.wanted is not None else ""
+    return ""
 
 
 def jax_hessian() -> Peer:

@@ -14,21 +14,11 @@ from benchmark_cases import PLAN, QUIET, check_page, closed, first_cell, record
 
 from benchmarks import tables
 from benchmarks.packaged import installed
-from benchmarks.peers import FUNC_HESSIAN, REVERSE
 from benchmarks.problems import make
 from benchmarks.suites import BENCHMARKS, common, hvp, limit, memory, scalars
 from hessiankit import hessian
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
-
-
-def test_pair_is_the_block_of_the_dense_hessian(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.suites.pair.contestants", lambda: [REVERSE, FUNC_HESSIAN])
-    cell = first_cell("pair")
-    result = BENCHMARKS["pair"].run(cell, PLAN, QUIET)
-    assert [row["status"] for row in result["rows"]] == ["right", "right"]
-    assert result["rows"][0]["columns"] == 32
-    assert "W_1 x W_2" in check_page("pair", cell, result)
 
 
 def test_hvp_compares_hessian_and_gauss_newton() -> None:
