@@ -263,6 +263,38 @@ def test_what_changed_is_refused_by_name() -> None:
         f()
 
 
+def with_more(m: nn.Sequential) -> None:
+    m[4].extra = nn.Parameter(torch.zeros(3, dtype=DOUBLE))  # without effect on loss and gradient yet
+    m[4].register_forward_hook(lambda m, x, y: y + m.extra)
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "message"),
+    [
+        (len, with_more, r"'4.extra' requires grad now, and is not among those of the plan"),
+        (lambda m: m[0].requires_grad_(False), lambda m: m[0].requires_grad_(True), r"'0.weight' requires grad now"),
+        (len, lambda m: setattr(m[4], "bias", None), r"'4.bias' is no parameter of the module now"),
+        (len, lambda m: nn.utils.parametrizations.weight_norm(m[0]), r"'0.weight' is no parameter of the module now"),
+        (len, lambda m: setattr(m, "4", nn.Identity().eval()), r"'4.weight' is no parameter of the module now"),
+    ],
+)
+def test_other_parameters_than_those_of_the_plan_are_refused(before: Any, change: Any, message: str) -> None:
+    module, x, t = classifier()
+    before(module)
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    change(module)
+    with pytest.raises(InputError, match=message):
+        f()
+
+
+def test_an_iterator_of_names_is_read_once() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy", params=iter(["0.weight", "4.*"]))
+    move(module)
+    expected = hk.hessian(module, x, t, loss="cross_entropy", params=["0.weight", "4.*"]).matrix
+    assert torch.allclose(f().matrix, expected, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("factor", [2.0, 200.0])
 def test_a_module_that_computes_something_else_is_refused(factor: float) -> None:
     module, x = Gated(), torch.randn(2, 4, 3, dtype=DOUBLE)

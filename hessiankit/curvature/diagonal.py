@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
-from hessiankit.curvature.operator import hessian_operator
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
+from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
@@ -174,9 +175,20 @@ def hessian_diagonal(
         raise unknown(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "weights": weights, "reduction": reduction}
-    options["handshake"] = handshake
-    tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
+    tasks, factors = gather(
+        module,
+        inputs,
+        target,
+        loss,
+        params,
+        kind=kind,
+        seed=seed,
+        draws=draws,
+        batch_size=batch_size,
+        weights=weights,
+        reduction=reduction,
+        handshake=handshake,
+    )
     found = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
@@ -193,7 +205,9 @@ def hessian_diagonal(
             ) from None
     flat, value, fallbacks = found.entries.data, found.loss, tuple(dict.fromkeys(found.fallbacks))
     if method == "estimate" or cost > found.most:
-        operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
+        with torch.no_grad():
+            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
+        operator = HessianOperator(tasks, batches, factors, kind, None)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     values = {n: flat[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}

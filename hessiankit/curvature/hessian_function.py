@@ -22,7 +22,7 @@ from hessiankit.engine.problem.calling import arguments, map_tensors, named_tens
 from hessiankit.engine.problem.handshake import ROUNDING, GenericSlope
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import OwnGradient, called
-from hessiankit.engine.problem.selection import Params
+from hessiankit.engine.problem.selection import Params, repeatable, select
 from hessiankit.engine.problem.task import Loss, Task, available_memory
 from hessiankit.engine.recorder import PlanError, recording
 from hessiankit.engine.replay import GuardError
@@ -53,7 +53,7 @@ class HessianFunction(Printed):
     def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:
         self.module, self.plan, self.reason, self.plans = module, None, "", 0
         self._data = (inputs, target)
-        self._options: dict[str, Any] = {"loss": loss, "params": params, "batch_size": batch_size}
+        self._options: dict[str, Any] = {"loss": loss, "params": repeatable(params), "batch_size": batch_size}
         self._make(self._data)
 
     plan: ExecutionPlan | None
@@ -158,23 +158,30 @@ class HessianFunction(Printed):
 
     def _check_module(self) -> None:
         state, now = self._task.state, dict(self.module.named_parameters())
-        modes = dict(zip((name for name, _ in self.module.named_modules()), state.modes, strict=False))
         for name, part in self.module.named_modules():
-            if part.training is not modes.get(name, part.training):
+            if part.training is not state.modes.get(name, part.training):
                 mode, before = ("training", "evaluation") if part.training else ("evaluation", "training")
                 raise InputError(
                     f"{WHO}: {name or 'the module'!r} is in {mode} mode, and was in {before} mode when the plan was made; call "
                     f"module.{'eval' if part.training else 'train'}(), or make the function anew"
                 )
         for name, x, values in state.tensors():
-            if name in now and now[name] is not x:
-                raise InputError(f"{WHO}: the parameter {name!r} is another tensor now; make the function anew")
+            if now.get(name, x) is not x or (name in self._task.parameters and name not in now):
+                seen = "another tensor now" if name in now else "no parameter of the module now"
+                raise InputError(f"{WHO}: the parameter {name!r} is {seen}; make the function anew")
             if name in self._task.parameters and not x.requires_grad:
                 raise InputError(
                     f"{WHO}: the parameter {name!r} does not require grad now; call requires_grad_(True) on it, or make the "
                     "function anew"
                 )
             _check_alike(f"the tensor {name!r} of the module", x, values)
+        chosen = select(WHO, self.module, self._options["params"])
+        more = next((name for name in chosen if name not in self._task.parameters), None)
+        if more is not None:
+            raise InputError(
+                f"{WHO}: the parameter {more!r} requires grad now, and is not among those of the plan; make the function anew, "
+                "or pass params=[...] that leave it out"
+            )
 
     def _take(self, data: tuple[Any, Any]) -> None:
         """Copy the present values of the module and the data to where the plan reads them."""

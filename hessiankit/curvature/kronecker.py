@@ -144,7 +144,7 @@ class KroneckerFactors:
         self.weights: list[LayerFactors] = []
         self._batches: list[FactoredBatch] = []
         for task, share in zip(tasks, shares, strict=True):
-            J = SiteJacobian(replace(task, reference=None))
+            J = SiteJacobian(task)
             together = J.output.ndim > 0 and len(J.output) == task.batch > 1 and samples_are_independent(task)
             together = together and all(n == task.batch for n in J.leading.values())
             classes = J.output.shape[-1] if J.output.ndim else 1

@@ -96,7 +96,7 @@ def fingerprint(
     processor = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     found = {f"{name!r} of the module": digest(value) for name, value in first.state.values.items()}
     found["the chosen parameters"] = digest(list(first.parameters))
-    found["training or evaluation mode"] = digest(list(first.state.modes))
+    found["training or evaluation mode"] = digest(list(first.state.modes.values()))
     for n, (task, weight) in enumerate(zip(tasks, weights, strict=True)):
         found[f"the inputs of batch {n}"] = digest([*task.keywords, task.inputs])
         found[f"the target of batch {n}"] = digest(task.target)

@@ -25,7 +25,7 @@ from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
-from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import one_at_a_time, without_autocast
@@ -65,6 +65,8 @@ class HessianOperator(SymmetricOperator):
         block_size: int | None,
     ) -> None:
         task = tasks[0]
+        if all(isinstance(batch, Constant) for batch in batches):
+            raise without_effect(WHO, task.parameters)
         super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
@@ -174,17 +176,18 @@ class HessianOperator(SymmetricOperator):
         check_name(WHO, "approximation", name, PRECONDITIONERS)
         if name not in self._approximations:
             self._tasks[0].state.check_shared("HessianOperator")
+            tasks = list(map(_at_the_point, self._tasks, self._batches))
             if name == "diagonal":
                 every = torch.arange(self.shape[0], device=self.device)
-                parts: list[Structure] = [diagonal(every, self._diagonal(gauss_newton=self.kind != "hessian"))]
+                parts: list[Structure] = [diagonal(every, self._diagonal(tasks, gauss_newton=self.kind != "hessian"))]
             else:
-                factors = KroneckerFactors(self._tasks, self._weights)
-                parts = completed(getattr(factors, name)(), self.shape[0], lambda: self._diagonal(gauss_newton=True))
+                factors = KroneckerFactors(tasks, self._weights)
+                parts = completed(getattr(factors, name)(), self.shape[0], lambda: self._diagonal(tasks, gauss_newton=True))
             self._approximations[name] = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
         return self._approximations[name]
 
-    def _diagonal(self, *, gauss_newton: bool) -> Tensor:
-        found = DiagonalSum(WHO, self._tasks, self._weights, None, None, MOST)
+    def _diagonal(self, tasks: list[Task], *, gauss_newton: bool) -> Tensor:
+        found = DiagonalSum(WHO, tasks, self._weights, None, None, MOST)
         try:
             found.run(gauss_newton=gauss_newton)
         except TooCostly as error:
@@ -258,6 +261,16 @@ class TorchOperator:
 def _is_large(module: nn.Module) -> bool:
     own = module.parameters() if isinstance(module, nn.Module) else ()
     return sum(p.numel() for p in own if not is_lazy(p)) > LARGE
+
+
+def _at_the_point(task: Task, batch: Batch) -> Task:
+    """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
+    if isinstance(batch, Constant):
+        return replace(task, reference=OwnGradient(batch.loss, dict.fromkeys(task.parameters)))
+    with torch.no_grad(), without_autocast():
+        slopes = batch.gradient().split([x.numel() for x in task.parameters.values()])
+    named = {name: slope.reshape(x.shape) for (name, x), slope in zip(task.parameters.items(), slopes, strict=True)}
+    return replace(task, reference=OwnGradient(batch.loss, named))
 
 
 def _parallel(u: Tensor, v: Tensor) -> bool:
@@ -351,8 +364,6 @@ def hessian_operator(
         recompute=recompute,
         micro_batch=micro_batch,
     )
-    if all(isinstance(batch, Constant) for batch in batches):
-        raise without_effect(WHO, tasks[0].parameters)
     return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size)
 
 

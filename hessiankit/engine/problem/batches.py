@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.problem.selection import ParameterSelection, Params
+from hessiankit.engine.problem.selection import ParameterSelection, Params, repeatable
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 
@@ -87,8 +87,7 @@ def requests(
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
     """
     rule = _rule(who, loss, weights, reduction)
-    if isinstance(params, Iterable) and not isinstance(params, (str, Tensor, ParameterSelection)):
-        params = list(params)
+    params = repeatable(params)
     several, pairs = batches(who, data, target, loss)
     listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
     if weights is not None and not callable(weights) and not listed:

@@ -52,6 +52,11 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
 
 
+def repeatable(params: Params | ParameterSelection) -> Params | ParameterSelection:
+    """Return what can be read more than once: a list in place of an iterator."""
+    return list(params) if isinstance(params, Iterator) else params
+
+
 class ParameterSelection(dict[str, Tensor]):
     """The chosen parameters, name -> value, in the order of ``named_parameters()``.
 

@@ -31,7 +31,7 @@ class ModuleState:
 
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
-        modes: Whether each submodule is in training mode.
+        modes: Whether each submodule is in training mode, by name.
         is_present: Whether the module is as it was, now.
 
     >>> layer = nn.Linear(2, 1)
@@ -51,7 +51,7 @@ class ModuleState:
         named = {**parameters, **buffers}
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
         self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
-        self.modes = tuple(m.training for m in module.modules())
+        self.modes = {name: m.training for name, m in module.named_modules()}
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
@@ -156,7 +156,7 @@ class Held:
     >>> held = Held(kept)
     >>> kept[1]["a"], kept[2][:], kept[3][:] = 3, [4], []
     >>> held.changed()
-    '[1]'
+    '[1].a'
     >>> held.restore()
     >>> kept
     [1, {'a': 2}, [], [3]]
@@ -215,7 +215,7 @@ class Held:
                 if key not in before or key not in now or not _same(now[key], before[key]):
                     return f"{path}.{key}".lstrip(".")
         found = chain(
-            (path for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy)),
+            (_entry(path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy)),
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
@@ -268,6 +268,13 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
+
+
+def _entry(path: str, x: Any, copy: Any) -> str:
+    """Return the path of the first entry of a dict that is another than in its copy, else that of the container."""
+    both = {**copy, **x} if isinstance(x, dict) else {}
+    found = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
+    return f"{path}.{next(found, '')}".strip(".")
 
 
 def _same_entries(x: Any, copy: Any) -> bool:
