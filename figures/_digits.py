@@ -9,9 +9,6 @@ and CIFAR-100 are read from a path, in the paper's patches of 4 x 4.
 from __future__ import annotations
 
 import hashlib
-import io
-import os
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,8 +19,8 @@ import torch
 from torch import Tensor
 
 from figures._kit import CODE as TOOLKIT
-from figures._kit import differentiable, short_digest
-from figures._store import read, set_aside, writing
+from figures._kit import differentiable, plain, short_digest
+from figures._store import NOTHING, keep, recall
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.studies.images import ImageDataset, load_images, patchify
@@ -130,51 +127,34 @@ def images_of(source: str, split: str = "train") -> ImageDataset:
 def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tuple[int, VisionTransformer]]:
     """Yield the model after each number of steps, in ascending order; what is kept below ``out/cache`` is not trained again.
 
-    The digits are those of one run without a break. A file that is damaged is set aside, which is said, and made anew.
+    A file that is damaged is set aside, which is said, and made anew.
 
     Raises:
         InputError: The images or the folder cannot be used.
-        KeyboardInterrupt: Training was interrupted; what it did is kept.
+        KeyboardInterrupt: Training was interrupted.
     """
     tokens, labels = spec.data()
     pixels = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     identity = {"spec": spec, "images": pixels, "made by": code_version(*CODE)}
     folder = out / "cache" / f"digits-{short_digest(identity)}"
-    previous: Path | None = None
-    for step in sorted(set(steps)):
-        path = folder / f"{step}.pt"
-        model = _kept(path, spec, step)
-        if model is None:
-            growing = folder / f"to-{step}.pt"
-            with writing(growing), differentiable():
-                if _kept(growing, spec) is None and previous is not None:
-                    shutil.copyfile(previous, growing)
-                model = spec.model()
-                options: dict[str, Any] = {"batch_size": spec.batch_size, "lr": spec.lr, "seed": spec.seed}
-                if train(model, tokens, labels, steps=step, checkpoint=growing, **options).interrupted:
-                    raise KeyboardInterrupt  # train() takes the first Ctrl-C as the wish to stop and keep
-                os.replace(growing, path)
-        previous = path
+    wanted = sorted(set(steps))
+    missing = {step for step in wanted if recall(folder / f"{step}.pt", [plain(identity), step]) is NOTHING}
+    if missing:
+        with differentiable():
+            model = spec.model()
+
+            def look(step: int, _: float) -> None:
+                if step in missing:
+                    keep(folder / f"{step}.pt", [plain(identity), step], model.state_dict())
+
+            look(0, 0.0)
+            options: dict[str, Any] = {"batch_size": spec.batch_size, "lr": spec.lr, "seed": spec.seed, "callback": look}
+            if train(model, tokens, labels, steps=max(missing), **options).interrupted:
+                raise KeyboardInterrupt  # train() takes the first Ctrl-C as the wish to stop
+    for step in wanted:
+        model = spec.model()
+        model.load_state_dict(recall(folder / f"{step}.pt", [plain(identity), step]))
         yield step, model
-
-
-def _kept(path: Path, spec: ImageSpec, step: int | None = None) -> VisionTransformer | None:
-    """Return the model of a file, of a number of steps or of any; None, and the file out of the way, where it holds none."""
-    content = read(path)
-    if content is None:
-        return None
-    model = spec.model()
-    try:
-        found = torch.load(io.BytesIO(content), weights_only=True)
-        model.load_state_dict(found["model"])
-        seen = len(found["losses"])
-    except Exception as error:  # a damaged archive may raise anything
-        set_aside(path, f"it cannot be read ({type(error).__name__})")
-        return None
-    if step in (None, seen):
-        return model
-    set_aside(path, f"it holds {seen} steps, not {step}")
-    return None
 
 
 def block_norms(

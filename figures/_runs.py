@@ -1,8 +1,8 @@
 """Small byte-level language models, trained and followed by a monitor once for all figures that read of them.
 
-A run is a function of its description: the same description gives the same digits, whether it was stopped on the way or not. It
-is one file below ``out/cache``: the held-out losses, what the monitor wrote, the model at every step that is wanted, and until it
-is finished the state from which it goes on. A damaged file is set aside, and the run made anew.
+A run is a function of its description: the same description gives the same digits. When it is finished it is one file below
+``out/cache``: the held-out losses, what the monitor wrote, and the model at every step that is wanted. A damaged file is set
+aside, and the run made anew.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import copy
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,6 @@ CODE = (
     "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py", "figures/_runs.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
-SAVE_EVERY = 100
-"""Steps that an interruption loses at most."""
 MONITORED = "monitor.jsonl"
 
 
@@ -136,7 +134,7 @@ class ByteRun:
         losses: Held-out nats a byte there; infinite from where the training loss was no number.
         train_losses: Nats a byte of each step's batch, before its update.
         log: What the monitor measured; None without one.
-        seconds: Time taken, measurements and interrupted parts included.
+        seconds: Time taken, measurements included.
     """
 
     spec: ByteSpec
@@ -161,7 +159,7 @@ class ByteRun:
 
 
 def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
-    """Train, or return what was trained before; an interrupted run goes on from at most 100 steps before.
+    """Train, or return what was trained before.
 
     Args:
         spec: The run.
@@ -177,13 +175,11 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
     made_by = f"{code_version(*CODE)}, {torch.get_default_dtype()}"
     identity = {"spec": plain(spec), "text": digest_of(spec.text), "made by": made_by}
     folder = out / "cache" / f"run-{spec.name}-{short_digest(identity)}"
-    keep_state = partial(keep, folder / "run.pt", identity)
-    kept = recall(folder / "run.pt", identity)
-    found: dict[str, Any] = {} if kept is NOTHING else kept
-    if not found or "unfinished" in found:
+    found = recall(folder / "run.pt", identity)
+    if found is NOTHING:
         with differentiable(), one_thread():
-            found = _train(spec, folder, tell, found, keep_state)
-        keep_state(found)
+            found = _train(spec, folder, tell)
+        keep(folder / "run.pt", identity, found)
     elif spec.every:
         put(folder / MONITORED, found["monitored"].encode())
     return ByteRun(
@@ -210,63 +206,50 @@ def measured_on(spec: ByteSpec) -> list[tuple[Tensor, Tensor]]:
     return [(inputs[r], targets[r]) for r in rows]
 
 
-def _train(
-    spec: ByteSpec, folder: Path, tell: Tell, found: dict[str, Any], keep_state: Callable[[dict[str, Any]], None]
-) -> dict[str, Any]:
-    """Train to the end, from the state in ``found`` unless it is empty, and return what the run showed."""
+def _train(spec: ByteSpec, folder: Path, tell: Tell) -> dict[str, Any]:
+    """Train to the end, and return what the run showed."""
     text, held_out = texts(spec.text)
     windows = held_out.windows(spec.length, spec.windows)
     ends = evaluated_at(spec.steps, spec.evaluations)
     model = model_of(spec)
     optimizer, schedule = adamw(model, spec.lr, spec.ratios, spec.steps, round(spec.warm_up * spec.steps), spec.floor)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
     drawn = torch.Generator().manual_seed(spec.seed)
-    so_far = found or {"losses": [], "train_losses": [], "kept": {}, "monitored": "", "seconds": 0.0}
-    if found:
-        state = found.pop("unfinished")
-        drawn.set_state(state.pop("drawn"))
-        for name, part in parts.items():
-            part.load_state_dict(state[name])
-    if spec.every:  # what was measured after the state was kept is measured again
-        put(folder / MONITORED, so_far["monitored"].encode())
+    losses: list[float] = []
+    train_losses: list[float] = []
+    kept: dict[int, Any] = {}
+    if spec.every:
+        put(folder / MONITORED, b"")
     monitor = _monitor(spec, model, folder)
-    began = time.perf_counter() - so_far["seconds"]
+    began = time.perf_counter()
 
     def look(step: int) -> None:
         if monitor is not None:
             _measure(monitor, step, force=step == spec.steps)
         if step in ends:
-            so_far["losses"].append(held_out_loss(model, windows))
+            losses.append(held_out_loss(model, windows))
         if step in (*spec.kept, spec.steps):
-            so_far["kept"][step] = copy.deepcopy(model.state_dict())
+            kept[step] = copy.deepcopy(model.state_dict())
 
-    def update() -> None:
-        so_far["seconds"] = round(time.perf_counter() - began, 2)
-        so_far["monitored"] = "" if monitor is None else (read(monitor.path) or b"").decode()
-
-    if not so_far["losses"]:
-        look(0)
-    first = len(so_far["train_losses"])
+    look(0)
     batch = partial(text.batch, spec.batch_size, spec.length, drawn)
-    tell(f"training {spec.name}", first, spec.steps)
-    left = range(first + 1, spec.steps + 1)
+    tell(f"training {spec.name}", 0, spec.steps)
+    left = range(1, spec.steps + 1)
     for step, loss in updates(model, optimizer, batch, cross_entropy, left, clip=CLIP, schedule=schedule):
         if not math.isfinite(loss):
-            so_far["train_losses"].append(math.inf)
+            train_losses.append(math.inf)
             break
-        so_far["train_losses"].append(loss)
+        train_losses.append(loss)
         look(step)
-        if step % SAVE_EVERY == 0 and step < spec.steps:
-            update()
-            state = {name: part.state_dict() for name, part in parts.items()}
-            keep_state({**so_far, "unfinished": {**state, "drawn": drawn.get_state()}})
         if step < spec.steps:
             tell(f"training {spec.name}", step, spec.steps)
-    update()
-    for step in {*spec.kept, spec.steps} - so_far["kept"].keys():  # the run broke off before
-        so_far["kept"][step] = model.state_dict()
-    losses = [loss if math.isfinite(loss) else math.inf for loss in so_far["losses"]]
-    return {**so_far, "losses": losses + [math.inf] * (len(ends) - len(losses))}
+    for step in {*spec.kept, spec.steps} - kept.keys():  # the run broke off before
+        kept[step] = model.state_dict()
+    losses = [loss if math.isfinite(loss) else math.inf for loss in losses]
+    return {
+        "losses": losses + [math.inf] * (len(ends) - len(losses)), "train_losses": train_losses, "kept": kept,
+        "monitored": "" if monitor is None else (read(monitor.path) or b"").decode(),
+        "seconds": round(time.perf_counter() - began, 2),
+    }  # fmt: skip
 
 
 def _measure(monitor: Monitor, step: int, *, force: bool) -> None:

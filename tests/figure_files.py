@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,3 @@ def measured(run: ByteRun) -> list[dict[str, Any]]:
     """Return what the monitor of a run measured, without the times."""
     assert run.log is not None
     return [{key: value for key, value in record.items() if key != "seconds"} for record in run.log.records]
-
-
-def stop_at(step: int) -> Callable[[str, int, int], None]:
-    """Return what, told of a run's progress, interrupts it at a step."""
-
-    def tell(what: str, done: int, total: int) -> None:
-        if done == step:
-            raise KeyboardInterrupt
-
-    return tell

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from figure_files import SMALL, measured, stop_at
+from figure_files import SMALL
 
 from figures import __main__ as command
-from figures import _kit, _runs, _session, _store
+from figures import _kit, _session
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import byte_run
 from hessiankit.studies.tuning.experiment import RunSpec, Setting, run
@@ -76,42 +73,6 @@ def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
     assert found.steps == reference.steps == (0, 4, 8, 12)
     assert found.losses == reference.losses
     assert len(found.train_losses) == 12
-
-
-def test_an_interrupted_run_goes_on_to_the_same_digits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
-    whole = byte_run(SMALL, tmp_path / "whole")
-    for step in (2, 7, 11):  # before the first state is kept; in between; with a measurement that has to be taken back
-        with pytest.raises(KeyboardInterrupt):
-            byte_run(SMALL, tmp_path / "cut", tell=stop_at(step))
-    steps: list[int] = []
-    cut = byte_run(SMALL, tmp_path / "cut", tell=lambda what, done, total: steps.append(done))
-    assert steps == [8, 9, 10, 11]
-    assert (cut.losses, cut.train_losses, measured(cut)) == (whole.losses, whole.train_losses, measured(whole))
-    assert [record["step"] for record in measured(cut)] == [0, 1, 2, 5, 10, 12]
-    for step in (5, 12):
-        ours, theirs = cut.model(step).state_dict(), whole.model(step).state_dict()
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert byte_run(SMALL, tmp_path / "cut", tell=lambda *_: pytest.fail("trained again")).losses == whole.losses
-
-
-def test_a_full_disk_is_said_and_loses_no_more_than_the_steps_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_runs, "SAVE_EVERY", 4)
-    replaced, left = os.replace, iter([False, False, True])
-
-    def full(source: Path, target: Path) -> None:
-        if target.name == "run.pt" and next(left):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        replaced(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(_store.os, "replace", full)
-        with pytest.raises(InputError, match=r"cannot write .*run\.pt: No space left on device; pass another folder"):
-            byte_run(SMALL, tmp_path)
-    steps: list[int] = []
-    found = byte_run(SMALL, tmp_path, tell=lambda what, done, total: steps.append(done))
-    assert steps == [8, 9, 10, 11]
-    assert found.losses == byte_run(SMALL, tmp_path / "whole").losses
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
