@@ -248,14 +248,16 @@ def test_optimizers_of_sequences_and_squared_error() -> None:
 
 def test_batches_change_nothing() -> None:
     module = language_model()
-    ids, labels = tokens(3, 3), torch.tensor([[1, 0, 2], [-100, -100, 3], [5, 4, -100]])
+    ids, labels = tokens(4, 3), torch.tensor([[1, 0, 2], [-100, -100, 3], [5, 4, -100], [-100, -100, -100]])
     one = KroneckerFactors(*gather(module, ids, labels, "cross_entropy", None, kind="ggn"))
-    pairs = list(zip(ids.split([1, 2]), labels.split([1, 2]), strict=True))
+    pairs = list(zip(ids.split([1, 2, 1]), labels.split([1, 2, 1]), strict=True))
     many = KroneckerFactors(*gather(module, pairs, None, "cross_entropy", None, kind="ggn"))
     for a, b in zip(one.weights, many.weights, strict=True):
         assert (a.parameter, a.rows) == (b.parameter, b.rows)
         assert error(b.gradients, a.gradients) <= EXACT
         assert a.inputs is None or error(b.inputs, a.inputs) <= EXACT
+    together, apart = (hk.approximations(module, *data, loss="cross_entropy", of=["adam"]) for data in ((ids, labels), (pairs,)))
+    assert error(apart["adam"].operator.to_matrix(), together["adam"].operator.to_matrix()) <= EXACT
 
 
 def test_drawn_labels_tend_to_the_exact_factors(monkeypatch: pytest.MonkeyPatch) -> None:

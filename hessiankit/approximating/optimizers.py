@@ -17,23 +17,24 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import Structure, dense_block, diagonal, kronecker_block
+from hessiankit.engine.problem.fisher import counted_samples
 from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.task import Task
 
 
 def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
-    """Return the gradients of B samples' losses, scaled so that their mean is the gradient of the whole: (B, P)."""
+    """Return the gradients of the losses of the B samples that count, scaled so that their mean is that of the whole: (B, P)."""
     found = []
     alone = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
-    samples = sum(1 if one else len(task.read()) for task, one in zip(tasks, alone, strict=True))
     for task, share, one in zip(tasks, shares, alone, strict=True):
         J = JacobianOperator(replace(task, reference=None))
         with task.at():
             Z = task.read().detach().requires_grad_()
             (slope,) = torch.autograd.grad(own_loss(task, Z), Z)
         c = slope.detach().to(J.torch_dtype)
-        found.append(samples * share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)))
-    return torch.cat(found)
+        found.append(share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
+    gradients = torch.cat(found)
+    return len(gradients) * gradients
 
 
 class MiniBatchMoments:

@@ -13,7 +13,7 @@ from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, Site, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
-from hessiankit.engine.problem.fisher import as_gauss_newton, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples, rows_of
 from hessiankit.engine.problem.loss_trace import samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
@@ -108,6 +108,7 @@ class FactoredBatch:
         together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other.
         drawn: Whether a column holds drawn labels of all terms, and is pulled back at once.
         held: Weights and biases by the id of their site's value.
+        counted: Which samples have labels that count, where the rows of a site are those of the samples.
     """
 
     J: SiteJacobian
@@ -115,6 +116,7 @@ class FactoredBatch:
     together: bool
     drawn: bool
     held: list[tuple[int, ParameterJacobian]]
+    counted: Tensor | slice
 
 
 class KroneckerFactors:
@@ -149,13 +151,14 @@ class KroneckerFactors:
             together = together and all(n == task.batch for n in J.leading.values())
             classes = J.output.shape[-1] if J.output.ndim else 1
             sweeps = J.output.numel() if not together else J.output.numel() // task.batch
+            counted = counted_samples(task) if together else slice(None)
             drawn = sweeps > PULLED and classes > 1 and task.loss != QUADRATIC_MODEL
             if drawn:
                 task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS, before=before)
                 before += rows_of(task)
                 self.is_drawn = True
             found = self._used_once(J)
-            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, found))
+            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, found, counted))
         held = self._batches[0].held
         for other in self._batches[1:]:
             held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
@@ -194,8 +197,10 @@ class KroneckerFactors:
         for weight, (_, one) in zip(self.weights, batch.held, strict=True):
             if isinstance(one, WeightJacobian):
                 assert weight.inputs is not None
-                weight.inputs += one.X.T @ one.X
-                weight.rows += len(one.X)
+                rows = len(batch.J.output) if batch.together else 1
+                X = one.X.reshape(rows, -1, one.X.shape[1])[batch.counted].flatten(0, 1)
+                weight.inputs += X.T @ X
+                weight.rows += len(X)
         for bars in self._bars(batch):
             for weight, (at, _) in zip(self.weights, batch.held, strict=True):
                 if at in bars:

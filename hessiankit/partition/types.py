@@ -76,7 +76,7 @@ def model_parts(
         more = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
         raise InputError(
             f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}} "
-            "to hessiankit.block_types, whose .parts are the parts= of other functions"
+            "to hessiankit.block_types, which other functions take as by=, or its .parts as parts="
         )
     return typed
 

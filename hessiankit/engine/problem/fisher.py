@@ -159,6 +159,15 @@ def rows_of(task: Task) -> int:
     return len(task.target) if task.loss == QUADRATIC_MODEL else 0
 
 
+def counted_samples(task: Task) -> Tensor | slice:
+    """Return the samples of a batch, and of a cross entropy those alone that have a label that counts."""
+    if task.loss == QUADRATIC_MODEL:
+        return task.target[:, 3:].flatten(1).any(1)  # type: ignore[no-any-return]
+    if task.loss != "cross_entropy" or task.target.ndim == 0:
+        return slice(None)
+    return (task.target != IGNORE_INDEX).reshape(len(task.target), -1).any(1)  # type: ignore[no-any-return]
+
+
 def _gradients(task: Task, Z: Tensor, before: int, draws: int, seed: int) -> Tensor:
     """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C).
 
