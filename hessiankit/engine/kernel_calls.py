@@ -11,6 +11,7 @@ A factor is a tensor with a stride for each index, 0 for those that it does not 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,8 @@ class KernelFactor(NamedTuple):
 class KernelSum:
     """``into[m, x, z] += sum_n left[n, m] right[n, x, z]`` with m = (m1, m2) and x = (x1, x2); z is contiguous.
 
+    The left side is a b, the right one s v, or s v + t w: see :func:`joined`.
+
     Attributes:
         into: What is added to.
         rows: How many n.
@@ -49,6 +52,8 @@ class KernelSum:
         b: The other, or None.
         s: A scalar of (n, x1, x2) on the right side, or None.
         v: The vector of (n, x1, x2, z) that it multiplies.
+        t: Another scalar, or None.
+        w: The vector that it multiplies, or None.
         symmetric: Whether into[m1, m2] and into[m2, m1] take the same, so that it is summed once.
         mean: Whether the left side is symmetric up to rounding, and its mean is taken.
         over: Whether it is written over what lies in ``into``, all of which it has to cover, rather than added to it.
@@ -63,16 +68,20 @@ class KernelSum:
     b: KernelFactor | None
     s: KernelFactor | None
     v: KernelFactor
+    t: KernelFactor | None = None
+    w: KernelFactor | None = None
     symmetric: bool = False
     mean: bool = False
     over: bool = False
     name: ClassVar[str] = "compiled sum"
 
-    def add(self, kernels: ctypes.CDLL) -> float:
+    def add(self) -> float:
         """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
+        library = kernels()
+        assert library is not None
         if (watching := recorder()) is not None:
-            watching.add_compiled(kernels.hessiankit_lift, self)
-        call = self.bound(kernels.hessiankit_lift)
+            watching.add_compiled(library.hessiankit_lift, self)
+        call = self.bound(library.hessiankit_lift)
         call()
         return call.skew
 
@@ -88,7 +97,7 @@ class KernelSum:
 
     def factors(self) -> Iterator[tuple[KernelFactor | None, int]]:
         """Yield every factor with how many strides it has."""
-        yield from ((self.a, 3), (self.b, 3), (self.s, 3), (self.v, 4))
+        yield from ((self.a, 3), (self.b, 3), (self.s, 3), (self.v, 4), (self.t, 3), (self.w, 4))
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is added to and what is read."""
@@ -101,11 +110,88 @@ class KernelSum:
         def other(factor: KernelFactor | None) -> Any:
             return None if factor is None else KernelFactor(moved(factor.data), factor.strides)
 
-        return replace(self, into=moved(self.into), a=other(self.a), b=other(self.b), s=other(self.s), v=other(self.v))
+        a, b, s, v, t, w = (other(factor) for factor, _ in self.factors())
+        return replace(self, into=moved(self.into), a=a, b=b, s=s, v=v, t=t, w=w)
 
     def bound(self, function: Any) -> BoundSum:
         """Return the call of the kernel."""
         return BoundSum(self, function)
+
+    def axes(self) -> dict[int, int]:
+        """Return how many entries there are along each axis, which is named by its stride in ``into``; z is 1."""
+        sizes = zip((*self.strides, 1), (*self.left, *self.right), strict=True)
+        return {stride: size for stride, size in sizes if size > 1}
+
+    def terms(self) -> list[tuple[KernelFactor, dict[int, int]]]:
+        """Return the factors of one term, each with its strides by axis."""
+        m1, m2, x1, x2 = self.strides
+        known = ((self.a, (m1, m2)), (self.b, (m1, m2)), (self.s, (x1, x2)), (self.v, (x1, x2, 1)))
+        axes = self.axes()
+        return [
+            (factor, {axis: step for axis, step in zip(along, factor.strides[1:], strict=True) if step and axis in axes})
+            for factor, along in known
+            if factor is not None
+        ]
+
+
+FEWEST = 8  # rows of a left side for which it pays to write out the right one
+
+
+def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
+    """Return the sums with those to one block as one, where they have a factor in common:
+
+        sum_n a_n[i] T_n[p, j] d_n[q] + sum_n a_n[i] b_n[j] K_n[p, q] = sum_n a_n[i] (T_n[p, j] d_n[q] + b_n[j] K_n[p, q]).
+
+    The first is the curvature between a weight and the Jacobian of what it multiplies, the second that of a later vertex.
+    """
+    found: list[KernelSum] = []
+    for one in sums:
+        for k, other in enumerate(found):
+            if (both := _joined(other, one)) is not None:
+                found[k] = both
+                break
+        else:
+            found.append(one)
+    return found
+
+
+def _joined(one: KernelSum, other: KernelSum) -> KernelSum | None:
+    """Return two sums as one, if they can be."""
+    axes = one.axes()
+    plain = not (one.symmetric or other.symmetric or one.w or other.w)
+    if not plain or one.rows != other.rows or axes != other.axes() or not _is_same(one.into, other.into):
+        return None
+    for (factor, along), (again, likewise) in itertools.product(one.terms(), other.terms()):
+        left, right = next(iter(along), 1), [axis for axis in axes if axis not in {*along, 1}]
+        fits = len(along) == 1 and left != 1 and axes[left] >= FEWEST and len(right) <= 2
+        if fits and along == likewise and factor.strides[0] == again.strides[0] and _is_same(factor.data, again.data):
+            x1, x2 = (*right, 0, 0)[:2]
+            first = _scalar_and_vector(one.terms(), factor, (x1, x2))
+            second = _scalar_and_vector(other.terms(), again, (x1, x2))
+            if first is not None and second is not None:
+                sizes = (axes.get(x1, 1), axes.get(x2, 1), axes.get(1, 1))
+                a = KernelFactor(factor.data, (factor.strides[0], along[left], 0))
+                return KernelSum(one.into, one.rows, (axes[left], 1), sizes, (left, 0, x1, x2), a, None, *first, *second)
+    return None
+
+
+def _scalar_and_vector(
+    terms: Sequence[tuple[KernelFactor, dict[int, int]]], skipped: KernelFactor, right: tuple[int, int]
+) -> tuple[KernelFactor | None, KernelFactor] | None:
+    """Return the factors of a term but one as a scalar and a vector of a right side with these axes; None if there are more."""
+    found: dict[bool, KernelFactor] = {}
+    for factor, along in terms:
+        if factor is not skipped:
+            is_vector = 1 in along
+            if is_vector in found or not {*along} <= {*right, 1}:
+                return None
+            strides = (factor.strides[0], *(along.get(axis, 0) for axis in right))
+            found[is_vector] = KernelFactor(factor.data, (*strides, along[1]) if is_vector else strides)
+    return (found.get(False), found[True]) if True in found else None
+
+
+def _is_same(x: Tensor, y: Tensor) -> bool:
+    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
 
 
 class BoundSum:
@@ -172,8 +258,8 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
 NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
 
 
-def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
-    """Add U^T K V of one weight with another by the compiled kernels.
+def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+    """Return U^T K V of one weight with another, as a sum for the compiled kernels.
 
     Args:
         u: Jacobian of the rows of the block.
@@ -183,31 +269,21 @@ def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, 
         same: Whether u and v are one Jacobian and K is symmetric.
 
     Returns:
-        How far from symmetric K was, as far as it was compared; None if there are no kernels for this.
+        None if there are no kernels for this, or the entries of the block that lie side by side are too few.
     """
-    library = kernels()
-    if library is None or not _fit(into, u.X, v.X, K):
+    if kernels() is None or not _fit(into, u.X, v.X, K):
         return None
-    found = kernel_sum(u, v, K, into, same=same)
-    return None if found is None else found.add(library)
-
-
-def _fit(into: Tensor, *factors: Tensor) -> bool:
-    return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
-
-
-def kernel_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
-    """Return the sum of :func:`add_compiled`; None where the entries of the block that lie side by side are too few."""
     if into.stride(1) != 1:
         if into.stride(0) != 1:
             return None
         u, v, K, into = v, u, K.mT, into.T
     i, j = u.X.shape[1], v.X.shape[1]
     n, p, q = K.shape
-    (u_i, u_p), (v_j, v_q) = (_strides(w, step) for w, step in ((u, into.stride(0)), (v, 1)))
-    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
     if (j if v.transposed else q) < NARROW:
         return None
+    K = K if v.transposed else K.contiguous()  # its rows are read as vectors
+    (u_i, u_p), (v_j, v_q) = (_strides(w, step) for w, step in ((u, into.stride(0)), (v, 1)))
+    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
     if v.transposed:
         outer = (KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, 0, b_j)))
         steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
@@ -215,6 +291,10 @@ def kernel_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *,
     a, b = KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, b_j))
     curvature = KernelFactor(K, (k_n, k_p, 0, k_q))
     return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, None, curvature, symmetric=same)
+
+
+def _fit(into: Tensor, *factors: Tensor) -> bool:
+    return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
 
 
 def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:

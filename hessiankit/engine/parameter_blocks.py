@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.kernel_calls import add_compiled
+from hessiankit.engine.kernel_calls import KernelSum, compiled_sum
 
 _repeated: ContextVar[Callable[[int], AbstractContextManager[None]] | None] = ContextVar("repeated", default=None)
 
@@ -60,7 +60,7 @@ CACHE = 2**17  # entries of a block that stay in a processor's cache while they 
 OUTER = 256  # columns of an outer product of weights made at once: as many as a product of matrices needs to run at speed
 
 
-def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
     """Add U^T K V to ``into`` (size_u, size_v), for curvature K (R, p, q) between equal rows of two values.
 
     Args:
@@ -71,13 +71,13 @@ def add_pair(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor
         same: Whether u and v are one Jacobian and K is symmetric.
 
     Returns:
-        How far from symmetric K was, relative to the largest of its diagonal, where only its mean went into the block.
+        What is left to be added, by compiled kernels.
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
-        skew = add_compiled(u, v, K, into, same=same)
-        if skew is None:
+        left = compiled_sum(u, v, K, into, same=same)
+        if left is None:
             _add_kronecker_pair(u, v, K, into, same=same)
-        return skew
+        return left
     if isinstance(v, GainJacobian):
         into += u.vjp(v.scale_columns(K))
     elif isinstance(u, GainJacobian):

@@ -23,6 +23,7 @@ from torch import Tensor
 from hessiankit.engine.column_blocks import ColumnBlocks
 from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.jacobians import ParameterJacobian, WeightJacobian
+from hessiankit.engine.kernel_calls import KernelSum
 from hessiankit.engine.parameter_blocks import add_across_rows, add_diagonal_pair, add_pair
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.tangents import EntrywiseTangents, SelectedTangents, StackedTangents, Vertex, by_row, chain, starts
@@ -192,28 +193,26 @@ def _pull_back_diagonal(
         )
 
 
-def _add_blocks(t: int, r: int, vertices: Mapping[int, Vertex], blocks: VertexBlocks, matrix: SymmetricStorage) -> None:
+def _add_blocks(vertex: Vertex, other: Vertex, level: int, K: Tensor, matrix: SymmetricStorage) -> None:
     """Add the blocks E_t^T K_tr E_r of the parameters of two vertices, a diagonal K by its diagonal."""
-    vertex, other = vertices[t], vertices[r]
-    for level, K in blocks.plain(t, r).items():
-        by_row = level == vertex.axes == other.axes and level > 0
-        if K.ndim == 2 and not by_row:
-            K = torch.diag_embed(K)
-        for n, u in enumerate(vertex.jacobians):
-            for m, v in enumerate(other.jacobians):
-                if (r == t and m < n) or not matrix.wants(u.parameter, v.parameter):
-                    continue
-                same = r == t and n == m
-                write = partial(_write, (vertex, other), K, u, v, by_row, same)
-                if u.parameter == v.parameter and not same:  # tied: E_u^T K E_v and its transpose
-                    matrix.add_both(u, v, write)
-                else:
-                    matrix.add(u, v, write)
+    by_row = level == vertex.axes == other.axes and level > 0
+    if K.ndim == 2 and not by_row:
+        K = torch.diag_embed(K)
+    for n, u in enumerate(vertex.jacobians):
+        for m, v in enumerate(other.jacobians):
+            if (vertex is other and m < n) or not matrix.wants(u.parameter, v.parameter):
+                continue
+            same = vertex is other and n == m
+            write = partial(_write, (vertex, other), K, u, v, by_row, same)
+            if u.parameter == v.parameter and not same:  # tied: E_u^T K E_v and its transpose
+                matrix.add_both(u, v, write)
+            else:
+                matrix.add(u, v, write)
 
 
 def _write(
     pair: tuple[Vertex, Vertex], K: Tensor, u: ParameterJacobian, v: ParameterJacobian, by_row: bool, same: bool, block: Tensor
-) -> float | None:
+) -> KernelSum | None:
     if K.ndim == 2:
         add_diagonal_pair(u, v, K, block)
     elif by_row:
@@ -247,9 +246,13 @@ def accumulate(sweep: ForwardSweep, matrix: SymmetricStorage) -> None:
         if vertex.parents and (t in reached or rows_coupled(t, vertices, {r: blocks.levels(t, r) for r in blocks.neighbours[t]})):
             own = _seed_columns(t, vertices, blocks, columns)
             reached.update(s for stack in vertex.parents.values() for s in stack.vertices)
-        for r in sorted(r for r in blocks.neighbours[t] if r >= t):
-            if vertex.jacobians and vertices[r].jacobians and not (own and r == t):
-                _add_blocks(t, r, vertices, blocks, matrix)
+        others = [r for r in sorted(blocks.neighbours[t]) if r > t or (r == t and not own)] if vertex.jacobians else []
+        curvature = [(r, level, K) for r in others if vertices[r].jacobians for level, K in blocks.plain(t, r).items()]
+        for ndim in (3, 2):  # diagonals last: what is the first to reach a block of a plan covers it
+            for r, level, K in curvature:
+                if K.ndim == ndim:
+                    _add_blocks(vertex, vertices[r], level, K, matrix)
+            matrix.finish()
         if vertex.parents:
             back = Pullback(vertices, t, blocks, Everything())
             for r in [r for r in blocks.neighbours[t] if r != t]:

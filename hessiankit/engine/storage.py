@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.engine.jacobians import ParameterJacobian
-from hessiankit.engine.kernel_calls import SINGLE, mirror
+from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
 from hessiankit.support.kernels import kernels
 
-Write: TypeAlias = Callable[[Tensor], float | None]  # adds something to a block; returns how far from symmetric it was, if it saw
+Write: TypeAlias = Callable[[Tensor], KernelSum | None]  # adds something to a block; returns what is left to be added
 
 EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
@@ -114,7 +114,8 @@ class SymmetricStorage:
         self.data = zeros(shape, dtype, device) if data is None else data
         self.computed = dtype  # of what writes add: a module may compute in a wider type than its parameters
         self.is_finite = True  # as far as mirror() has seen
-        self.skew = 0.0  # the largest of what writes have returned
+        self.skew = 0.0  # the largest of what sums have returned
+        self._sums: list[KernelSum] = []  # to be added
 
     def wants(self, i: str, j: str) -> bool:
         """Tell whether the block of two parameters is stored."""
@@ -131,10 +132,16 @@ class SymmetricStorage:
         return slice(self.slices[name].start - panel.start, self.slices[name].stop - panel.start)
 
     def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Call ``write`` to add to the block of the parameters of (u, v), or to some of its columns."""
+        """Call ``write`` to add to the block of the parameters of (u, v), or to some of its columns; see :meth:`finish`."""
         if self.wants(u.parameter, v.parameter):
-            skew = write_block(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write, self.computed)
-            self.skew = max(self.skew, skew or 0.0)
+            left = self._write(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+            self._sums += [] if left is None else [left]
+
+    def finish(self) -> None:
+        """Add what writes have left: sums to one block together, where that is possible."""
+        for left in joined(self._sums):
+            self._run(left)
+        self._sums = []
 
     def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Add what ``write`` adds, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
@@ -142,9 +149,31 @@ class SymmetricStorage:
             return
         block = self.block(u.parameter, v.parameter)
         part = block.new_zeros(u.size, len(range(v.size)[columns]), dtype=self.computed)
-        write(part)
-        write_block(block[:, columns], u.at, v.at, partial(_add, part), self.computed)
-        write_block(block[columns], v.at, u.at, partial(_add, part.T), self.computed)
+        self._run(write(part))
+        self._write(block[:, columns], u.at, v.at, partial(_add, part))
+        self._write(block[columns], v.at, u.at, partial(_add, part.T))
+
+    def _write(self, block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> KernelSum | None:
+        """Let ``write`` add to those rows and columns of a block, or to all of them; return what is left to be added."""
+        if rows is None and columns is None and self.computed == block.dtype:
+            return write(block)
+        here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
+        part = block.new_zeros(here, dtype=self.computed)
+        self._run(write(part))
+        part = part.to(block.dtype)
+        if rows is not None and columns is not None:
+            block[rows.unsqueeze(1), columns] += part
+        elif rows is not None:
+            block.index_add_(0, rows, part)
+        elif columns is not None:
+            block.index_add_(1, columns, part)
+        else:
+            block += part
+        return None
+
+    def _run(self, left: KernelSum | None) -> None:
+        if left is not None:
+            self.skew = max(self.skew, left.add())
 
     def mirror(self) -> float:
         """Average the blocks (i, i), and fill those below them.
@@ -210,28 +239,7 @@ class RecordedBlocks:
         matrix.computed = self.computed or matrix.computed
         for u, v, write, columns, both in self.pairs:
             (matrix.add_both if both else matrix.add)(u, v, write, columns)
-
-
-def write_block(block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write, computed: torch.dtype) -> float | None:
-    """Let ``write``, which adds in the type ``computed``, add to those rows and columns of a block, or to all of them.
-
-    Return what it returns.
-    """
-    if rows is None and columns is None and computed == block.dtype:
-        return write(block)
-    here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
-    part = block.new_zeros(here, dtype=computed)
-    skew = write(part)
-    part = part.to(block.dtype)
-    if rows is not None and columns is not None:
-        block[rows.unsqueeze(1), columns] += part
-    elif rows is not None:
-        block.index_add_(0, rows, part)
-    elif columns is not None:
-        block.index_add_(1, columns, part)
-    else:
-        block += part
-    return skew
+            matrix.finish()
 
 
 def _add(part: Tensor, block: Tensor) -> None:

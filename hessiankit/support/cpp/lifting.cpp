@@ -4,7 +4,7 @@
 //
 // where both sides are products themselves and are never written out whole:
 //
-//     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = s[n, x] v[n, x, z].
+//     left[n, m] = a[n, m] b[n, m]        right[n, x, z] = s[n, x] v[n, x, z] + t[n, x] w[n, x, z].
 //
 // A block of the right side is laid out in panels that stay in the cache, a strip of the left one beside it; a tile of
 // ROWS x (two vectors) is summed in registers and reaches the matrix once. Rows n at which a strip or a panel is zero,
@@ -52,7 +52,7 @@ struct Sum {
   int64_t x1, x2, width;
   int64_t out_m1, out_m2, out_x1, out_x2;
   bool over;  // what lies in the matrix is not read
-  Factor<T> a, b, s, v;
+  Factor<T> a, b, s, v, t, w;
   T* out;
 
   struct Row {
@@ -120,29 +120,38 @@ struct Sum {
     for (int64_t top = 0; top < deep; top += FEW)  // a few rows of all panels: along a row they lie next to each other
       for (int64_t k = 0; k < count; ++k) {
         const Panel& p = panel[k];
-        const T *scalar = s.at(p.x / x2, p.x % x2), *vector = v.at(p.x / x2, p.x % x2) + p.z * v.z + (start + top) * v.n;
-        const int64_t whole = v.z == 1 ? p.columns / W : 0, some = std::min(FEW, deep - top);
-        const auto pack = whole == 2 ? &Sum::pack_rows<2> : whole == 1 ? &Sum::pack_rows<1> : &Sum::pack_rows<0>;
-        odd += (this->*pack)(some, scalar ? scalar + (start + top) * s.n : nullptr, vector, p.columns, into + (k * deep + top) * WIDE);
+        const int64_t some = std::min(FEW, deep - top);
+        T* to = into + (k * deep + top) * WIDE;
+        odd += pack_term<false>(s, v, p, x2, start + top, some, to);
+        if (w.data) odd += pack_term<true>(t, w, p, x2, start + top, some, to);
       }
     return none(odd);
   }
 
-  // Rows of one panel, whole vectors of it first. Returns zeros if all is finite.
-  template <int whole>
-  V pack_rows(int64_t count, const T* scalar, const T* from, int64_t columns, T* to) const {
+  // One of the two terms of a panel's rows, whole vectors first; the second is added to the first.
+  template <bool second>
+  static V pack_term(const Factor<T>& s, const Factor<T>& v, const Panel& p, int64_t x2, int64_t first, int64_t count, T* to) {
+    const T *scalar = s.at(p.x / x2, p.x % x2), *vector = v.at(p.x / x2, p.x % x2) + p.z * v.z + first * v.n;
+    const int64_t whole = v.z == 1 ? p.columns / W : 0;
+    const auto pack = whole == 2 ? &pack_rows<2, second> : whole == 1 ? &pack_rows<1, second> : &pack_rows<0, second>;
+    return pack(count, scalar ? scalar + first * s.n : nullptr, s.n, vector, v.n, v.z, p.columns, to);
+  }
+
+  // Returns zeros if all is finite.
+  template <int whole, bool second>
+  static V pack_rows(int64_t count, const T* scalar, int64_t step, const T* from, int64_t next, int64_t z, int64_t columns, T* to) {
     V odd{};
-    for (int64_t n = 0; n < count; ++n, from += v.n, to += WIDE) {
-      const T f = scalar ? scalar[n * s.n] : T(1);
-      V x{}, y{};
+    for (int64_t n = 0; n < count; ++n, from += next, to += WIDE) {
+      const T f = scalar ? scalar[n * step] : T(1);
+      V x{}, y{}, *into = reinterpret_cast<V*>(to);
       if (whole > 0) x = f * reinterpret_cast<const V*>(from)[0];
       if (whole > 1) y = f * reinterpret_cast<const V*>(from)[1];
       if (whole == 0)
-        for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] = f * from[c * v.z];
+        for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] = f * from[c * z];
       if (whole < 2)
-        for (int64_t c = W; c < columns; ++c) y[c - W] = f * from[c * v.z];
-      reinterpret_cast<V*>(to)[0] = x;
-      reinterpret_cast<V*>(to)[1] = y;
+        for (int64_t c = W; c < columns; ++c) y[c - W] = f * from[c * z];
+      into[0] = x = second ? into[0] + x : x;
+      into[1] = y = second ? into[1] + y : y;
       odd += (x - x) + (y - y);
     }
     return odd;
@@ -310,14 +319,16 @@ template <typename T>
 void lift(const void* const* data, const int64_t* s, void* out, int64_t threads, double* skew) {
   Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11] != 0,
          factor<T>(data[0], s + 12, false), factor<T>(data[1], s + 15, false), factor<T>(data[2], s + 18, false),
-         factor<T>(data[3], s + 21, true), static_cast<T*>(out), {}, {}}
+         factor<T>(data[3], s + 21, true), factor<T>(data[4], s + 25, false), factor<T>(data[5], s + 28, true),
+         static_cast<T*>(out), {}, {}}
       .run(threads, skew);
 }
 
 }  // namespace
 
 // Numbers: depth, m1, m2, kind (0 plain, 1 triangular, 2 triangular and the mean), x1, x2, width; strides of out along m1, m2,
-// x1, x2; whether what lies in out is written over; strides of a, b and s along (n, m1, m2) or (n, x1, x2), of v along (n, x1, x2, z).
+// x1, x2; whether what lies in out is written over; strides of a, b and s along (n, m1, m2) or (n, x1, x2), of v along
+// (n, x1, x2, z), of t as of s, of w as of v.
 extern "C" int hessiankit_lift(int single, const void* const* data, const int64_t* numbers, void* out, int64_t threads, double* skew) {
   try {
     if (single)
