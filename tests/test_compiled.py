@@ -20,7 +20,7 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.kernel_calls import KernelProduct, add_compiled, kernel_sum, mirror, multiply
+from hessiankit.engine.kernel_calls import KernelProduct, compiled_sum, joined, mirror, multiply
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -45,6 +45,11 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
     x = torch.randn(*shape, generator=generator, dtype=torch.float64)
     kept = torch.rand(*shape[:2], *(1,) * (len(shape) - 2), generator=generator) >= zeros
     return (x * kept).to(dtype)
+
+
+def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+    found = compiled_sum(u, v, K, into, same=same)
+    return None if found is None else found.add()
 
 
 def written_out(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> np.ndarray:
@@ -149,6 +154,25 @@ def test_products_of_small_matrices(kernels: ctypes.CDLL) -> None:
     assert torch.equal(multiply(x, x + 1).isnan(), (x @ (x + 1)).isnan())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("transposed", [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("zeros", [0.0, 0.6])
+@pytest.mark.parametrize("sizes", [(49, 16, 8, 32, 16), (5, 9, 4, 5, 21), (2100, 8, 4, 4, 5)])  # the last: more rows than at once
+def test_two_sums_with_a_factor_in_common(sizes, transposed, dtype, zeros: float) -> None:
+    n, i, p, j, q = sizes
+    a, b, d = (rows_of(n, m, dtype=dtype, seed=k, zeros=zeros) for k, m in enumerate((i, j, q)))
+    K, T = rows_of(n, p, q, dtype=dtype, seed=3), rows_of(n, j, p, dtype=dtype, seed=4, zeros=zeros).mT
+    u, v = WeightJacobian("u", None, a, p, transposed[0]), WeightJacobian("v", None, b, q, transposed[1])
+    w = WeightJacobian("v", None, d, j, not transposed[1])  # the same weight, by what it multiplies
+    into = torch.full((i * p, j * q), 0.5, dtype=dtype)
+    sums = [compiled_sum(u, v, K, into, same=False), compiled_sum(u, w, T, into, same=False)]
+    (both,) = joined(sums)  # type: ignore[arg-type]
+    both.add()
+    close(into, 0.5 + written_out(u, v, K) + written_out(u, w, T))
+    others = [replace(u, X=a.clone()), replace(u, X=a[:, :7]), replace(u, X=a.flip(0))]
+    assert [len(joined([sums[0], compiled_sum(o, w, T, into[: o.size], same=False)])) for o in others] == [2, 2, 2]  # type: ignore[list-item]
+
+
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
     def asked(dtype: torch.dtype, other: torch.dtype | None = None, device: str = "cpu") -> float | None:
         u = WeightJacobian("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
@@ -218,7 +242,7 @@ def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed:
     K = rows_of(n, 11, 11, dtype=torch.float64, seed=3)
     into = torch.full((101, 101), torch.nan, dtype=torch.float64)
     part = into[1:-1, 1:-1]
-    found = kernel_sum(u, v, K, part, same=False)
+    found = compiled_sum(u, v, K, part, same=False)
     assert found is not None
     assert found.covers
     replace(found, over=True).bound(kernels.hessiankit_lift)()

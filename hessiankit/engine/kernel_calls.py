@@ -144,27 +144,23 @@ def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
 
     The first is the curvature between a weight and the Jacobian of what it multiplies, the second that of a later vertex.
     """
-    found: list[KernelSum] = []
+    blocks: dict[tuple[int, Any, Any], list[KernelSum]] = {}
     for one in sums:
-        for k, other in enumerate(found):
-            if (both := _joined(other, one)) is not None:
-                found[k] = both
-                break
-        else:
-            found.append(one)
-    return found
+        found = blocks.setdefault(_place(one.into), [])
+        both = _joined(found[-1], one) if found else None
+        found[len(found) - (both is not None) :] = [one if both is None else both]
+    return [one for found in blocks.values() for one in found]
 
 
 def _joined(one: KernelSum, other: KernelSum) -> KernelSum | None:
     """Return two sums as one, if they can be."""
     axes = one.axes()
-    plain = not (one.symmetric or other.symmetric or one.w or other.w)
-    if not plain or one.rows != other.rows or axes != other.axes() or not _is_same(one.into, other.into):
+    if one.symmetric or other.symmetric or one.w or other.w or one.rows != other.rows or axes != other.axes():
         return None
     for (factor, along), (again, likewise) in itertools.product(one.terms(), other.terms()):
         left, right = next(iter(along), 1), [axis for axis in axes if axis not in {*along, 1}]
         fits = len(along) == 1 and left != 1 and axes[left] >= FEWEST and len(right) <= 2
-        if fits and along == likewise and factor.strides[0] == again.strides[0] and _is_same(factor.data, again.data):
+        if fits and along == likewise and factor.strides[0] == again.strides[0] and _place(factor.data) == _place(again.data):
             x1, x2 = (*right, 0, 0)[:2]
             first = _scalar_and_vector(one.terms(), factor, (x1, x2))
             second = _scalar_and_vector(other.terms(), again, (x1, x2))
@@ -190,8 +186,8 @@ def _scalar_and_vector(
     return (found.get(False), found[True]) if True in found else None
 
 
-def _is_same(x: Tensor, y: Tensor) -> bool:
-    return x is y or (x.data_ptr() == y.data_ptr() and x.shape == y.shape and x.stride() == y.stride())
+def _place(x: Tensor) -> tuple[int, Any, Any]:
+    return x.data_ptr(), x.shape, x.stride()
 
 
 class BoundSum:

@@ -62,25 +62,17 @@ struct Sum {
   struct Panel {
     int64_t x, z, columns;
   };
-  // Rows n at which something is not zero
+  // Rows n of a strip or a panel at which something is not zero: whether each is, and their numbers
   struct Support {
-    std::vector<int32_t> rows;
-    std::vector<char> has;
-    bool full = true;
+    char* has;
+    int32_t* rows;
+    int64_t count;
+    bool full;
 
-    void of(const T* packed, int64_t depth, int stride) {
-      full = true;
-      for (int64_t n = 0; n < depth && full; ++n) full = packed[n * stride] != 0 || !blank(packed + n * stride, stride);
-      if (full) return;
-      rows.clear();
-      has.assign(depth, 0);
-      for (int64_t n = 0; n < depth; ++n)
-        if (packed[n * stride] != 0 || !blank(packed + n * stride, stride)) has[n] = 1, rows.push_back(int32_t(n));
-    }
-    static bool blank(const T* x, int count) {
-      for (int i = 0; i < count; ++i)
-        if (x[i] != 0) return false;
-      return true;
+    void list(int64_t depth) {
+      count = 0;
+      for (int64_t n = 0; n < depth; ++n) rows[count] = int32_t(n), count += has[n];
+      full = count == depth;
     }
   };
 
@@ -115,31 +107,33 @@ struct Sum {
   }
 
   // Panels, each (deep, WIDE) and zero where there are no columns. Returns whether all is finite.
-  bool pack_right(const Panel* panel, int64_t count, int64_t start, int64_t deep, T* into) const {
+  bool pack_right(const Panel* panel, int64_t count, int64_t start, int64_t deep, T* into, Support* support) const {
     V odd{};
     for (int64_t top = 0; top < deep; top += FEW)  // a few rows of all panels: along a row they lie next to each other
       for (int64_t k = 0; k < count; ++k) {
         const Panel& p = panel[k];
         const int64_t some = std::min(FEW, deep - top);
         T* to = into + (k * deep + top) * WIDE;
-        odd += pack_term<false>(s, v, p, x2, start + top, some, to);
-        if (w.data) odd += pack_term<true>(t, w, p, x2, start + top, some, to);
+        odd += pack_term<false>(s, v, p, x2, start + top, some, to, support[k].has + top);
+        if (w.data) odd += pack_term<true>(t, w, p, x2, start + top, some, to, support[k].has + top);
       }
+    for (int64_t k = 0; k < count; ++k) support[k].list(deep);
     return none(odd);
   }
 
   // One of the two terms of a panel's rows, whole vectors first; the second is added to the first.
   template <bool second>
-  static V pack_term(const Factor<T>& s, const Factor<T>& v, const Panel& p, int64_t x2, int64_t first, int64_t count, T* to) {
+  static V pack_term(const Factor<T>& s, const Factor<T>& v, const Panel& p, int64_t x2, int64_t first, int64_t count, T* to, char* has) {
     const T *scalar = s.at(p.x / x2, p.x % x2), *vector = v.at(p.x / x2, p.x % x2) + p.z * v.z + first * v.n;
     const int64_t whole = v.z == 1 ? p.columns / W : 0;
     const auto pack = whole == 2 ? &pack_rows<2, second> : whole == 1 ? &pack_rows<1, second> : &pack_rows<0, second>;
-    return pack(count, scalar ? scalar + first * s.n : nullptr, s.n, vector, v.n, v.z, p.columns, to);
+    return pack(count, scalar ? scalar + first * s.n : nullptr, s.n, vector, v.n, v.z, p.columns, to, has);
   }
 
   // Returns zeros if all is finite.
   template <int whole, bool second>
-  static V pack_rows(int64_t count, const T* scalar, int64_t step, const T* from, int64_t next, int64_t z, int64_t columns, T* to) {
+  static V pack_rows(int64_t count, const T* scalar, int64_t step, const T* from, int64_t next, int64_t z, int64_t columns, T* to,
+                     char* has) {
     V odd{};
     for (int64_t n = 0; n < count; ++n, from += next, to += WIDE) {
       const T f = scalar ? scalar[n * step] : T(1);
@@ -153,13 +147,23 @@ struct Sum {
       into[0] = x = second ? into[0] + x : x;
       into[1] = y = second ? into[1] + y : y;
       odd += (x - x) + (y - y);
+      has[n] = x[0] != 0 || any(x, y);
     }
     return odd;
   }
 
+  // Tells whether a bit of two vectors is set.
+  static bool any(V x, V y) {
+    typedef int64_t Bits __attribute__((vector_size(BYTES)));
+    const Bits bits = reinterpret_cast<Bits>(x) | reinterpret_cast<Bits>(y);
+    int64_t found = 0;
+    for (int i = 0; i < BYTES / 8; ++i) found |= bits[i];
+    return found != 0;
+  }
+
   // A strip of rows, (deep, ROWS), zero where there are none. Returns whether all is finite; skew: the largest |left - its
   // transpose| and the largest on the diagonal, if the mean is taken.
-  bool pack_left(const Row* row, int64_t count, int64_t start, int64_t deep, T* into, double* skew) const {
+  bool pack_left(const Row* row, int64_t count, int64_t start, int64_t deep, T* into, Support& support, double* skew) const {
     T odd = 0, apart = 0, diagonal = 0;
     const T *s[ROWS], *t[ROWS];
     for (int64_t m = 0; m < ROWS; ++m) {
@@ -183,7 +187,9 @@ struct Sum {
       }
       for (int m = 0; m < ROWS; ++m) odd += into[m] - into[m];
       for (int64_t m = count; m < ROWS; ++m) into[m] = 0;
+      support.has[n] = into[0] != 0 || std::any_of(into + 1, into + ROWS, [](T x) { return x != 0; });
     }
+    support.list(deep);
     skew[0] = std::max(skew[0], double(apart));
     skew[1] = std::max(skew[1], double(diagonal));
     return odd == 0;
@@ -239,17 +245,25 @@ struct Sum {
   // What one thread works with.
   struct Desk {
     Buffer<T> right, left;
+    Buffer<int32_t> numbers, both;
+    Buffer<char> flags;
     std::vector<Support> panels, strips;
     std::vector<char> good;  // strips of which all is finite
-    std::vector<int32_t> both;
-    int64_t at;  // of which rows n on the strips are kept; -1: none
-    double skew[2];
+    int64_t at = -1;         // of which rows n on the strips are kept; -1: none
+    double skew[2] = {0, 0};
+
+    Desk(int64_t deep, int64_t each, int64_t held)
+        : right(deep * WIDE * each), left(deep * ROWS * held), numbers(deep * (each + held)), both(deep), flags(deep * (each + held)),
+          good(held) {
+      for (int64_t k = 0; k < each + held; ++k)
+        (k < each ? panels : strips).push_back({flags + k * deep, numbers + k * deep, 0, false});
+    }
   };
 
   void block(int64_t first, int64_t last, int64_t start, int64_t deep, Desk& desk) const {
     const int64_t count = last - first, strips = (rows.size() + ROWS - 1) / ROWS;
-    const bool finite = pack_right(&panels[first], count, start, deep, desk.right), all = int64_t(desk.strips.size()) == strips;
-    for (int64_t k = 0; k < count; ++k) desk.panels[k].of(desk.right + k * deep * WIDE, deep, WIDE);
+    const bool finite = pack_right(&panels[first], count, start, deep, desk.right, desk.panels.data());
+    const bool all = int64_t(desk.strips.size()) == strips;
     V sums[ROWS][2];
     for (int64_t m = 0; m < strips; ++m) {
       const int64_t at = all ? m : 0, high = std::min<int64_t>(ROWS, rows.size() - m * ROWS);
@@ -257,8 +271,7 @@ struct Sum {
       T* left = desk.left + at * deep * ROWS;
       Support& strip = desk.strips[at];
       if (!all || desk.at != start) {
-        desk.good[at] = pack_left(row, high, start, deep, left, desk.skew);
-        strip.of(left, deep, ROWS);
+        desk.good[at] = pack_left(row, high, start, deep, left, strip, desk.skew);
       }
       const bool every = !finite || !desk.good[at];
       for (int64_t k = 0; k < count; ++k) {
@@ -270,12 +283,12 @@ struct Sum {
         if (every || (panel.full && strip.full)) {
           tile(p.columns, deep, nullptr, left, right, sums);
         } else if (panel.full || strip.full) {
-          const std::vector<int32_t>& some = panel.full ? strip.rows : panel.rows;
-          tile(p.columns, some.size(), some.data(), left, right, sums);
+          const Support& some = panel.full ? strip : panel;
+          tile(p.columns, some.count, some.rows, left, right, sums);
         } else {
           int64_t met = 0;
-          for (int32_t n : panel.rows) desk.both[met] = n, met += strip.has[n];
-          tile(p.columns, met, desk.both.data(), left, right, sums);
+          for (int64_t i = 0; i < panel.count; ++i) desk.both[met] = panel.rows[i], met += strip.has[panel.rows[i]];
+          tile(p.columns, met, desk.both, left, right, sums);
         }
         for (int64_t h = 0; h < high; ++h) {
           put(sums[h], p.columns, to + row[h].to, over && start == 0);
@@ -297,8 +310,7 @@ struct Sum {
     std::vector<double> apart(threads), diagonal(threads);
     share(threads, [&](int64_t mine, int64_t step) {
       const int64_t held = all ? strips : 1;
-      Desk desk{Buffer<T>(deep * WIDE * each), Buffer<T>(deep * ROWS * held), std::vector<Support>(each), std::vector<Support>(held),
-                std::vector<char>(held), std::vector<int32_t>(deep), -1, {0, 0}};
+      Desk desk(deep, each, held);
       for (int64_t k = mine; k < blocks; k += step)
         for (int64_t start = 0; start < depth; start += deep)
           block(k * each, std::min(total, (k + 1) * each), start, std::min(deep, depth - start), desk);
