@@ -234,12 +234,15 @@ class RecordedBlocks:
         """Record a write of a block and its transpose."""
         self.pairs.append((u, v, write, columns, True))
 
+    def finish(self) -> None:
+        """Leave everything to the replay."""
+
     def replay(self, matrix: SymmetricStorage) -> None:
         """Add everything that a matrix stores to it."""
         matrix.computed = self.computed or matrix.computed
         for u, v, write, columns, both in self.pairs:
             (matrix.add_both if both else matrix.add)(u, v, write, columns)
-            matrix.finish()
+        matrix.finish()
 
 
 def _add(part: Tensor, block: Tensor) -> None:

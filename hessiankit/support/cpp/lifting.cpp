@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that stay in the nearer cache together
 constexpr int64_t FAR = 800 * 1024;   // bytes of panels where the strips are too many to be kept
 constexpr int64_t DEEP = 2048;        // rows n summed at once
-constexpr int64_t FEW = 16;           // rows n laid out at once
+constexpr int64_t SHALLOW = 64;       // at least
+constexpr int64_t FEW = 8;           // rows n laid out at once
 
 // data[n, i, j, z] at these strides; without data, ones
 template <typename T>
@@ -78,6 +79,7 @@ struct Sum {
 
   std::vector<Row> rows;
   std::vector<Panel> panels;
+  bool sparse;  // zero times any entry of the right side is zero
 
   // Where one of two factors has more zeros, strips have one entry of it: zero at many rows n, which are left out.
   void order() {
@@ -97,6 +99,20 @@ struct Sum {
     return double(found) / double(count);
   }
 
+  // Tells whether all vectors of the right side are finite.
+  bool finite(const Factor<T>& f) const {
+    V odd{};
+    const int64_t whole = f.z == 1 ? width / W * W : 0;
+    for (int64_t n = 0; f.data && n < depth; ++n)
+      for (int64_t i = 0; i < (f.one ? x1 : 1); ++i)
+        for (int64_t j = 0; j < (f.two ? x2 : 1); ++j) {
+          const T* from = f.at(i, j) + n * f.n;
+          for (int64_t z = 0; z < whole; z += W) odd += *reinterpret_cast<const V*>(from + z) * T(0);
+          for (int64_t z = whole; z < width; ++z) odd[0] += from[z * f.z] * T(0);
+        }
+    return none(odd);
+  }
+
   void list() {
     for (int64_t i = 0; i < m1; ++i)
       for (int64_t j = triangular ? i : 0; j < m2; ++j)
@@ -112,40 +128,52 @@ struct Sum {
     for (int64_t top = 0; top < deep; top += FEW)  // a few rows of all panels: along a row they lie next to each other
       for (int64_t k = 0; k < count; ++k) {
         const Panel& p = panel[k];
-        const int64_t some = std::min(FEW, deep - top);
-        T* to = into + (k * deep + top) * WIDE;
-        odd += pack_term<false>(s, v, p, x2, start + top, some, to, support[k].has + top);
-        if (w.data) odd += pack_term<true>(t, w, p, x2, start + top, some, to, support[k].has + top);
+        const int64_t first = start + top, whole = v.z == 1 && (!w.data || w.z == 1) ? p.columns / W : 0;
+        const Term one(s, v, p, x2, first), two(t, w, p, x2, first);
+        const auto pack = w.data ? whole == 2 ? &pack_rows<2, true> : whole == 1 ? &pack_rows<1, true> : &pack_rows<0, true>
+                                 : whole == 2 ? &pack_rows<2, false> : whole == 1 ? &pack_rows<1, false> : &pack_rows<0, false>;
+        odd += pack(one, two, std::min(FEW, deep - top), p.columns, sparse, into + (k * deep + top) * WIDE, support[k].has + top);
       }
     for (int64_t k = 0; k < count; ++k) support[k].list(deep);
     return none(odd);
   }
 
-  // One of the two terms of a panel's rows, whole vectors first; the second is added to the first.
-  template <bool second>
-  static V pack_term(const Factor<T>& s, const Factor<T>& v, const Panel& p, int64_t x2, int64_t first, int64_t count, T* to, char* has) {
-    const T *scalar = s.at(p.x / x2, p.x % x2), *vector = v.at(p.x / x2, p.x % x2) + p.z * v.z + first * v.n;
-    const int64_t whole = v.z == 1 ? p.columns / W : 0;
-    const auto pack = whole == 2 ? &pack_rows<2, second> : whole == 1 ? &pack_rows<1, second> : &pack_rows<0, second>;
-    return pack(count, scalar ? scalar + first * s.n : nullptr, s.n, vector, v.n, v.z, p.columns, to, has);
-  }
+  // One of the two terms of a panel, from a row on.
+  struct Term {
+    const T *scalar, *vector;
+    int64_t step, next, z;
 
-  // Returns zeros if all is finite.
-  template <int whole, bool second>
-  static V pack_rows(int64_t count, const T* scalar, int64_t step, const T* from, int64_t next, int64_t z, int64_t columns, T* to,
-                     char* has) {
+    Term(const Factor<T>& s, const Factor<T>& v, const Panel& p, int64_t x2, int64_t first)
+        : scalar(s.at(p.x / x2, p.x % x2)), vector(v.at(p.x / x2, p.x % x2)), step(s.n), next(v.n), z(v.z) {
+      if (scalar) scalar += first * s.n;
+      if (vector) vector += p.z * v.z + first * v.n;
+    }
+    T factor(int64_t n) const { return scalar ? scalar[n * step] : T(1); }
+    V whole(int64_t n, int64_t half) const { return reinterpret_cast<const V*>(vector + n * next)[half]; }
+    V some(int64_t n, int64_t first, int64_t last) const {
+      V x{};
+      for (int64_t c = first; c < last; ++c) x[c - first] = vector[n * next + c * z];
+      return x;
+    }
+  };
+
+  // Whole vectors first. Rows whose factors are zero are not read if sparse. Returns zeros if all is finite.
+  template <int whole, bool both>
+  static V pack_rows(const Term& one, const Term& two, int64_t count, int64_t columns, bool sparse, T* to, char* has) {
     V odd{};
-    for (int64_t n = 0; n < count; ++n, from += next, to += WIDE) {
-      const T f = scalar ? scalar[n * step] : T(1);
-      V x{}, y{}, *into = reinterpret_cast<V*>(to);
-      if (whole > 0) x = f * reinterpret_cast<const V*>(from)[0];
-      if (whole > 1) y = f * reinterpret_cast<const V*>(from)[1];
-      if (whole == 0)
-        for (int64_t c = 0; c < std::min<int64_t>(W, columns); ++c) x[c] = f * from[c * z];
-      if (whole < 2)
-        for (int64_t c = W; c < columns; ++c) y[c - W] = f * from[c * z];
-      into[0] = x = second ? into[0] + x : x;
-      into[1] = y = second ? into[1] + y : y;
+    for (int64_t n = 0; n < count; ++n, to += WIDE) {
+      const T f = one.factor(n), g = both ? two.factor(n) : T(0);
+      V x{}, y{};
+      if (!sparse || f != 0 || g != 0) {
+        x = f * (whole > 0 ? one.whole(n, 0) : one.some(n, 0, std::min<int64_t>(W, columns)));
+        if (both) x += g * (whole > 0 ? two.whole(n, 0) : two.some(n, 0, std::min<int64_t>(W, columns)));
+        if (whole == 2 || columns > W) {
+          y = f * (whole > 1 ? one.whole(n, 1) : one.some(n, W, columns));
+          if (both) y += g * (whole > 1 ? two.whole(n, 1) : two.some(n, W, columns));
+        }
+      }
+      reinterpret_cast<V*>(to)[0] = x;
+      if (whole == 2 || columns > W) reinterpret_cast<V*>(to)[1] = y;
       odd += (x - x) + (y - y);
       has[n] = x[0] != 0 || any(x, y);
     }
@@ -302,7 +330,10 @@ struct Sum {
   void run(int64_t threads, double* skew) {
     order();
     list();
-    const int64_t deep = std::min(depth, DEEP), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
+    sparse = (s.data || t.data) && finite(v) && finite(w);
+    const int64_t alike = w.data ? x2 * ((width + WIDE - 1) / WIDE) : 1;  // panels that read the same rows of a factor
+    const int64_t fitting = std::max<int64_t>(SHALLOW, FAR / int64_t(sizeof(T) * WIDE) / alike);
+    const int64_t deep = std::min({depth, DEEP, fitting}), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
     const bool all = strips * deep * ROWS * int64_t(sizeof(T)) <= NEAR;
     const int64_t few = std::max<int64_t>(1, (all ? NEAR : FAR) / int64_t(sizeof(T) * deep * WIDE));
     const int64_t each = std::max<int64_t>(1, std::min((total + threads - 1) / threads, few)), blocks = (total + each - 1) / each;
@@ -332,7 +363,7 @@ void lift(const void* const* data, const int64_t* s, void* out, int64_t threads,
   Sum<T>{s[0], s[1], s[2], s[3] != 0, s[3] == 2, s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11] != 0,
          factor<T>(data[0], s + 12, false), factor<T>(data[1], s + 15, false), factor<T>(data[2], s + 18, false),
          factor<T>(data[3], s + 21, true), factor<T>(data[4], s + 25, false), factor<T>(data[5], s + 28, true),
-         static_cast<T*>(out), {}, {}}
+         static_cast<T*>(out), {}, {}, false}
       .run(threads, skew);
 }
 
