@@ -41,6 +41,15 @@ def test_point_without_derivative(call: Callable[..., object], name: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_jacobian_that_is_not_finite(transposed: bool) -> None:
+    f, message = CASES["sqrt"]
+    module, x, _ = linear(f)
+    J = hk.jacobian_operator(module, x)
+    with pytest.raises(hk.InputError, match=rf"products with the Jacobian are NaN or infinite: the operation .*{message}"):
+        (J.T if transposed else J).to_matrix()
+
+
 def test_the_same_module_elsewhere_is_fine() -> None:
     for f, _ in CASES.values():
         module, x, t = linear(f)

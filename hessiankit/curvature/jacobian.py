@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from derivations.primitive import Linearised, plus
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
+from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
@@ -86,7 +87,13 @@ class JacobianOperator(TensorOperator):
     def _rows(self, rows: Tensor) -> Tensor:
         """Push forward: (S, P) to (S, outputs)."""
         with self._at_the_point():
-            return torch.cat([self._push(part) for part in rows.split(self.block_size)])
+            return self._finite(torch.cat([self._push(part) for part in rows.split(self.block_size)]), rows)
+
+    def _finite(self, found: Tensor, rows: Tensor) -> Tensor:
+        if not bool(torch.isfinite(found).all()) and bool(torch.isfinite(rows).all()):
+            place = origin_of_any([self._task])
+            raise InputError(f"{WHO}: products with the Jacobian are NaN or infinite{place}. {REMEDY}")
+        return found
 
     def _push(self, rows: Tensor) -> Tensor:
         tangents: dict[int, Tensor] = {}
@@ -99,7 +106,7 @@ class JacobianOperator(TensorOperator):
     def pull(self, rows: Tensor) -> Tensor:
         """Return J^T times covectors, as rows: (S, outputs) to (S, P)."""
         with self._at_the_point():
-            return torch.cat([self._pull(part) for part in rows.split(self.block_size)])
+            return self._finite(torch.cat([self._pull(part) for part in rows.split(self.block_size)]), rows)
 
     def _pull(self, rows: Tensor) -> Tensor:
         bars = self._pulled(rows, lambda value, bar: None)

@@ -36,7 +36,7 @@ def without_effect(who: str, names: Iterable[str]) -> InputError:
 
 def not_finite(who: str, i: str, j: str, tasks: Sequence[Task]) -> InputError:
     """Return the error for a block that is not finite."""
-    return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{_of_any(tasks)}. {REMEDY}")
+    return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{origin_of_any(tasks)}. {REMEDY}")
 
 
 REMEDY = (
@@ -60,7 +60,8 @@ def origin(traced: Trace) -> str | None:
     return None
 
 
-def _of_any(tasks: Sequence[Task]) -> str:
+def origin_of_any(tasks: Sequence[Task]) -> str:
+    """Return a clause that names the first such operation of some requests, or ""."""
     with torch.no_grad():
         for task in tasks:
             found = origin(loss_trace(task, normalizer_of(task)).trace)
