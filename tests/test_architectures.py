@@ -25,6 +25,15 @@ SOME = [
     ("sequences/t5", "eager"),
     ("images/dinov2", "sdpa"),
     ("timm/swin", "eager"),
+    ("causal/gpt2", "eager"),
+    ("causal/llama", "sdpa"),
+    ("causal/qwen2", "sdpa"),
+    ("causal/qwen3", "eager"),
+    ("causal/mistral", "sdpa"),
+    ("causal/mixtral", "eager"),
+    ("causal/qwen3_moe", "sdpa"),
+    ("masked/bert", "sdpa"),
+    ("images/vit", "eager"),
 ]
 """GPT-J, GPT-Neo, CodeGen, Mamba 2 and the mixtures promote float32 within float64; T5 and they do it within bfloat16."""
 
