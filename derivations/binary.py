@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, same_rows, unbroadcast
+from derivations.directions import align, same_rows, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 

@@ -1,11 +1,51 @@
-"""Batches of directions, walked a few at a time so that the scratch of an entrywise action stays in the processor's cache."""
+"""Stacks of directions: broadcasting of tangents and covectors, parts that stay in a cache, products with matrices.
+
+A product a b is fastest where the rows of a and the columns of b are contiguous, so that both are read along the index that
+is summed: with 64 to 1024 rows and columns of float64 by 3 to 25 % over b by rows, and by much more over a by columns.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+
+def joint_shape(*shapes: torch.Size) -> torch.Size:
+    """Return the shape that broadcasts from these, which fit: ``torch.broadcast_shapes``, without its checks, in less time.
+
+    >>> joint_shape(torch.Size([2, 1, 3]), torch.Size([4, 1]))
+    torch.Size([2, 4, 3])
+    """
+    first = shapes[0]
+    if all(shape == first for shape in shapes):
+        return first
+    ndim = max(map(len, shapes))
+    padded = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
+    return torch.Size(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
+
+
+def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
+    """Return a tangent (S, *shape) with unit axes put behind S, so that it broadcasts like a value of ``ndim`` axes."""
+    return t.reshape(t.shape[0], *(1,) * (ndim - len(shape)), *shape)
+
+
+def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
+    """Return a covector (S, ...) summed over the axes along which a value of ``shape`` was repeated: (S, *shape)."""
+    extra = t.ndim - 1 - len(shape)
+    if extra:
+        t = t.sum(dim=tuple(range(1, 1 + extra)))
+    repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
+    return t.sum(dim=repeated, keepdim=True) if repeated else t
+
+
+def same_rows(inputs: Sequence[Tensor], axes: int, moving: Sequence[bool], shape: torch.Size | None = None) -> bool:
+    """Tell whether the moving operands of a broadcasting operation have all of the leading axes of its output."""
+    out = joint_shape(*(x.shape for x in inputs)) if shape is None else shape
+    return all(x.ndim == len(out) and x.shape[:axes] == out[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+
 
 CACHE_ENTRIES = 2**17
 """Entries of one part, about a megabyte of float64: it stays in a core's second-level cache through several passes."""
@@ -42,3 +82,43 @@ def stacks(*tensors: Tensor | None) -> Iterator[tuple[Any, ...]]:
         return
     for part in parts(first):
         yield tuple(None if t is None else t[part] for t in tensors)
+
+
+ALONE = 2**12
+"""Entries from which the matrices of a stack are transposed one by one, which is several times faster."""
+
+
+def by_columns(b: Tensor) -> Tensor:
+    """Return matrices (..., k, j) with contiguous columns, copied where they lie otherwise; on an accelerator, as they are.
+
+    >>> by_columns(torch.zeros(5, 2, 3)).stride()
+    (6, 1, 2)
+    """
+    if b.device.type != "cpu" or b.mT.is_contiguous():
+        return b
+    if b.ndim != 3 or b.shape[-1] * b.shape[-2] < ALONE:
+        return b.mT.contiguous().mT
+    out = b.new_empty(b.mT.shape)
+    for one, into in zip(b, out, strict=True):
+        into.copy_(one.T)
+    return out.mT
+
+
+def stacked(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return directions (S, ...) as matrices (S, *shape), or one direction as one matrix.
+
+    >>> stacked(torch.zeros(1, 2, 3, 4), (6, 4)).shape, stacked(torch.zeros(2, 2, 3, 4), (6, 4)).shape
+    (torch.Size([6, 4]), torch.Size([2, 6, 4]))
+    """
+    return t.reshape(*shape) if t.shape[0] == 1 else t.reshape(t.shape[0], *shape)
+
+
+def add_product(out: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """Return out + a b, in out's memory, for one matrix or S of them; one of a and b may be a single matrix for all."""
+    if a.ndim == b.ndim == 2:
+        return a @ b if out is None else out.addmm_(a, b)
+    if out is None and b.ndim == 2 and a.is_contiguous():
+        return (a.reshape(-1, a.shape[-1]) @ b).reshape(*a.shape[:-1], -1)
+    count = len(a) if a.ndim == 3 else len(b)
+    a, b = (x.expand(count, *x.shape[-2:]) for x in (a, b))
+    return torch.bmm(a, b) if out is None else out.baddbmm_(a, b)

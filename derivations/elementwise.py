@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import unbroadcast
-from derivations.kinked_functions import KINKED
+from derivations.directions import unbroadcast
 from derivations.linear import Multiply
 from derivations.primitive import Covectors, Entrywise, Inputs, Primitive, Tangents
-from derivations.scalar_functions import SMOOTH, Derivatives
+from derivations.scalar_functions import KINKED, SMOOTH, Derivatives
 
 
 def _power(x: Tensor, p: float) -> Derivatives:
@@ -81,7 +80,7 @@ class Elementwise(Entrywise):
         abs          |x|            sign x              0
         clamp        within [l, h]  1{l <= x <= h}      0
 
-    and those of ``derivations.scalar_functions`` and ``derivations.kinked_functions``. At a kink the derivative is torch's: 0
+    and those of ``derivations.scalar_functions`` and ``derivations.scalar_functions``. At a kink the derivative is torch's: 0
     for abs, 1 for clamp.
 
     Args:

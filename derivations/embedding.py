@@ -1,17 +1,67 @@
 """Lookup of rows: N[n] = W[indices[n]], linear in the table W of embeddings; the indices are constants.
 
-In vec_r, with the one-hot matrix R of the indices, N = R W and dN/dW = R (x) I_d (Property 5 of "Closing the Curvature
-Gap"); the second derivative vanishes. R is never formed.
+In vec_r, with the one-hot matrix P of the indices, N = P W and dN/dW = P (x) I_d (Property 5 of "Closing the Curvature
+Gap"); the second derivative vanishes. P^T P counts how often each token occurs: a token that occurs k times has a k times
+larger block in the Gauss-Newton matrix of W. As a primitive, P is never formed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from derivations.arrays import Array
+from derivations.matrix import Identity, Matrix, kron
+from derivations.operation import OperationAt, shape_of
 from derivations.primitive import ByLinearising, Covectors, CovectorSum, Inputs, Linearised, Sums, Tangents, total
+from derivations.selection import Selection
+
+
+@dataclass(frozen=True, eq=False)
+class TokenEmbeddingAt(OperationAt):
+    r"""N = P E, with rows E[t_1], ..., E[t_L], at a point.
+
+    Args:
+        tokens: L integers t_i in 0, ..., V - 1, which are constants.
+        E: V x d.
+
+    Raises:
+        ValueError: if E is not a matrix, or the tokens are not a list of its row numbers.
+
+    >>> point = TokenEmbeddingAt([2, 0, 2], torch.tensor([[1.0], [2.0], [3.0]]))
+    >>> point.value.tolist(), point.jacobian("E").dense().tolist()
+    ([[3.0], [1.0], [3.0]], [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]])
+    """
+
+    argument_names = ("E",)
+    tokens: Any
+    E: Array
+
+    def __post_init__(self) -> None:
+        entries = torch.as_tensor(self.tokens)
+        if self.E.ndim != 2 or entries.ndim != 1 or entries.is_floating_point():
+            found = f"{str(entries.dtype).removeprefix('torch.')} tokens of shape {shape_of(entries)}, E {shape_of(self.E)}"
+            raise ValueError(f"TokenEmbeddingAt: expected integer tokens (L,) and E (V, d), got {found}")
+        _ = self.P
+
+    @property
+    def P(self) -> Matrix:
+        """The one-hot matrix of the tokens, L x V."""
+        return Selection(torch.as_tensor(self.tokens).tolist(), shape_of(self.E)[0])
+
+    @cached_property
+    def value(self) -> Array:
+        """N, of shape (L, d)."""
+        return self.P @ self.E
+
+    def _jacobian(self, name: str) -> Matrix:
+        """Return dN/dE = P (x) I_d."""
+        return kron(self.P, Identity(shape_of(self.E)[1]))
 
 
 @dataclass(frozen=True, eq=False)

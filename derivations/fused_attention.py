@@ -25,8 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, unbroadcast
-from derivations.directions import parts
+from derivations.directions import align, parts, unbroadcast
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.softmax import covariance, from_peak, peaks
 from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead

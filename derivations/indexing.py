@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, same_rows, unbroadcast
+from derivations.directions import align, same_rows, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 

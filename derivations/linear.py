@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.arrays import Array
-from derivations.broadcasting import align, joint_shape, same_rows, unbroadcast
+from derivations.directions import align, joint_shape, same_rows, unbroadcast
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
 from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, total

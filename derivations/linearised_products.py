@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from derivations.broadcasting import align, unbroadcast
+from derivations.directions import add_product, align, by_columns, stacked, unbroadcast
 from derivations.primitive import CovectorSum, Linearised, Sums, hollow, into, plus, total
-from derivations.product_layouts import add_product, by_columns, stacked
 
 if TYPE_CHECKING:
     from derivations.primitive import Covectors, Inputs, Primitive, Tangents

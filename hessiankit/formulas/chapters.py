@@ -21,6 +21,7 @@ from derivations.activation import ActivationAt
 from derivations.affine import AffineAt
 from derivations.arrays import Array, is_exact
 from derivations.attention import AttentionAt
+from derivations.embedding import TokenEmbeddingAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import ColumnScaleAt, HadamardAt
 from derivations.group_normalization import GroupNormRowsAt
@@ -32,7 +33,6 @@ from derivations.operation import Operation, OperationAt, Renamed
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
-from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.engine.problem.calling import one_kind
 from hessiankit.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of

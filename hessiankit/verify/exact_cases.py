@@ -12,10 +12,10 @@ from functools import partial
 import numpy as np
 
 from derivations.affine import AffineAt
+from derivations.embedding import TokenEmbeddingAt
 from derivations.gains import ColumnScaleAt, HadamardAt, ScalarScaleAt
 from derivations.linear_map import mean_rows, merge_heads, rotary, split_heads, take_row
 from derivations.pooling import MeanPoolHeadAt
-from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.verify import exact_builders as b
 from hessiankit.verify import jets
 from hessiankit.verify.exact_case import ExactCase

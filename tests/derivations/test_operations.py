@@ -19,6 +19,7 @@ from transformer_reference import attention, feedforward
 from derivations.activation import ActivationAt
 from derivations.affine import AffineAt
 from derivations.attention import AttentionAt
+from derivations.embedding import TokenEmbeddingAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import ColumnScaleAt, HadamardAt, ScalarScaleAt
 from derivations.group_normalization import GroupNormRowsAt
@@ -32,7 +33,6 @@ from derivations.operation import Operation
 from derivations.pooling import MeanPoolHeadAt
 from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
-from derivations.token_embedding import TokenEmbeddingAt
 
 
 class Case(NamedTuple):

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derivations.bounds import EmbeddingNorms, theorem_4_3
+from derivations.embedding import TokenEmbeddingAt
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
-from derivations.token_embedding import TokenEmbeddingAt
 from hessiankit.ledger import second as again
 from hessiankit.ledger.ascent import worst
 from hessiankit.ledger.autodiff import jacobian_of
