@@ -69,6 +69,10 @@ def test_a_norm_without_eps_has_that_of_its_type():
     check(generic(block), ("feedforward.W_1", "norm_2.weight"))
 
 
+def test_a_number_times_a_branch_of_one_feature():
+    check(generic(TransformerBlock(1, 2, placement="skipinit", norm="rmsnorm", activation="tanh").double()), ("lambda_2", "X"))
+
+
 def test_a_placement_of_ones_own():
     from hessiankit.blocks import register
     from hessiankit.blocks.placements import Placement

@@ -47,6 +47,8 @@ OPERATIONS = {
     sympy.Mul: math.prod,
     sympy.Pow: lambda arguments: arguments[0] ** arguments[1],
     sympy.exp: lambda arguments: math.exp(arguments[0]),
+    sympy.cos: lambda arguments: math.cos(arguments[0]),
+    sympy.sin: lambda arguments: math.sin(arguments[0]),
 }
 
 
@@ -56,13 +58,20 @@ CASES = [
     ("deepnorm", ("value", "key"), {"activation": "identity", "affine": False}, None, 2),
     ("lns", ("value",), {"activation": "identity", "norm": "rmsnorm"}, None, 2),
     ("hybridnorm", ("down",), {"activation": "identity"}, "mse", 2),
+    (
+        "lns-only-ffn",
+        ("value",),
+        {"activation": "identity", "norm": "rmsnorm", "affine": False, "rotary": True, "d_k": 4},
+        None,
+        2,
+    ),
 ]
 
 
 @pytest.mark.parametrize(("placement", "names", "options", "loss", "length"), CASES, ids=[case[0] for case in CASES])
 def test_numbers_for_symbols(placement, names, options, loss, length):
     torch.manual_seed(0)
-    block = TransformerBlock(2, 1, placement=placement, d_k=1, layer=2, n_layers=3, **options).double()
+    block = TransformerBlock(2, 1, placement=placement, layer=2, n_layers=3, **{"d_k": 1} | options).double()
     X, T = torch.randn(length, 2, dtype=torch.float64), torch.randn(length, 2, dtype=torch.float64)
     derivation = derive(block, wrt=names, inputs=X, loss=loss, target=T if loss else None)
     found, expected = put_in(block, X, derivation.sympy(), T if loss else None), derivation.dense()

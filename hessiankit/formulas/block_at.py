@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any
 
+import numpy as np
+import sympy
 import torch
 from torch import Tensor, nn
 
@@ -264,10 +266,12 @@ def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -
     return stage
 
 
-def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array | None, Array | None]:
-    """Return cosines and sines, each L x d_K / 2, in the precision of the values that they turn."""
+def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, Array]:
+    """Return cosines and sines, each L x d_K / 2, in the precision of the values that they turn, or exact."""
     if not isinstance(like, Tensor):
-        return None, None
+        by = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
+        exact = np.array([[position * angle for angle in by] for position in range(length)], dtype=object)
+        return np.vectorize(sympy.cos, otypes=[object])(exact), np.vectorize(sympy.sin, otypes=[object])(exact)
     half = angles(length, width, theta).to(like.device)
     return half.cos().to(like.dtype), half.sin().to(like.dtype)
 

@@ -113,13 +113,15 @@ def derive(
     loss = subject.loss if loss is None else loss
     names = subject.names(subject.wrt if wrt is None else wrt)
     symbols = [subject.symbols[name] for name in names]
-    Z = subject.stage(subject.point)
-    if Z.symbol == LOSS and loss is not None:
-        raise InputError(f"derive: loss={loss!r} of {what!r}, which is a loss itself; drop loss=")
     try:
+        Z = subject.stage(subject.point)
         output = Z.value
+    except InputError:
+        raise
     except ValueError as error:
         raise InputError(f"derive: {error}") from error
+    if Z.symbol == LOSS and loss is not None:
+        raise InputError(f"derive: loss={loss!r} of {what!r}, which is a loss itself; drop loss=")
     goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
     def story() -> Story:

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from derivations.gains import ColumnScaleAt, ScalarScaleAt
-from derivations.operation import Renamed, shape_of, size
+from derivations.operation import Renamed, shape_of
 from derivations.stage import Names, Stage, total
 from hessiankit.blocks.placements import Equation, steps
 from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of
@@ -72,7 +72,7 @@ class Parameter:
         """Return value * parameter, as broadcasting has it."""
 
         def make(name: str, X: Stage) -> Stage:
-            vector = size(shape_of(self.value)) == shape_of(X.value)[1]
+            vector = bool(shape_of(self.value))
             operation = ColumnScaleAt(X.value, self.value) if vector else ScalarScaleAt(X.value, self.value)
             letter = "v" if vector else "a"
             rule = rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}"
