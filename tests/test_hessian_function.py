@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -206,16 +207,54 @@ def test_another_number_of_labels_is_planned_again() -> None:
 
 
 def test_a_constant_in_a_list_and_one_in_the_loss_have_their_present_values() -> None:
-    held, weight = [draw(3)], draw(3, seed=2)
-    module = Formula(lambda m, x: torch.tanh(x @ m.W) * m.held[0], W=(4, 3))
+    held, weight = [draw(2, 4)], draw(3, seed=2)
+    module = Formula(lambda m, x: (m.held[0] @ m.W) * x, W=(4, 3))  # the product of what is held with itself is in the Hessian
     module.held = held
-    x, t, loss = draw(2, 4), draw(2, 3), lambda z, t: (weight * (z - t) ** 2).sum()
+    x, t, loss = draw(2, 3, seed=3), draw(2, 3), lambda z, t: (weight * (z - t) ** 2).sum()
     f = hk.hessian_function(module, x, t, loss=loss)
-    held[0].mul_(2.0)
-    weight.add_(1.0)
-    found = f()
-    assert largest_error(found, reverse_over_reverse(module, x, t, loss, found.names)) <= 1e-13
+    for _ in range(2):
+        held[0][0].mul_(2.0)
+        weight.add_(1.0)
+        found = f()
+        assert largest_error(found, reverse_over_reverse(module, x, t, loss, found.names)) <= 1e-13
     assert f.plans == 1
+    held[0].mul_(2.0)
+    with pytest.raises(TraceError, match="two calls of the module on the same data give different losses"):
+        found.outer()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (2, 3, r"inputs\[1\] is 3, the plan is for 2"),
+        (None, torch.ones(3, dtype=DOUBLE), r"inputs\[1\] is a Tensor, the plan is for a NoneType"),
+        ({"a": 2, "b": 3}, {"a": 2}, r"inputs holds .*\['a'\], the plan is for .*\['b'\]"),
+        (SimpleNamespace(power=2), SimpleNamespace(power=3), r"inputs\[1\] is another SimpleNamespace"),
+    ],
+)
+def test_arguments_that_are_no_tensors_are_those_of_the_plan(first: Any, second: Any, message: str) -> None:
+    def run(s: nn.Module, x: Tensor, n: Any) -> Tensor:
+        n = sum(n.values()) if isinstance(n, dict) else getattr(n, "power", 2 if n is None else n)
+        return (x @ s.W) ** n
+
+    module, x, t = Formula(run, W=(4, 3)), draw(5, 4).abs(), draw(5, 3)
+    module.W.data.abs_()
+    f = hk.hessian_function(module, (x, first), t)
+    for _ in range(2):
+        with pytest.raises(InputError, match=f"{message}.*; make the function anew"):
+            f((x + 1, second))
+    assert torch.allclose(f((x + 1, first)).matrix, hk.hessian(module, (x + 1, first), t).matrix, rtol=0, atol=1e-11)
+
+
+def test_entries_of_a_dict_are_known_by_their_keys() -> None:
+    module, x, a, b = Formula(lambda s, x: x @ s.W, W=(4, 3)), draw(5, 4), draw(5, 3), draw(5, 3, seed=2)
+
+    def loss(z: Tensor, t: dict[str, Tensor]) -> Tensor:
+        return ((z - t["a"]) * t["b"]).exp().sum()
+
+    f = hk.hessian_function(module, x, {"a": a, "b": b}, loss=loss)
+    expected = hk.hessian(module, x, {"a": a, "b": b}, loss=loss).matrix
+    assert torch.allclose(f(target={"b": b, "a": a}).matrix, expected, rtol=1e-12, atol=0)
 
 
 def test_a_list_of_numbers_with_the_same_sum_is_planned_again() -> None:

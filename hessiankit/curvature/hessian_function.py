@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +18,13 @@ from hessiankit.engine.block_terms import BlockTerms, block_terms
 from hessiankit.engine.diagnosis import check_finite, without_effect
 from hessiankit.engine.plan import ExecutionPlan, make_plan
 from hessiankit.engine.problem.batches import batches, gather
-from hessiankit.engine.problem.calling import arguments, map_tensors, named_tensors, one_kind
+from hessiankit.engine.problem.calling import arguments, map_tensors, named_leaves, named_tensors, one_kind
 from hessiankit.engine.problem.handshake import ROUNDING, GenericSlope
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import OwnGradient, called
 from hessiankit.engine.problem.selection import Params, repeatable, select
 from hessiankit.engine.problem.task import Loss, Task, available_memory
-from hessiankit.engine.recorder import PlanError, recording
+from hessiankit.engine.recorder import PlanError, recording, storage_key
 from hessiankit.engine.replay import GuardError
 from hessiankit.engine.storage import MatrixMemory, SymmetricStorage
 from hessiankit.support.arguments import checked
@@ -32,6 +32,7 @@ from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.tables import Piece, Printed
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
 from hessiankit.tracing.source_line import first_line
+from hessiankit.tracing.trace import Trace
 
 WHO = "hessian_function"
 SHARE = 0.25  # of the free memory that a plan may take
@@ -98,7 +99,7 @@ class HessianFunction(Printed):
             self._compare_with_engine(matrix.data, data, f"the module's own gradient is not that of the plan: {self._cause()}")
         elif not self._compared and self._moved():
             self._compare_with_engine(matrix.data, data, UNSEEN)
-        return self._result(matrix, value, time.perf_counter() - start)
+        return self._result(matrix, own, value, time.perf_counter() - start)
 
     # Making a plan
 
@@ -114,7 +115,6 @@ class HessianFunction(Printed):
         self._slope = GenericSlope(self._task)
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
-        self._at = [x.clone() for x in self._tensors]
         self.plans += 1
         try:
             self.plan, self.reason = self._recorded(), ""
@@ -122,6 +122,7 @@ class HessianFunction(Printed):
             self.reason = first_line(error.__cause__ or error)
             return
         self.plan._terms = self._block_terms
+        self._at = [x.clone() for x in self._tensors]
         self._memory = MatrixMemory(self._task.size, self._task.dtype, self._task.device)
         matrix = SymmetricStorage(self._task.slices, self._task.dtype, self._task.device)
         self._run(matrix)
@@ -132,12 +133,20 @@ class HessianFunction(Printed):
         task = self._task
         matrix = SymmetricStorage(task.slices, task.dtype, task.device)
         allowed = int(SHARE * available_memory(task.device))
-        record = recording([*self._tensors, matrix.data], allowed)
+        record, constants = recording([*self._tensors, matrix.data], allowed), list[Tensor]()
+
+        def add(trace: Trace, adjoints: Mapping[int, Tensor], share: float) -> None:
+            self._slope.add(trace, adjoints, share)
+            constants.extend(trace.constants)
+
         with preserved_random_states(task.module) as states, record as recorder, task.at(), torch.no_grad():
-            value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"], on_gradient=self._slope.add)
+            value, _ = assemble_chunks(task, matrix, self._share, self._options["batch_size"], on_gradient=add)
             slope = self._slope.value()
             if states.drawn_from():
                 raise PlanError("an operation draws random numbers")
+        known = {storage_key(x) for x in self._tensors} | recorder.made
+        theirs = {storage_key(x): x for x in constants if storage_key(x) not in known}  # the caller may write into them
+        self._tensors += theirs.values()
         return make_plan(recorder, self._tensors, matrix.data, [value, slope], allowed, tuple(task.slices.values()))
 
     def _run(self, matrix: SymmetricStorage) -> tuple[float, float]:
@@ -194,14 +203,24 @@ class HessianFunction(Printed):
             )
         given = (tuple(positional) + tuple(keywords.values()), data[1])
         for kind, new, old in zip(("inputs", "target"), given, (self._task.inputs, self._task.target), strict=True):
-            news, olds = list(named_tensors(new, kind)), list(named_tensors(old, kind))
-            if len(news) != len(olds):
-                raise InputError(f"{WHO}: {kind} holds {len(news)} tensors, the plan is for {len(olds)}; make the function anew")
-            for (name, x), (_, copy) in zip(news, olds, strict=True):
-                _check_alike(name if len(news) > 1 else kind, x, copy)
-                if x is not copy and not self._task.state.holds(copy):
-                    with torch.no_grad():
-                        copy.copy_(x)
+            news, olds = dict(named_leaves(new, kind)), dict(named_leaves(old, kind))
+            if news.keys() != olds.keys():
+                seen, planned = (", ".join(names) or "nothing" for names in (news, olds))
+                raise InputError(f"{WHO}: {kind} holds {seen}, the plan is for {planned}; make the function anew")
+            for name, x in news.items():
+                self._take_leaf(name if len(news) > 1 else kind, x, olds[name])
+
+    def _take_leaf(self, name: str, x: Any, before: Any) -> None:
+        """Copy a tensor to where the plan reads it; hold anything else against what the plan was made with."""
+        if isinstance(x, Tensor) and isinstance(before, Tensor):
+            _check_alike(name, x, before)
+            if x is not before and not self._task.state.holds(before):
+                with torch.no_grad():
+                    before.copy_(x)
+        elif x is not before and not (type(x) is type(before) and type(x).__hash__ is not None and x == before):
+            seen, planned = (repr(y) if isinstance(y, (int, float, str)) else f"a {type(y).__name__}" for y in (x, before))
+            other = f"is {seen}, the plan is for {planned}" if seen != planned else f"is another {type(x).__name__}"
+            raise InputError(f"{WHO}: {name} {other}; make the function anew")
 
     def _own_call(self, inputs: Any) -> OwnGradient:
         """Return loss and gradient of the module as it is now."""
@@ -243,20 +262,20 @@ class HessianFunction(Printed):
         self._check_same(found, expected, why)
         self._compared = True
 
-    def _result(self, matrix: SymmetricStorage, value: float, seconds: float) -> Hessian:
+    def _result(self, matrix: SymmetricStorage, own: OwnGradient, value: float, seconds: float) -> Hessian:
         start = time.perf_counter()
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
             check_finite(WHO, matrix.data, self._task.slices, [self._task])
-        task = self._snapshot()
+        task = self._snapshot(own)
         evaluation = Evaluation([task], [self._share], self._options["batch_size"], None)
         evaluation.take(matrix.data, self._share * value, asymmetry, self._fallbacks)
         evaluation.seconds = seconds + time.perf_counter() - start
         shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
         return Hessian(tuple(shapes), task.slices, shapes, evaluation)
 
-    def _snapshot(self) -> Task:
-        """Return the request as it is now, for what a result computes later."""
+    def _snapshot(self, own: OwnGradient) -> Task:
+        """Return the request as it is now, for what a result computes later and compares with the module's own call."""
         task, state = self._task, self._task.state.copied()
 
         def copied(x: Tensor) -> Tensor:
@@ -264,7 +283,7 @@ class HessianFunction(Printed):
 
         parameters = {name: state.values[name] for name in task.parameters}
         inputs, target = map_tensors(copied, (task.inputs, task.target))
-        return replace(task, state=state, parameters=parameters, inputs=inputs, target=target, reference=None)
+        return replace(task, state=state, parameters=parameters, inputs=inputs, target=target, reference=own)
 
     def _checked_out(self, out: Tensor | None) -> Tensor:
         if out is None:

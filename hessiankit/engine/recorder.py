@@ -144,6 +144,11 @@ class Recorder(TorchDispatchMode):
         inputs: The tensors that may have other entries when the record is run again; what results are added to is one of them.
         bytes_allowed: Of what is kept.
 
+    Attributes:
+        notes: The operations.
+        kept: Memory of inputs, and of what depends on none of them.
+        made: Memory that an operation has made.
+
     >>> x = torch.ones(2)
     >>> with Recorder([x]) as recorder:
     ...     y = (2 * x + torch.ones(2)).sum()
@@ -154,7 +159,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, inputs: Iterable[Tensor], bytes_allowed: int = 2**63) -> None:
         super().__init__()
         self.notes: list[Note] = []
-        self.kept: dict[int, torch.UntypedStorage] = {}  # of inputs, and of what depends on none of them
+        self.kept: dict[int, torch.UntypedStorage] = {}
+        self.made: set[int] = set()
         self._left = bytes_allowed
         self._seen: dict[int, tuple[int, StorageWeakRef]] = {}  # its number; a key is not used again while there is a reference
         self._inputs = {self.spec(x).storage for x in inputs}
@@ -177,6 +183,7 @@ class Recorder(TorchDispatchMode):
         self.notes.append(note)
         varies = any(x.storage in self._varying for x in note.read())
         new = [x for x in note.returned() if self._seen[x.storage][0] >= earlier]
+        self.made |= {x.storage for x in new}
         for x in (*new, *note.written()) if varies else ():
             if x.storage not in self._varying:
                 self._varying.add(x.storage)

@@ -63,7 +63,8 @@ class Trace(Printed):
 
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
     ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type,
-    and ``narrow`` the types of those that were made in another.
+    and ``narrow`` the types of those that were made in another. ``constants`` are the tensors that the call read besides the
+    parameters, as they lie in the caller's memory.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -75,6 +76,7 @@ class Trace(Printed):
     eps: float = 0.0
     narrow: dict[int, torch.dtype] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
+    constants: list[Tensor] = field(default_factory=list)
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
         """Store a value and return its id."""
@@ -201,6 +203,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
             constant = recording.constants[str(node.target)].detach()
+            result.constants.append(constant)
             if kept is not None and address(constant) not in kept:  # memory of the caller, who may write into it
                 elsewhere.add(address(constant))
                 constant = _copied(constant)

@@ -38,22 +38,29 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
-def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it.
+def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]:
+    """Yield everything in ``inputs`` that is no container, with the expression that reaches it.
 
-    >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
-    ["inputs['x']", "inputs['pair'][0]"]
+    >>> [name for name, _ in named_leaves({"x": Tensor(1), "pair": (Tensor(1), None)})]
+    ["inputs['x']", "inputs['pair'][0]", "inputs['pair'][1]"]
     """
-    if isinstance(inputs, Tensor):
-        yield name, inputs
-    elif isinstance(inputs, (Mapping, tuple, list)):
+    if isinstance(inputs, (Mapping, tuple, list)):
         items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
         for key, part in items:
-            yield from named_tensors(part, f"{name}[{key!r}]")
-    else:  # an object that torch has been taught to take apart
-        for number, leaf in enumerate(_pytree.tree_leaves(inputs)):
-            if leaf is not inputs:
-                yield from named_tensors(leaf, f"{name}.{number}")
+            yield from named_leaves(part, f"{name}[{key!r}]")
+        return
+    # torch may have been taught to take an object apart
+    leaves = [inputs] if isinstance(inputs, Tensor) else _pytree.tree_leaves(inputs)
+    if len(leaves) == 1 and leaves[0] is inputs:
+        yield name, inputs
+        return
+    for number, leaf in enumerate(leaves):
+        yield from named_leaves(leaf, f"{name}.{number}")
+
+
+def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it."""
+    yield from ((path, x) for path, x in named_leaves(inputs, name) if isinstance(x, Tensor))
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
