@@ -20,7 +20,7 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.kernel_calls import KernelProduct, compiled_sum, joined, mirror, multiply
+from hessiankit.engine.kernel_calls import KernelProduct, KernelSum, compiled_sum, joined, mirror, multiply
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -165,12 +165,24 @@ def test_two_sums_with_a_factor_in_common(sizes, transposed, dtype, zeros: float
     u, v = WeightJacobian("u", None, a, p, transposed[0]), WeightJacobian("v", None, b, q, transposed[1])
     w = WeightJacobian("v", None, d, j, not transposed[1])  # the same weight, by what it multiplies
     into = torch.full((i * p, j * q), 0.5, dtype=dtype)
-    sums = [compiled_sum(u, v, K, into, same=False), compiled_sum(u, w, T, into, same=False)]
-    (both,) = joined(sums)  # type: ignore[arg-type]
-    both.add()
+
+    def added() -> list[KernelSum]:
+        sums = [one for one in (compiled_sum(u, v, K, into, same=False), compiled_sum(u, w, T, into, same=False)) if one]
+        (both,) = joined(sums)
+        both.add()
+        return sums
+
+    sums = added()
     close(into, 0.5 + written_out(u, v, K) + written_out(u, w, T))
     others = [replace(u, X=a.clone()), replace(u, X=a[:, :7]), replace(u, X=a.flip(0))]
     assert [len(joined([sums[0], compiled_sum(o, w, T, into[: o.size], same=False)])) for o in others] == [2, 2, 2]  # type: ignore[list-item]
+    b[0], T[0], K[0, 1, 2] = 0.0, 0.0, torch.inf  # zero times infinity
+    into.zero_()
+    added()
+    spoilt = torch.zeros(i, p, j, q, dtype=torch.bool)
+    spoilt[:, 1, :, 2] = True
+    spoilt = spoilt.transpose(0, 1) if transposed[0] else spoilt
+    assert torch.equal(into.isnan(), (spoilt.transpose(2, 3) if transposed[1] else spoilt).reshape(into.shape))
 
 
 def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
