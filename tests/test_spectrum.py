@@ -79,6 +79,11 @@ def test_quadrature_is_exact_for_polynomials() -> None:
             power = A @ power
 
 
+def test_the_rest_of_a_matrix_whose_rank_is_found_is_zero() -> None:
+    found = hk.spectrum(aslinearoperator(np.ones((50, 50))), k=1, method="lanczos", steps=10)
+    assert (found.trace.value, found.trace.half_width) == (pytest.approx(50), pytest.approx(0, abs=1e-9))
+
+
 @pytest.fixture(scope="module")
 def operator() -> HessianOperator:
     return hk.hessian_operator(block(), X, T)

@@ -286,13 +286,14 @@ def _quadrature(
     if steps == 0:
         return torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
     U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
+    norm = float(pairs.values.abs().max())
     done: list[tuple[Tensor, Tensor]] = kept.get(name, "quadrature") or []
     while len(done) < plan.directions:
         count = min(together, plan.directions - len(done))
         draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
         starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64) for g in draws])
         starts = starts.to(matrix.device, matrix.torch_dtype)
-        done += list(quadrature(matrix.__matmul__, starts, steps, against=U, together=count))
+        done += list(quadrature(matrix.__matmul__, starts, steps, against=U, together=count, norm=norm))
         tell(f"{name}: density, directions", len(done), plan.directions)
         kept.put(name, "quadrature", done)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))

@@ -63,18 +63,19 @@ class LanczosBasis:
         capacity: Vectors kept at most.
         against: Orthonormal rows (k, P) that all directions are kept orthogonal to: H is compressed to their complement.
         seed: Of the random directions.
+        norm: Of H, as far as it is known: products far below it are rounding.
 
     Attributes:
         n: Vectors whose products are in T.
         beta: |w|.
-        largest: The largest norm of a product.
+        largest: The largest norm of a product, and ``norm`` at least.
     """
 
-    def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0) -> None:
+    def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0, norm: float = 0.0) -> None:
         self.against, self.seed, self.draws = against, seed, 0
         self.Q = start.new_empty(capacity, start.numel())
         self.T = torch.zeros(capacity, capacity, dtype=torch.float64)
-        self.n, self.beta, self.largest, self.taken = 0, 0.0, 0.0, 0
+        self.n, self.beta, self.largest, self.taken = 0, 0.0, norm, 0
         self.dropped = 0.0  # norm of the residuals that turns left out, by which <q_k, H q_n> may differ from ``known``
         self.known = torch.zeros(0, dtype=torch.float64)  # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
         self._aim(start)
@@ -338,7 +339,7 @@ def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 6
 
 
 def quadrature(
-    product: Product, starts: Tensor, steps: int, *, against: Tensor | None = None, together: int = 1
+    product: Product, starts: Tensor, steps: int, *, against: Tensor | None = None, together: int = 1, norm: float = 0.0
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield nodes and weights (m,) of the Gauss quadrature of each start vector's spectral measure, m <= ``steps``.
 
@@ -351,6 +352,7 @@ def quadrature(
         steps: Lanczos steps, products of each start.
         against: Orthonormal rows whose complement H is compressed to; the starts are projected.
         together: Starts whose products are taken together.
+        norm: Of H, as far as it is known.
 
     >>> H = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
     >>> [(nodes, weights)] = quadrature(H.matmul, torch.ones(1, 2, dtype=torch.float64), 2)
@@ -359,7 +361,7 @@ def quadrature(
     """
     room = starts.shape[1] - (0 if against is None else len(against))
     for part in starts.split(together):
-        bases = [LanczosBasis(start, min(steps, room), against=against) for start in part]
+        bases = [LanczosBasis(start, min(steps, room), against=against, norm=norm) for start in part]
         open_ = list(bases)
         while open_:
             W = product(torch.stack([basis.direction for basis in open_], dim=1))
