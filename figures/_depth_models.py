@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from figures._kit import FAINT
 from figures._runs import ByteSpec
+from hessiankit.diagnostics.monitoring.log import shades
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,7 @@ def _shared(size: Size, seed: int) -> dict[str, Any]:
 
 def over_training(axes: Axes, steps: Sequence[int] | np.ndarray, variance: np.ndarray, limits: tuple[float, float]) -> None:
     """Draw variances (steps, layers), one line a layer, pale and shallow to dark and deep."""
-    for values, colour in zip(variance.T, _shades(variance.shape[1]), strict=True):
+    for values, colour in zip(variance.T, shades(variance.shape[1]), strict=True):
         axes.plot(steps, values, color=colour)
     axes.set_yscale("log")
     axes.set_ylim(*limits)
@@ -126,19 +125,3 @@ def over_training(axes: Axes, steps: Sequence[int] | np.ndarray, variance: np.nd
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-
-
-def key(axes: Axes, first: int, last: int) -> None:
-    """Draw which colour is the output of which block, right of the axes; 0 is the embedding."""
-    bar = axes.inset_axes((1.05, 0.0, 0.05, 1.0))
-    extent = (0, 1, first - 0.5, last + 0.5)
-    bar.imshow(_shades(last - first + 1)[:, None, :], origin="lower", aspect="auto", extent=extent)
-    bar.set_xticks([])
-    bar.yaxis.tick_right()
-    bar.yaxis.set_major_locator(MaxNLocator(6, integer=True))
-    bar.set_ylabel("output of block", fontsize=7.5, color=FAINT)
-    bar.yaxis.set_label_position("right")
-
-
-def _shades(count: int) -> np.ndarray:
-    return mpl.colormaps["viridis_r"](np.linspace(0.1, 1.0, count))

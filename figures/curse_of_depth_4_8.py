@@ -33,7 +33,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from figures._depth_models import TINY, Size, key, llama, over_training
+from figures._depth_models import TINY, Size, llama, over_training
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import byte_run
 from figures._scales import scale_of
@@ -41,6 +41,7 @@ from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import GrowthLaws, growth_laws
 from hessiankit.diagnostics.depth.laws import FORMS, SHAPES
+from hessiankit.diagnostics.monitoring.log import layer_key
 from hessiankit.support.tables import as_text, table
 
 NAME = Path(__file__).stem
@@ -189,7 +190,7 @@ def picture(found: Sequence[Followed], size: Size) -> Picture:
         for k, (axes, method) in enumerate(zip(top, METHODS, strict=True)):
             heading(axes, method, "step", "variance" if k == 0 else "")
             over_training(axes, first[method].steps, first[method].variance, limits)
-        key(top[-1], 0, size.layers)
+        layer_key(top[-1], 0, size.layers)
         for row, method in enumerate(FITTED, start=1):
             for k, step in enumerate(stages(size)):
                 axes = figure.add_subplot(grid[row, k])

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch import Tensor
 
-from figures._depth_models import TINY, Size, key, llama, over_training
+from figures._depth_models import TINY, Size, llama, over_training
 from figures._digits import ImageSpec, images_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
@@ -38,6 +38,7 @@ from figures._scales import scale, scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import VisionTransformer
 from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.monitoring.log import layer_key
 from hessiankit.studies.training import updates
 
 NAME = Path(__file__).stem
@@ -209,7 +210,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             heading(
                 axes, f"{name}\naccuracy {right} % (print {PRINTED[name]})", "step", "" if k else "variance of block's output"
             )
-        key(figure.axes[-1], 1, vision.blocks)
+        layer_key(figure.axes[-1], 1, vision.blocks)
         picture = save(figure, out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", losses), write_rows(out / f"{NAME}_variances.csv", variances)]
     return [picture, *numbers, write_verdicts(out, NAME, said)]

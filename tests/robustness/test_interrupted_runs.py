@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +125,6 @@ def test_a_full_disk(what, tmp_path, monkeypatch):
     assert again(path, monkeypatch) == []
 
 
-def test_a_torn_line_costs_one_case(tmp_path, monkeypatch):
-    path = tmp_path / "cases.jsonl"
-    whole = json.dumps(asdict(finished(CASES[0])))
-    path.write_text(whole + "\n" + whole[:30])
-    assert grid_again(path, monkeypatch) == CASES[1:]
-    assert grid_again(path, monkeypatch) == []
-
-
 @pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[1]\n", b'"text"\nnull\n3\n'])
 def test_lines_of_something_else_are_passed_over(content, tmp_path, monkeypatch):
     path = tmp_path / "cases.jsonl"
@@ -151,9 +143,3 @@ def test_places_that_cannot_be_written(tmp_path):
         placement_grid.run_grid(CASES, below)
     with pytest.raises(hk.InputError, match=r"tune-lr: .*cannot be used: File exists; pass another folder"):
         Runs(below)
-
-
-def test_lines_of_other_code_are_done_anew(tmp_path, monkeypatch):
-    path = tmp_path / "cases.jsonl"
-    path.write_text(json.dumps(asdict(replace(finished(CASES[0]), version="old"))) + "\n")
-    assert grid_again(path, monkeypatch) == CASES

@@ -333,10 +333,10 @@ def variance(axes: Axes, log: MonitorLog) -> None:
     """Variance over features of the stream, averaged over tokens, a line for each layer (The Curse of Depth, Figures 4 and 8)."""
     over_steps(axes, log, "variance of the residual stream, by layer")
     values = log.series("depth", "stream", "variance")
-    for layer, colour in enumerate(_shades(values.shape[1])):
+    for layer, colour in enumerate(shades(values.shape[1])):
         axes.plot(log.steps, values[:, layer], color=colour, linewidth=1.1, clip_on=False)
     log_scale(axes, values)
-    _shallow_to_deep(axes, values.shape[1])
+    layer_key(axes, 0, values.shape[1] - 1)
 
 
 def angles(axes: Axes, log: MonitorLog) -> None:
@@ -378,7 +378,7 @@ def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> N
     there = [k for k, values in enumerate(found) if values is not None]
     chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
     axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
-    for row, (k, colour) in enumerate(zip(chosen, _shades(len(chosen)), strict=True), start=1):
+    for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
         values = np.asarray(found[k], dtype=float)
         axes.plot(np.arange(1, len(values) + 1), values, color=colour, linewidth=1.2, marker="o", markersize=3)
         style: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 7.5, "va": "top"}
@@ -387,15 +387,16 @@ def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> N
     axes.margins(x=0.02)
 
 
-def _shades(count: int) -> np.ndarray:
+def shades(count: int) -> np.ndarray:
     """Return colours from pale and shallow to dark and deep, which differ in lightness too."""
     return mpl.colormaps["viridis_r"](np.linspace(0.12, 1.0, count))
 
 
-def _shallow_to_deep(axes: Axes, count: int) -> None:
-    """Draw a key: one patch a layer, from 0, the embedding, on."""
+def layer_key(axes: Axes, first: int, last: int) -> None:
+    """Draw right of the axes which colour is the output of which block; 0 is the embedding."""
     key = axes.inset_axes((1.05, 0.0, 0.045, 1.0))
-    key.imshow(_shades(count)[:, None, :], origin="lower", aspect="auto", extent=(0, 1, -0.5, count - 0.5))
+    extent = (0, 1, first - 0.5, last + 0.5)
+    key.imshow(shades(last - first + 1)[:, None, :], origin="lower", aspect="auto", extent=extent)
     key.set_xticks([])
     key.yaxis.tick_right()
     key.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
