@@ -162,6 +162,20 @@ def _scripted() -> nn.Module:
     return net
 
 
+def _scaled_gelu(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(x + 0.04 * x * x * x)) * scale
+
+
+@way("a scripted function")
+def _scripted_function() -> nn.Module:
+    scripted = torch.jit.script(_scaled_gelu)
+    net = Net(lambda m, x: scripted(m.l(x), m.v))
+    for _ in range(3):  # from the third call on it has a derivative of its own
+        net(draw(4, 2).to(net.v)).sum().backward()
+    net.zero_grad()
+    return net
+
+
 @way("a number taken out of a tensor", refused="number")
 def _item(constant: bool) -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else float(m.v.detach().sum())))

@@ -134,10 +134,18 @@ class Edges:
         kept: The tensors.
         cut: Nodes made while gradients were off.
         stale: Ids of tensors whose values are not those of their nodes any more.
+        bare: Ids of tensors that had no derivative when they were named; scripted functions give one to theirs later.
     """
 
-    def __init__(self, nodes: Mapping[int, Node], kept: Sequence[Any], cut: Collection[Node], stale: Collection[int]) -> None:
-        self._nodes, self._kept, self._cut, self._stale = nodes, kept, cut, stale
+    def __init__(
+        self,
+        nodes: Mapping[int, Node],
+        kept: Sequence[Any],
+        cut: Collection[Node],
+        stale: Collection[int],
+        bare: Collection[int],
+    ) -> None:
+        self._nodes, self._kept, self._cut, self._stale, self._bare = nodes, kept, cut, stale, bare
         self._seen: dict[Edge, _Traced] = {}
         self._looked_at = 0
 
@@ -151,6 +159,11 @@ class Edges:
         self.look()
         edge = _through_hooks((x.grad_fn, x.output_nr))
         return edge, self._seen.get(edge) or self._leaf(edge)
+
+    def is_node_of(self, x: Tensor, node: Node | None) -> bool:
+        """Tell whether a node stands for a tensor as it is now: the same entries, which pass gradients as its graph says."""
+        scripted = id(x) in self._bare and type(x.grad_fn).__name__ == "CppFunction"
+        return node is not None and not ((node in self._cut or scripted) and x.grad_fn is not None) and id(x) not in self._stale
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
         """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
@@ -190,7 +203,7 @@ class Edges:
         """Take in the tensors noted since the last time."""
         for x in self._new():
             node = self._nodes.get(id(x))
-            if node is not None and node not in self._cut and id(x) not in self._stale:
+            if self.is_node_of(x, node):
                 self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
 
     def _new(self) -> Iterator[Tensor]:
@@ -276,7 +289,8 @@ class GraphBuilder:
         self.complex = False  # whether any were met that have a derivative
         self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
         self._passing_known = 0
-        self.edges = Edges(self.nodes, self.kept, self.cut, self.stale)
+        self.bare: set[int] = set()
+        self.edges = Edges(self.nodes, self.kept, self.cut, self.stale, self.bare)
         self.differentiable = True
 
     def placeholder(self, x: Tensor) -> None:
@@ -288,7 +302,7 @@ class GraphBuilder:
         if not isinstance(x, Tensor):
             return x
         node = self.nodes.get(id(x))
-        if node is not None and not (node in self.cut and x.grad_fn is not None) and id(x) not in self.stale:
+        if self.edges.is_node_of(x, node):
             return node
         if x.grad_fn is not None:
             self.nodes[id(x)] = self._behind(x)
@@ -419,6 +433,7 @@ class GraphBuilder:
     def _name(self, x: Tensor, node: Node) -> None:
         if not self.differentiable:
             self.cut.add(node)
+        (self.bare.discard if x.requires_grad else self.bare.add)(id(x))
         self.nodes[id(x)] = node
         self.kept.append(x)
 
