@@ -160,10 +160,10 @@ class Edges:
         edge = _through_hooks((x.grad_fn, x.output_nr))
         return edge, self._seen.get(edge) or self._leaf(edge)
 
-    def is_node_of(self, x: Tensor, node: Node | None) -> bool:
+    def is_node_of(self, x: Tensor, node: Node) -> bool:
         """Tell whether a node stands for a tensor as it is now: the same entries, which pass gradients as its graph says."""
         scripted = id(x) in self._bare and type(x.grad_fn).__name__ == "CppFunction"
-        return node is not None and not ((node in self._cut or scripted) and x.grad_fn is not None) and id(x) not in self._stale
+        return not ((node in self._cut or scripted) and x.grad_fn is not None) and id(x) not in self._stale
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
         """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
@@ -203,7 +203,7 @@ class Edges:
         """Take in the tensors noted since the last time."""
         for x in self._new():
             node = self._nodes.get(id(x))
-            if self.is_node_of(x, node):
+            if node is not None and self.is_node_of(x, node):
                 self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
 
     def _new(self) -> Iterator[Tensor]:
@@ -302,7 +302,7 @@ class GraphBuilder:
         if not isinstance(x, Tensor):
             return x
         node = self.nodes.get(id(x))
-        if self.edges.is_node_of(x, node):
+        if node is not None and self.edges.is_node_of(x, node):
             return node
         if x.grad_fn is not None:
             self.nodes[id(x)] = self._behind(x)
