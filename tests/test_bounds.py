@@ -226,6 +226,16 @@ def test_a_norm_of_two_entries_keeps_the_digits_of_its_slopes():
     assert true <= structured(task_of(problem)).pairs[name, name] < true * (1 + 1e-6)
 
 
+def test_a_curvature_whose_square_underflows_is_below_its_bound():
+    torch.manual_seed(0)
+    block, x = hk.TransformerBlock(2, 3, activation="gelu").double(), normal(3, 2)
+    with torch.no_grad():
+        block.norm_2.weight.fill_(250.0)
+    report = hk.bounds(block, x, block(x).argmax(1), loss="cross_entropy")
+    assert 0 < report.values["whole"]["true"] < 1e-180
+    assert not report.violated
+
+
 def test_the_rounding_of_eigenvectors_is_part_of_a_structured_bound():
     # without it this block, 2e-5 of the whole, is above its bound by 2e-6 of itself
     problem, name = draw_problem(3001331), "norm_1.bias"

@@ -98,7 +98,7 @@ def a_priori(
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
-    gradient = first * math.sqrt(sum(g * g for g in Z.jacobian.values()))
+    gradient = first * math.hypot(*Z.jacobian.values())
     return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
 
 

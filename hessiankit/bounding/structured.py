@@ -298,7 +298,7 @@ def structured(task: Task) -> Structured:
                 half[columns, rows] = half[rows, columns].T
         if i == j:
             own[i] = largest_eigenvalue(plus[rows, rows]), largest_eigenvalue(minus[rows, rows])
-        signs = max(own[i]) if i == j else sum((p * q) ** 0.5 for p, q in zip(own[i], own[j], strict=True))
+        signs = max(own[i]) if i == j else sum(p**0.5 * q**0.5 for p, q in zip(own[i], own[j], strict=True))
         smaller[i, j] = min(_sum_of_norms(shares, signs), signs)
     by_sign = max(largest_eigenvalue(plus), largest_eigenvalue(minus))
     bounds: dict[tuple[str, str], float] = {}
