@@ -52,6 +52,14 @@ class RowCurvature:
         """
         return (self.D @ M.square().T).add_(((self.a @ M.T) * (self.b @ M.T)).sum(0), alpha=2)
 
+    def pulled(self, T: Tensor, *, full: bool) -> Tensor:
+        """Return T K T^T for T (R, S, w), as (R, S, S), or else its diagonal (R, S)."""
+        left, right = T @ self.a.permute(1, 2, 0), T @ self.b.permute(1, 2, 0)  # (R, S, n)
+        if full:
+            between = left @ right.mT
+            return (T * self.D.unsqueeze(1)) @ T.mT + between + between.mT
+        return (T.square() @ self.D.unsqueeze(2)).squeeze(2).add_((left * right).sum(2), alpha=2)
+
 
 def of_loss(primitive: Primitive, inputs: Sequence[Tensor], adjoint: Tensor) -> RowCurvature | None:
     """Return the curvature of a squared error or a cross entropy in its first input; None for another primitive."""
@@ -117,3 +125,33 @@ def through_entries(slope: Tensor, bend: Tensor | None, K: RowCurvature) -> RowC
     """Return the curvature in the input of an entrywise function with slopes (R, w) and second derivatives, or None."""
     D = K.D * slope.square()
     return RowCurvature(D if bend is None else D + bend, K.a * slope, K.b * slope)
+
+
+@dataclass(frozen=True, eq=False)
+class DenseRows:
+    """Curvature without such structure.
+
+    Attributes:
+        K: (R, w, w), symmetric.
+    """
+
+    K: Tensor
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal (R, w)."""
+        return self.K.diagonal(dim1=1, dim2=2)
+
+    def forms(self, M: Tensor) -> Tensor:
+        """Return the quadratic forms (R, S) of the rows of M (S, w), each product of two entries once."""
+        i, j = torch.triu_indices(M.shape[1], M.shape[1], device=M.device)
+        twice = torch.where(i == j, 1, 2).to(M.dtype)
+        return self.K[:, i, j] @ (M[:, i] * M[:, j] * twice).T
+
+    def pulled(self, T: Tensor, *, full: bool) -> Tensor:
+        """Return T K T^T for T (R, S, m w) and R m rows of K, as (R, S, S), or else its diagonal (R, S)."""
+        rows, S, _ = T.shape
+        n, w, _ = self.K.shape
+        split = T.reshape(rows, S, n // rows, w).transpose(1, 2).reshape(n, S, w) if n > rows else T
+        TK = split @ self.K
+        TK = TK.reshape(rows, n // rows, S, w).transpose(1, 2).reshape(rows, S, -1) if n > rows else TK
+        return TK @ T.mT if full else (TK * T).sum(2)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.row_curvature import RowCurvature, of_loss, through_entries, through_norm
+from derivations.row_curvature import DenseRows, RowCurvature, of_loss, through_entries, through_norm
 
 ROWS, WIDTH = 3, 5
 
@@ -75,7 +75,18 @@ def test_losses() -> None:
     assert of_loss(LayerNorm(), [z], one) is None
 
 
-def test_forms() -> None:
-    K, M = some(), draw(7, WIDTH, seed=8)
-    torch.testing.assert_close(K.diagonal(), dense(K).diagonal(dim1=1, dim2=2), rtol=0, atol=1e-13)
-    torch.testing.assert_close(K.forms(M), torch.einsum("si,rij,sj->rs", M, dense(K), M), rtol=0, atol=1e-13)
+def test_forms_of_both_kinds() -> None:
+    K, M, T = some(), draw(7, WIDTH, seed=8), draw(ROWS, 4, WIDTH, seed=9)
+    for form in (K, DenseRows(dense(K))):
+        torch.testing.assert_close(form.diagonal(), dense(K).diagonal(dim1=1, dim2=2), rtol=0, atol=1e-13)
+        torch.testing.assert_close(form.forms(M), torch.einsum("si,rij,sj->rs", M, dense(K), M), rtol=0, atol=1e-13)
+        pulled = T @ dense(K) @ T.mT
+        torch.testing.assert_close(form.pulled(T, full=True), pulled, rtol=0, atol=1e-12)
+        torch.testing.assert_close(form.pulled(T, full=False), pulled.diagonal(dim1=1, dim2=2), rtol=0, atol=1e-12)
+
+
+def test_rows_of_rows() -> None:
+    K, T = draw(6, 2, 2), draw(3, 5, 4, seed=2)
+    K = K + K.mT
+    pair = torch.stack([torch.block_diag(*K[2 * n : 2 * n + 2]) for n in range(3)])
+    torch.testing.assert_close(DenseRows(K).pulled(T, full=True), T @ pair @ T.mT, rtol=0, atol=1e-13)

@@ -1,8 +1,7 @@
 """The diagonal of the Hessian of one batch or many, each parameter by the cheapest exact route.
 
-Parameters from which norms, entrywise functions and one weight lead to the loss: :mod:`hessiankit.engine.row_diagonal`. The
-others together: :mod:`hessiankit.engine.diagonal_accumulation`; where that would take too many of them whole, products with the
-Hessian.
+Parameters whose sites move the loss row by row: :mod:`hessiankit.engine.row_diagonal`. The others together:
+:mod:`hessiankit.engine.diagonal_accumulation`; where that would take too many of them whole, products with the Hessian.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ class DiagonalSum:
 
     Attributes:
         entries: The diagonal so far.
-        cost: Products with the Hessian that take as long, for the costliest batch; those of :class:`RowDiagonal` count nothing.
+        cost: Products with the Hessian that take as long, for the costliest batch; rows that stay apart count nothing.
         loss: The loss.
         fallbacks: Operations that were differentiated automatically.
     """
@@ -185,8 +184,7 @@ class DiagonalSum:
                     jacobians[jacobian.parameter].append((at, jacobian))
         whole = {jacobian.parameter for vertex in sweep.vertices.values() for jacobian in vertex.jacobians} | set(left or ())
         once = {n: found for n, found in jacobians.items() if n not in whole and found and _each_once([u for _, u in found])}
-        rows, sites = RowDiagonal(sweep), {at for found in once.values() for at, _ in found}
-        columns = {at: D for at in sites if (D := rows.diagonal(at)) is not None}
+        columns = RowDiagonal(sweep).columns(sorted({at for found in once.values() for at, _ in found}))
         for name, found in once.items():
             if all(at in columns for at, _ in found):
                 for at, u in found:
