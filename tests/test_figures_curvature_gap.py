@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from figure_files import read, second_derivatives
+from curvature_reference import gradient_twice
+from figure_files import read
 
 import hessiankit
 from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
@@ -38,7 +39,7 @@ def test_block_norms():
     model = NANO.model()
     tokens, labels = (x[:5] for x in NANO.data())
     parameters = dict(model.named_parameters())
-    H = second_derivatives(F.cross_entropy(model(tokens), labels), list(parameters.values()))
+    H = gradient_twice(F.cross_entropy(model(tokens), labels), list(parameters.values()))
     norms, start = block_norms(model, (tokens, labels)), 0
     assert list(norms) == list(parameters)
     for name, p in ((name, p.detach()) for name, p in parameters.items()):
@@ -73,7 +74,7 @@ def test_figures_7_to_11(tmp_path, monkeypatch):
     tokens, labels = NANO.data()
     train(model, tokens, labels, steps=100)
     W = model.blocks[0].attention.W_V
-    H = second_derivatives(F.cross_entropy(model(tokens[:32]), labels[:32]), [W])
+    H = gradient_twice(F.cross_entropy(model(tokens[:32]), labels[:32]), [W])
     last = next(row for row in rows if row["step"] == "100" and row["block"] == "blocks.0.attention.W_V")
     assert float(last["hessian_frobenius"]) == pytest.approx(float(H.norm()), rel=1e-5)  # the file has six digits
     assert float(last["spectral"]) == pytest.approx(float(torch.linalg.svdvals(W.detach())[0]), rel=1e-5)
@@ -95,7 +96,7 @@ def test_the_terms_of_the_test_are_those_of_the_taylor_series():
         parameters = list(model.parameters())
         loss = F.cross_entropy(model(x[None]), t[None])
         first.append(float(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, parameters, retain_graph=True)]) @ u))
-        second.append(float(u @ second_derivatives(loss, parameters) @ u))
+        second.append(float(u @ gradient_twice(loss, parameters) @ u))
     gradient = [abs(first[k] - sum(first[:k]) / k) for k in range(1, 6)]
     hessian = [abs(second[k] - sum(second[:k]) / k) for k in range(1, 6)]
     assert one.gradient_term == pytest.approx(1e-2 * sorted(gradient)[2], rel=1e-10)
@@ -160,7 +161,7 @@ def test_curvature_gap_3_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
     def compared(module: torch.nn.Module, inputs: torch.Tensor, target: torch.Tensor, *, loss: str) -> hessiankit.Hessian:
         ours = closed_form(module, inputs, target, loss=loss)
-        expected = second_derivatives(F.cross_entropy(module(inputs), target), list(module.parameters()))
+        expected = gradient_twice(F.cross_entropy(module(inputs), target), list(module.parameters()))
         assert list(ours.names) == [name for name, _ in module.named_parameters()]
         assert (ours.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
         return ours

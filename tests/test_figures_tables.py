@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from figure_files import read, second_derivatives
+from curvature_reference import gradient_twice
+from figure_files import read
 
 from figures import (
     curse_of_depth_7,
@@ -31,7 +32,7 @@ SMALL = Size(layers=2, d_model=8, heads=2, length=8, batch_size=2, steps=3, wind
 
 def test_the_norm_crosses_theorem_1_where_it_is_computed_by_hand(tmp_path: Path) -> None:
     part, X, T = curvature_gap_theorem_1.counterexample(3.0)
-    H = second_derivatives(F.mse_loss(part(X), T), list(part.parameters()))
+    H = gradient_twice(F.mse_loss(part(X), T), list(part.parameters()))
     found = curvature_gap_theorem_1.row(part, X, T)
     assert float(torch.linalg.eigvalsh(H).abs().max()) == pytest.approx(found["norm"], rel=1e-12)
     assert (found["norm"], found["text"], found["appendix"]) == pytest.approx((18.0, 24.0, 24.0), rel=1e-12)  # 2 q^2, and M
@@ -52,7 +53,7 @@ def test_blocks_of_table_1_are_those_of_the_whole_hessian() -> None:
     model = spec.model()
     tokens, labels = spec.data(count=curvature_gap_table_1.IMAGES)
     values = [p for name, p in model.named_parameters() if name.endswith(".W_V")]
-    H = second_derivatives(F.cross_entropy(model(tokens), labels), values)
+    H = gradient_twice(F.cross_entropy(model(tokens), labels), values)
     found = curvature_gap_table_1.measure(row, 1)
     assert found["W_V"] == pytest.approx(float(torch.linalg.eigvalsh(H).abs().max()), rel=2e-2)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
-from torch.func import functional_call
+from curvature_reference import mse, reverse_over_reverse
+from figure_files import read
 
 from figures.vec_r_pictures import Layers, block, data, draw, sites
 
@@ -15,14 +15,7 @@ from figures.vec_r_pictures import Layers, block, data, draw, sites
 def twice(model: Layers) -> torch.Tensor:
     """Return the Hessian in W_1 and W_2 by reverse over reverse, which shares nothing with the figure."""
     X, T = data()
-    shapes = [(name, p.shape, p.numel()) for name, p in model.named_parameters()]
-
-    def loss(theta: torch.Tensor) -> torch.Tensor:
-        pieces = theta.split([n for _, _, n in shapes])
-        values = {name: piece.reshape(shape) for (name, shape, _), piece in zip(shapes, pieces, strict=True)}
-        return ((functional_call(model, values, (X,)) - T) ** 2).mean()
-
-    return torch.autograd.functional.hessian(loss, torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    return reverse_over_reverse(model, X, T, mse)
 
 
 def test_the_formula_is_the_block() -> None:
@@ -43,8 +36,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert len(pictures) == 6
     assert all(path.stat().st_size > 5000 for path in pictures)
     expected = twice(Layers(bent=False))[:6, 6:]
-    with numbers.open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(numbers)
     assert len(rows) == 36
     for row in rows:
         assert float(row["hessian"]) == pytest.approx(float(expected[int(row["row"]), int(row["column"])]), rel=1e-10, abs=1e-12)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ def derivatives(f: Function, point: Point) -> tuple[dict[str, Tensor], dict[tupl
     J, H = torch.stack(slopes), torch.stack(curvatures)
     jacobians = {i: J[:, slices[i]] for i in point}
     return jacobians, {(i, j): H[:, slices[i], slices[j]].reshape(-1, point[j].numel()) for i in point for j in point}
+
+
+def assembled(blocks: dict[tuple[str, str], Tensor], names: Iterable[str]) -> Tensor:
+    """One matrix of the blocks of all pairs of names."""
+    return torch.cat([torch.cat([blocks[i, j] for j in names], 1) for i in names])
 
 
 def check_all_blocks(operation: Any, f: Function, point: Point, tolerance: float = 1e-12) -> None:
