@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from figure_files import read
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
@@ -34,11 +34,6 @@ def vision_transformer() -> tuple[torch.Tensor, list[str], list[int]]:
     names = [name for name, _ in model.named_parameters()]
     sizes = [p.numel() for p in model.parameters()]
     return torch.rand(sum(sizes), sum(sizes), generator=torch.Generator().manual_seed(1)), names, sizes
-
-
-def read(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_one_number_is_one_square_of_the_right_colour(tmp_path: Path) -> None:

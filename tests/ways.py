@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from curvature_reference import draw
 from torch import Tensor, nn
 
 STEP = 0.005
@@ -85,10 +86,6 @@ def _made(function: Callable[..., Any], **options: Any) -> Case:
 def refused(name: str, cause: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Enter a way that has to be refused: there is no right result."""
     return way(name, refused=cause, right=False, **options)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def case(module: nn.Module, inputs: Any = None, target: Any = None, **options: Any) -> Case:

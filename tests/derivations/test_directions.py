@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from action_reference import check_actions
+from curvature_reference import draw
 from primitive_cases import CASES
-from torch import Tensor
 
 from derivations import directions
 from derivations.directions import ALONE, add_product, by_columns
@@ -27,10 +27,6 @@ def test_actions_do_not_depend_on_the_size_of_a_part(name, entries, monkeypatch)
     monkeypatch.setattr(directions, "CACHE_ENTRIES", entries)
     case = CASES[name]
     check_actions(case.primitive, case.f, case.inputs, case.movable, directions=5)
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from curvature_reference import draw
 
 from derivations.activation import ActivationAt
 from derivations.affine import AffineAt
@@ -13,11 +14,6 @@ from derivations.matrix import Named, add, definitions
 from derivations.normalization import LayerNormAt
 from derivations.operation import Renamed
 from derivations.stage import Stage, leaf, names_after, total
-
-
-def draw(*shape, seed=0):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
 
 POINT = {"X": draw(3, 4), "W": draw(4, 4, seed=1), "V": draw(4, 4, seed=2)}
 

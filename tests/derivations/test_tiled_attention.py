@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from curvature_reference import reverse_over_reverse
+from curvature_reference import draw, reverse_over_reverse
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -19,10 +19,6 @@ from hessiankit.curvature.operator import hessian_operator
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_attention, "QUERIES", 3)
     monkeypatch.setattr(tiled_attention, "KEYS", 4)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def qkv(*shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:

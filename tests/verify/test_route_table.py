@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from curvature_reference import draw
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -18,10 +19,6 @@ from hessiankit.verify.torch_routes import ROUTES
 
 OURS = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 pinned = pytest.mark.skipif(torch.__version__.split("+")[0] != load()["torch"], reason="the table is of another torch")
-
-
-def draw(*shape: int, seed: int = 5) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def problem(module: nn.Module, x: Tensor, loss: object = "mse") -> Problem:
