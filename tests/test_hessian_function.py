@@ -343,6 +343,16 @@ def test_a_module_that_computes_something_else_is_refused(factor: float) -> None
         f()
 
 
+def test_a_loss_with_other_settings_is_refused() -> None:
+    """A plain cross entropy has a closed form, which knows nothing of them."""
+    module, x, t = classifier()
+    loss = nn.CrossEntropyLoss()
+    f = hk.hessian_function(module, x, t, loss=loss)
+    loss.label_smoothing = 0.1
+    with pytest.raises(TraceError, match=r"own loss is .*its 'label_smoothing' has changed; make the function anew"):
+        f()
+
+
 def test_a_module_with_another_gradient_is_refused() -> None:
     """What is detached, or frozen, has the same loss."""
     stopped, x = {"yes": False}, torch.randn(3, 4, dtype=DOUBLE)

@@ -223,10 +223,11 @@ class HessianFunction(Printed):
             raise InputError(f"{WHO}: {name} {other}; make the function anew")
 
     def _own_call(self, inputs: Any) -> OwnGradient:
-        """Return loss and gradient of the module as it is now."""
+        """Return loss and gradient of the module, and of the loss, as they are now."""
+        given = replace(self._task, loss=self._options["loss"])  # whose settings may have changed since it was given a name
         with torch.inference_mode(False), torch.enable_grad():  # there is no plan of a module that draws random numbers
             try:
-                made, _ = called(WHO, self._task, inputs, self._task.device, handshake=True)
+                made, _ = called(WHO, given, inputs, self._task.device, handshake=True)
             except InputError:
                 one_kind(WHO, self.module, self._task.leaves, dtypes=True)  # a parameter may be the cause, which is named then
                 raise
