@@ -6,6 +6,7 @@ import pytest
 import torch
 from sharpness_cases import plain_parts
 
+from hessiankit import Monitor, depth_diagnostics
 from hessiankit.diagnostics.sharpness import exact_sharpness, sharpness
 from hessiankit.partition import model_parts
 
@@ -71,6 +72,21 @@ def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
     report = sharpness(model, batch(), draws=1, parts=parts)
     assert report.terms == 16 - 3 * shifted
     assert sharpness(model, batch(), draws=1, parts=parts, shift=not shifted).terms == 16 - 3 * (not shifted)
+
+
+def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "d_model": 8, "d_kv": 4, "d_ff": 10, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).double()
+    own = batch()
+    whole = {**own, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(own["labels"])}
+    for options in ({"kind": "ggn"}, {"draws": 2, "micro_batch": 2}):
+        found, expected = (sharpness(model, data, **options) for data in (own, whole))
+        assert {k: x.value for k, x in found.types.items()} == {k: x.value for k, x in expected.types.items()}
+    model.eval()
+    loss = pytest.approx(model(**own).loss.item(), rel=1e-5)  # T5's norms compute in float32
+    assert depth_diagnostics(model, own, what="drop", blocks="decoder.block").drop.loss == loss
+    assert Monitor(model, own, tmp_path / "t5", depth=(), eigenvalue=False, sharpness=False).measure(0)["loss"] == loss
 
 
 def test_sequence_classification_has_one_term_a_sequence():

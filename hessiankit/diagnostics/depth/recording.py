@@ -38,7 +38,7 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
         raise InputError(
             f"{WHO}: data is a tensor {tuple(data.shape)} and target is missing; pass target=..., or leave the loss out"
         )
-    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch))
+    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
     for batch in batches:
         check_devices(WHO, batch, model)
     check_cut(WHO, model, batches)

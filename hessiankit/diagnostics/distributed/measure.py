@@ -23,7 +23,7 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
 
-def local_batches(ranks: Ranks, data: Any, target: Any, options: SharpnessOptions) -> list[MicroBatch]:
+def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, options: SharpnessOptions) -> list[MicroBatch]:
     """Return this rank's micro-batches; none where it holds no data.
 
     The sequences are numbered rank by rank: rank 0 has the first ones, rank 1 those after them; or as ``numbers`` says.
@@ -36,7 +36,8 @@ def local_batches(ranks: Ranks, data: Any, target: Any, options: SharpnessOption
     def read() -> list[MicroBatch]:
         if data is None or (isinstance(data, (list, tuple)) and not data):
             return []
-        return micro_batches(ranks.who, data, target, micro_batch=options.micro_batch, numbers=given, shift=options.shift)
+        step, shift = options.micro_batch, options.shift
+        return micro_batches(ranks.who, data, target, micro_batch=step, numbers=given, shift=shift, model=module)
 
     own = ranks.together(read)
     ranks.agree(**{"numbers=": "given" if given is not None else "not given"})
@@ -139,7 +140,7 @@ def sharpness(
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
     data = list(data) if isinstance(data, Iterable) and not isinstance(data, (Tensor, Mapping, list, tuple)) else data
-    batches = local_batches(ranks, data, target, own)
+    batches = local_batches(ranks, module, data, target, own)
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
     if is_sharded(module):
         found, drawn = sharded_replicates(ranks, module, batches, own)

@@ -47,7 +47,7 @@ def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None 
     (['input_ids'], [[6, 7, -100]])
     """
     found: list[Batch] = []
-    read = micro_batches(WHO, data, target)
+    read = micro_batches(WHO, data, target, model=model)
     if model is not None:
         with preserved_state(model), ordinary_path():
             read = placed(WHO, model, read)

@@ -73,6 +73,7 @@ def micro_batches(
     micro_batch: int | None = None,
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
+    model: nn.Module | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of some data.
 
@@ -83,6 +84,7 @@ def micro_batches(
         micro_batch: Sequences in a micro-batch; None for each batch as it is.
         numbers: The numbers of the sequences in the whole data; 0, 1, 2, ... by default.
         shift: Whether 'labels' of a mapping are the tokens themselves, to be compared with the logits one place before.
+        model: A model with a decoder whose inputs it makes of the labels itself.
 
     Raises:
         InputError: If the data are none of these forms.
@@ -104,7 +106,7 @@ def micro_batches(
         total += size
         if len(own) < size:
             raise InputError(f"{who}: numbers has {len(left or ())} entries and the data have more sequences; pass one for each")
-        whole = MicroBatch(inputs, labels, tuple(own), shifted)
+        whole = MicroBatch(_with_decoder_inputs(model, inputs, labels), labels, tuple(own), shifted)
         step = min(micro_batch or size, size)
         found += [whole] if step == size else [whole.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
     if left is not None and total < len(left):
@@ -128,6 +130,19 @@ def _read(who: str, data: Any, target: Any, shift: bool | None) -> list[tuple[An
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
         raise InputError(f"{who}: data is {type(data).__name__}; expected {FORMS}")
     return [_batch(who, f"batch {k}", batch, shift) for k, batch in enumerate(data)]
+
+
+def _with_decoder_inputs(model: nn.Module | None, inputs: Any, labels: Tensor) -> Any:
+    """Return the inputs, with those of the decoder where a Hugging Face model makes them of the labels."""
+    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+    if (
+        make is None
+        or labels.ndim < 2
+        or not isinstance(inputs, Mapping)
+        or {"decoder_input_ids", "decoder_inputs_embeds"} & set(inputs)
+    ):
+        return inputs
+    return {**inputs, "decoder_input_ids": make(labels=labels)}
 
 
 def _is_pair(data: Any) -> bool:

@@ -66,7 +66,7 @@ def exact_sharpness(
     check_name(WHO, "kind", kind, EXACT)
     measured = measured_parts(model, parts)
     pairs, tokens, sequences = [], 0, 0
-    batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift)
+    batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift, model=model)
     with evaluating(model, WHO), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
             for batch in batches:

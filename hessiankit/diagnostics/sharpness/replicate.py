@@ -101,7 +101,7 @@ def replicates(
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     start = time.perf_counter()
     own = SharpnessOptions(**options)
-    batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift)
+    batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
     draws = own.label_draws
     measured = measured_parts(model, own.parts)
     weights, sequences = list(measured.parameters.values()), 0
