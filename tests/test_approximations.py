@@ -349,7 +349,7 @@ def test_report_prints_and_draws(tmp_path: Any) -> None:
     plain = found.to_dict()
     assert plain["approximations"]["kfac"]["frobenius"]["value"] == found["kfac"].measures.frobenius.value
     assert np.shape(plain["errors_by_pair"]["diagonal"]) == (4, 4)
-    found.plot(tmp_path / "bars.png")
+    assert found.plot(tmp_path / "bars.png").axes[2].get_xlim()[0] == 1  # where a bar of a condition number begins
     found.plot_pairs("kfac", tmp_path / "pairs.png")
     assert {p.name for p in tmp_path.iterdir()} == {"bars.png", "bars.csv", "pairs.png", "pairs.csv"}
     assert_one_clear_error(lambda: found["shampo"], "name='shampo' is not known")

@@ -133,6 +133,8 @@ class ApproximationsReport(Printed):
                     axis.set_xlim(0, 1.05 * max(1.0, *shown))
                 axis.barh([r.name for r in rows], shown, color="0.75", height=0.7)
                 axis.set_xscale(scale)
+                if scale == "log":
+                    axis.set_xlim(1, 2 * max(5.0, *shown))
                 axis.set_title(title, fontsize=8)
                 for y, value in enumerate(values):
                     number = f"{value:.0f}" if 100 <= value < 1e5 else f"{value:.2g}"
