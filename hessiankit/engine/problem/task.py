@@ -82,14 +82,15 @@ class Task:
 
     @property
     def leaves(self) -> dict[str, Tensor]:
-        """The module's own parameters, by name."""
-        own = dict(self.module.named_parameters())
+        """The module's own parameters, by name, whether or not they are still part of it."""
+        own = {name: x for name, x, _ in self.state.tensors()}
         return {name: own[name] for name in self.parameters}
 
     @property
     def still(self) -> dict[str, int]:
         """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
-        padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
+        with self.at():
+            padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
         found = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
         return {name: row for name, row in found.items() if row is not None}
 
