@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import mmap
+import pickle
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -324,6 +326,18 @@ def test_other_parameters_than_those_of_the_plan_are_refused(before: Any, change
     change(module)
     with pytest.raises(InputError, match=message):
         f()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))])
+def test_a_copy_is_of_a_copy_of_the_module(copied: Callable[[Any], Any]) -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy", params=[module[0].weight])
+    g, expected = copied(f), f().matrix
+    move(module)
+    assert torch.equal(g().matrix, expected)
+    move(g.module)
+    expected = hk.hessian(g.module, x, t, loss="cross_entropy", params="0.weight").matrix
+    assert torch.allclose(g().matrix, expected, rtol=0, atol=1e-13)
 
 
 def test_an_iterator_of_names_is_read_once() -> None:

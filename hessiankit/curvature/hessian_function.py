@@ -59,6 +59,10 @@ class HessianFunction(Printed):
 
     plan: ExecutionPlan | None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a copy is made: planned anew, for a plan reads memory of its own."""
+        return HessianFunction, (self.module, *self._data, *self._options.values())
+
     @checked(WHO)
     @one_at_a_time
     def __call__(self, inputs: Any = None, target: Any = None, *, out: Tensor | None = None) -> Hessian:
