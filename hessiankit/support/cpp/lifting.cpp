@@ -180,10 +180,10 @@ struct Sum {
     return odd;
   }
 
-  // Tells whether a bit of two vectors is set.
+  // Tells whether a number of two vectors is not zero.
   static bool any(V x, V y) {
     typedef int64_t Bits __attribute__((vector_size(BYTES)));
-    const Bits bits = reinterpret_cast<Bits>(x) | reinterpret_cast<Bits>(y);
+    const Bits bits = reinterpret_cast<Bits>((x != T(0)) | (y != T(0)));  // which -0 is not
     int64_t found = 0;
     for (int i = 0; i < BYTES / 8; ++i) found |= bits[i];
     return found != 0;
