@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that stay in the nearer cache together
-constexpr int64_t FAR = 800 * 1024;   // bytes of panels where the strips are too many to be kept
+constexpr int64_t FAR = 800 * 1024;   // bytes of panels where strips are too many to be kept, or panels read the same factor
 constexpr int64_t DEEP = 2048;        // rows n summed at once
 constexpr int64_t SHALLOW = 64;       // at least
 constexpr int64_t FEW = 8;           // rows n laid out at once
@@ -335,7 +335,7 @@ struct Sum {
     const int64_t fitting = std::max<int64_t>(SHALLOW, FAR / int64_t(sizeof(T) * WIDE) / alike);
     const int64_t deep = std::min({depth, DEEP, fitting}), total = panels.size(), strips = (rows.size() + ROWS - 1) / ROWS;
     const bool all = strips * deep * ROWS * int64_t(sizeof(T)) <= NEAR;
-    const int64_t few = std::max<int64_t>(1, (all ? NEAR : FAR) / int64_t(sizeof(T) * deep * WIDE));
+    const int64_t few = std::max<int64_t>(1, (all && !w.data ? NEAR : FAR) / int64_t(sizeof(T) * deep * WIDE));
     const int64_t each = std::max<int64_t>(1, std::min((total + threads - 1) / threads, few)), blocks = (total + each - 1) / each;
     threads = std::max<int64_t>(1, std::min(threads, blocks));
     std::vector<double> apart(threads), diagonal(threads);
