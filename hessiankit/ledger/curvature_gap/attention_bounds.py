@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 from functools import cache
 from typing import Any
@@ -46,7 +47,7 @@ def generic_search(seed: int) -> AttentionProblem:
     for _ in range(40):
         X, W_Q, W_K, W_V = draw.normal(2, 2), 30 * draw.normal(2, 2), 3e-3 * draw.normal(2, 2), draw.normal(2, 2)
         p = AttentionProblem(X, W_Q, W_K, W_V, X)
-        p = p.with_(target=p.at.value)
+        p = replace(p, target=p.at.value)
         if worst is None or p.norm / p.theorem_1().M > worst.norm / worst.theorem_1().M:
             worst = p
     assert worst is not None

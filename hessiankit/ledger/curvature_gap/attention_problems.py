@@ -160,10 +160,6 @@ class AttentionProblem:
         """Left over right side of the bound that holds."""
         return self.norm / self.a_priori
 
-    def with_(self, **changes: Tensor) -> AttentionProblem:
-        """Return the problem with some of its arrays replaced."""
-        return replace(self, **changes)
-
 
 @cache
 def sample(seed: int, count: int = 12, *, uniform: bool = False) -> tuple[AttentionProblem, ...]:
@@ -205,7 +201,7 @@ def two_attended_tokens(L: int) -> AttentionProblem:
     X[0], X[1] = torch.tensor([1.0, 1.0]), torch.tensor([-1.0, 1.0])
     eye = torch.eye(2, dtype=torch.float64)
     problem = AttentionProblem(X, torch.diag(torch.tensor([0.0, 4.0], dtype=torch.float64)), 4 * eye, 30 * eye, X)
-    return problem.with_(target=problem.at.value)
+    return replace(problem, target=problem.at.value)
 
 
 def pair_and_followers(followers: int = 32) -> AttentionProblem:
@@ -217,7 +213,7 @@ def pair_and_followers(followers: int = 32) -> AttentionProblem:
     W_Q = torch.zeros(3, 3, dtype=torch.float64)
     W_Q[2, 1] = 1e3  # the followers' queries meet the pair's common part
     problem = AttentionProblem(X, W_Q, torch.eye(3, dtype=torch.float64), torch.eye(3, dtype=torch.float64), X)
-    return problem.with_(target=problem.at.value)
+    return replace(problem, target=problem.at.value)
 
 
 Side = Callable[[AttentionProblem], float]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 
 import torch
@@ -36,12 +37,7 @@ def problems(seed: int) -> tuple[BlockPoint, ...]:
     """Return points of several sizes, the last with a target within 10 percent of Z."""
     found = [point(seed, sizes) for sizes in SIZES]
     near = point(seed + 1, SIZES[0])
-    return (*found, with_target(near, near.block.Z + 0.1 * Draw(seed).normal(*near.X.shape)))
-
-
-def with_target(p: BlockPoint, target: Tensor) -> BlockPoint:
-    """Return the point with another target."""
-    return BlockPoint(p.sizes, p.X, p.weights, target)
+    return (*found, replace(near, target=near.block.Z + 0.1 * Draw(seed).normal(*near.X.shape)))
 
 
 def norms(p: BlockPoint) -> dict[str, float]:
@@ -92,7 +88,7 @@ Side = Callable[[BlockPoint], float]
 def small(seed: int) -> list[BlockPoint]:
     """Return small problems, one with a target near Z: where an ascent begins."""
     p = point(seed, BlockSizes(2, 3, 1, 2))
-    return [p, with_target(p, p.block.Z + 0.1 * p.target)]
+    return [p, replace(p, target=p.block.Z + 0.1 * p.target)]
 
 
 def attention_point(X: Tensor, W_Q: Tensor, W_K: Tensor, W_V: Tensor) -> BlockPoint:
@@ -135,7 +131,7 @@ def single_row(n: int) -> BlockPoint:
     X = (x - x.mean()) / x.std(unbiased=False)
     W = {i: 1e-3 * draw.normal(*shape) for i, shape in {"1": (n, n), "2": (n, n), "K": (n, 1), "Q": (n, 1), "V": (n, n)}.items()}
     p = BlockPoint(BlockSizes(1, n, 1, n), X, W, X)
-    return with_target(p, p.block.Z)
+    return replace(p, target=p.block.Z)
 
 
 # The steps to Theorem 6: C.6
@@ -271,7 +267,7 @@ def eq9_l(seed: int) -> Evidence:
     r"""Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$
     Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3"""
     p = point(seed)
-    exact = with_target(p, p.block.Z)
+    exact = replace(p, target=p.block.Z)
     n, right = p.X.numel(), eq9_right(exact)  # with a residual of zero
     return violated(n * whole(exact), right, "Target = Z", corrected=n * right)
 
@@ -315,7 +311,7 @@ def post_norm_identity(seed: int) -> Evidence:
     p = point(seed)
     row = -2 / p.X.numel() * p.target.reshape(1, -1)
     found = [torch.kron(row, eye(p.n(i))) @ p.second("Z", i, j) for i, j in PAIRS]
-    zero = with_target(p, torch.zeros_like(p.target))
+    zero = replace(p, target=torch.zeros_like(p.target))
     blocks = [p.block.loss_hessian(zero.target, i, j) for i, j in (("1", "2"), ("Q", "K"))]
     gaps = [dense(b.total) + dense(b.outer) for b in blocks]  # total vanishes, the parts do not
     references = [p.second("loss", i, j) for i, j in PAIRS] + [dense(b.outer) for b in blocks]

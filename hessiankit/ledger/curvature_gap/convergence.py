@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import mpmath
@@ -20,7 +21,7 @@ from derivations.bounds import (
 from hessiankit.ledger.autodiff import jacobian_of
 from hessiankit.ledger.claim import Evidence
 from hessiankit.ledger.curvature_gap.attention_problems import AttentionProblem, column, global_minimum, sample
-from hessiankit.ledger.curvature_gap.block_bounds import closed_form, with_target
+from hessiankit.ledger.curvature_gap.block_bounds import closed_form
 from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point
 from hessiankit.ledger.drawing import Draw
 from hessiankit.ledger.evidence import agrees, assumed, measured, small, violated
@@ -36,7 +37,7 @@ def running_means(losses: Tensor) -> Tensor:
 def bowl(seed: int) -> AttentionProblem:
     """Return attention whose target is its output: a minimum with zero loss and zero gradient for every sample."""
     p = sample(seed)[0]
-    return p.with_(target=p.at.value)
+    return replace(p, target=p.at.value)
 
 
 @claim("eq10", "Sec. 4.3, Eq. 10", "HOLDS UNDER ASSUMPTION")
@@ -52,7 +53,7 @@ def eq10(seed: int) -> Evidence:
         return float(p.loss(p.vector + step * direction)) - float(p.loss(p.vector)) - quadratic
 
     near = small(abs(rest(p, 1e-3) / rest(p, 5e-4) / 8 - 1), "halving w - w* divides the rest by 8", below=0.05)
-    moved = p.with_(target=p.target + 1.0)  # a gradient that does not vanish
+    moved = replace(p, target=p.target + 1.0)  # a gradient that does not vanish
     off = abs(rest(moved, 1e-3) / rest(moved, 5e-4) / 8 - 1)
     return assumed(near, off, above=0.7)
 
@@ -126,7 +127,7 @@ def hidden_scale(seed: int) -> BlockPoint:
     nothing = torch.zeros_like(drawn.weights["Q"])
     W = {i: 1e-3 * drawn.weights[i] for i in ("1", "2")} | {"K": nothing, "Q": nothing.clone(), "V": eye(sizes.d_V)}
     p = BlockPoint(sizes, 1e8 * drawn.X, W, drawn.target)
-    return with_target(p, p.block.Z)
+    return replace(p, target=p.block.Z)
 
 
 def block_loss(X: Tensor, W: dict[str, Tensor], target: Tensor) -> Any:

@@ -6,7 +6,7 @@ Norm is RMSNorm without gain, eps = 0 unless it is given.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -61,10 +61,6 @@ class HeadPoint:
         """Return a generic point."""
         weights = (draw.normal(d, d_k), draw.normal(d, d_k), draw.normal(d, d_k), draw.normal(d_k, d))
         return HeadPoint(draw.normal(s, d), *weights, causal=causal)
-
-    def with_(self, **changes: Any) -> HeadPoint:
-        """Return the point with some of its arrays replaced."""
-        return replace(self, **changes)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ def break_bound(
 def scaled_tokens(seed: int, letter: str) -> Evidence:
     """Break the bounds as printed: multiply the tokens by a million, which changes sigma_min(XW) and nothing else."""
     head = HeadPoint.draw(Draw(seed), 3, 4, 3)
-    large = head.with_(X=1e6 * head.X)
+    large = replace(head, X=1e6 * head.X)
     moved = max(abs(a / b - 1) for a, b in zip(qkv_norm_norms(large), qkv_norm_norms(head), strict=True))
     detail = f"three tokens times 1e6: the left side moves by {moved:.1g}, 1 / sigma_min(XW) becomes a millionth"
     return break_bound(large, letter, sigma_of_product, detail)
@@ -154,7 +155,7 @@ def nearly_lost_tokens(seed: int, letter: str, *, distance: float = 1e-3) -> Evi
     basis = draw.orthogonal(5)
     W, x = basis[:, :3], basis[:, 3] + distance * basis[:, 0]
     if letter == "W_V":
-        head = HeadPoint.draw(draw, 4, 5, 3).with_(X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
+        head = replace(HeadPoint.draw(draw, 4, 5, 3), X=basis[:, 3] + distance * draw.normal(4, 5), W_V=W)
     else:  # x and -x, queries and keys at right angles, as where the sharp bound is attained
         u, e = x / x.norm(), torch.eye(3, dtype=torch.float64)
         other = {"W_Q": "W_K", "W_K": "W_Q"}[letter]
@@ -203,7 +204,7 @@ def eq32_small_tokens(seed: int) -> Evidence:
     heads = [HeadPoint.draw(draw, 2 + int(draw.integers(0, 2)), 5, 4) for _ in range(20)]
 
     def ratio(head: HeadPoint, k: int) -> float:
-        small = head.with_(X=head.X / head.X.norm(dim=1, keepdim=True))
+        small = replace(head, X=head.X / head.X.norm(dim=1, keepdim=True))
         return ratios(qkv_norm_norms(small), printed_qkv_norm_bounds(small, sigma_of_product))[k]
 
     found = [worst(lambda h, k=k: ratio(h, k), heads, steps=150) for k in (0, 1)]  # type: ignore[misc]
@@ -221,7 +222,7 @@ def eq31_rho(seed: int) -> Evidence:
 
     heads, draw = [*sample(seed), equal_tokens(seed)], Draw(seed)
     d_k = 8
-    alone = HeadPoint.draw(draw, 1, d_k, d_k).with_(W_O=draw.orthogonal(d_k))
+    alone = replace(HeadPoint.draw(draw, 1, d_k, d_k), W_O=draw.orthogonal(d_k))
     found = bounded(worst(ratio, heads, steps=150), f"{len(heads)} heads")
     return assumed(found, with_rho(alone).W_V, above=math.sqrt(d_k - 1) * (1 - 1e-9))
 
@@ -244,7 +245,8 @@ def eq33_rho(seed: int) -> Evidence:
 def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
     """Return a head, and one in which a weight is another draw."""
     head = HeadPoint.draw(Draw(seed))
-    return head, head.with_(**{letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)})
+    other: dict[str, Any] = {letter: Draw(seed + 1000).normal(*getattr(head, letter).shape)}
+    return head, replace(head, **other)
 
 
 @claim("text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
@@ -273,7 +275,7 @@ def itself_and_output(seed: int) -> Evidence:
     head, other = moved(seed, "W_K")
     before = dense(head.closed_qkv_norm.jacobian("W_Q"))
     turned = jacobian_of(other.qkv_norm, other.X, *other.weights, wrt=1)
-    scaled = head.with_(X=7 * head.X, W_Q=head.W_Q, W_K=3 * head.W_K, W_V=0.2 * head.W_V)
+    scaled = replace(head, X=7 * head.X, W_Q=head.W_Q, W_K=3 * head.W_K, W_V=0.2 * head.W_V)
     rest = relative_error(dense(scaled.closed_qkv_norm.jacobian("W_Q")), before)
     detail = f"dS_N/dW_Q when W_K is drawn anew: unmoved, moved; scales of X, W_K, W_V change it by {rest:.1g}"
     return wrong(before, turned, detail, corrected=dense(other.closed_qkv_norm.jacobian("W_Q")), above=0.1)
@@ -288,7 +290,7 @@ def degrees(seed: int) -> Evidence:
     for letter in LETTERS[:3]:
         before = dense(head.closed_qkv_norm.jacobian(letter))
         for name, factor in (("X", 3.0), *((other, 0.5) for other in LETTERS)):
-            scaled = head.with_(**{name: factor * getattr(head, name)})
+            scaled = replace(head, **{name: factor * getattr(head, name)})
             degree = 1 if name == "W_O" else -1 if name == letter else 0
             errors.append(relative_error(dense(scaled.closed_qkv_norm.jacobian(letter)), factor**degree * before))
     return small(errors, "15 scalings")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -212,7 +213,7 @@ def estimate_gamma(seed: int) -> Evidence:
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
-    point = point.with_(W_K=kernel.T @ Draw(seed + 1).normal(len(kernel), D), W_Q=1e4 * point.W_Q)
+    point = replace(point, W_K=kernel.T @ Draw(seed + 1).normal(len(kernel), D), W_Q=1e4 * point.W_Q)
     N, K = point.X_norm, dense(Commutation(n, n))
     first = front(point) @ torch.kron(eye(n), N @ point.W_K @ point.W_Q.T)
     second = front(point) @ K @ torch.kron(eye(n), N @ point.W_Q @ point.W_K.T)
@@ -313,9 +314,9 @@ def support(seed: int) -> Evidence:
     Correct: the bounds hold on each gradient and leave the order open"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
-    to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
+    to_gamma = torch.stack([replace(point, q=row[None]).gradient("gamma")[0] for row in eye(n * D)])
     kernel = torch.linalg.svd(to_gamma.T)[2][D:]  # directions dQ/dY that do not feel gamma
-    point = point.with_(q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
+    point = replace(point, q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
     of_gamma, c = norm(point.gradient("gamma")) ** 2 / D, constants(point)
     least = min(norm(point.gradient(letter)) ** 2 / D**2 for letter in WEIGHTS)
     larger = min(D**2 * norm(W) ** 2 for W in point.weights) / (D * norm(point.gamma) ** 2)

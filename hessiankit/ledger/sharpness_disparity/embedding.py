@@ -38,10 +38,6 @@ class EmbeddingPoint:
         draw = Draw(seed)
         return EmbeddingPoint(draw.integers(0, d, n), draw.normal(d, D), draw.normal(1, D), draw.normal(1, n * D))
 
-    def with_(self, **changes: Tensor) -> EmbeddingPoint:
-        """Return the point with some of its arrays replaced."""
-        return replace(self, **changes)
-
     @property
     def X(self) -> Tensor:
         """The one-hot rows."""
@@ -208,7 +204,7 @@ def s_we(seed: int) -> Evidence:
     Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$: the printed one bounds $Y$, and
     scaling $\mathcal{Q}$ breaks it"""
     point = EmbeddingPoint.draw(seed)
-    point = point.with_(q=1e4 * point.q)
+    point = replace(point, q=1e4 * point.q)
     left = float(point.gradient("W_E").square().sum()) / 45
     printed = point.bound**2 / (45 * point.least_row**2)
     detail = "S(W_E), Q scaled by 10^4, constant 1"
@@ -239,7 +235,7 @@ def s_gamma(seed: int) -> Evidence:
     r"""$\mathcal{S}(\gamma) = O\left(\frac{\Psi^2}{D\,\|\gamma\|_F^2}\right)$ with the same $\Psi$
     Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$"""
     point = EmbeddingPoint.draw(seed)
-    point = point.with_(q=1e4 * point.q)
+    point = replace(point, q=1e4 * point.q)
     left = float(point.gradient("gamma").square().sum()) / 5
     printed = point.bound**2 / (5 * float(point.gamma.norm()) ** 2)
     detail = "S(gamma), Q scaled by 10^4, constant 1"
@@ -264,6 +260,6 @@ def dilution(seed: int) -> Evidence:
     r"""rows of $W_E$ for tokens that never occur leave the loss as it is and divide $\mathcal{S}(\mathrm{Emb})$ by the factor
     by which they lengthen the table"""
     point = EmbeddingPoint.draw(seed)
-    longer = point.with_(W_E=torch.cat([point.W_E, Draw(seed + 1).normal(81, 5)]))
+    longer = replace(point, W_E=torch.cat([point.W_E, Draw(seed + 1).normal(81, 5)]))
     S = [float(p.gradient("W_E").square().sum()) / p.W_E.numel() for p in (point, longer)]
     return agrees(S[0] / S[1], 10.0, "9 and 90 rows")

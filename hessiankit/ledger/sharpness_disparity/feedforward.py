@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -294,9 +295,9 @@ def support(seed: int) -> Evidence:
     $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
-    to_gamma = torch.stack([point.with_(q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma
+    to_gamma = torch.stack([replace(point, q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma
     kernel = torch.linalg.svd(to_gamma.T)[2][D:]  # directions dQ/dY that do not feel gamma
-    point = point.with_(q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
+    point = replace(point, q=Draw(seed + 1).normal(1, len(kernel)) @ kernel + 1e-3 * point.q / norm(point.q))
     larger = D**2 * norm(point.W_1) ** 2 / (D * norm(point.gamma) ** 2)
     sharpness = norm(point.gradient("W_1")) ** 2 / (D * M) / (norm(point.gradient("gamma")) ** 2 / D)
     detail = f"S(W_1) / S(gamma) where D^2 ||W_1||^2 / (D ||gamma||^2) = {larger:.3g}; the bounds there"
@@ -323,7 +324,7 @@ def rescaling(seed: int) -> Evidence:
     by $c^4$: the order of Eq. 1 is one of a parametrisation"""
     point = FeedForwardPoint.draw(seed)
     c = 10.0
-    other = point.with_(gamma=c * point.gamma, W_1=point.W_1 / c)
+    other = replace(point, gamma=c * point.gamma, W_1=point.W_1 / c)
 
     def quotient(at: FeedForwardPoint) -> float:
         return norm(at.gradient("W_1")) ** 2 / norm(at.gradient("gamma")) ** 2

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -48,10 +47,6 @@ class FeedForwardPoint:
         draw = Draw(seed)
         arrays = (draw.normal(n, D), draw.normal(1, D), draw.normal(D, M), draw.normal(M, D), draw.normal(1, n * D))
         return FeedForwardPoint(*arrays, activation)
-
-    def with_(self, **changes: Any) -> FeedForwardPoint:
-        """Return the point with some of its arrays replaced."""
-        return replace(self, **changes)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -109,10 +104,6 @@ class AttentionSublayer:
         X, gamma = draw.normal(n, D), draw.normal(1, D)
         W_Q, W_K, W_V, W_O = (draw.normal(D, D, std=std) for _ in range(4))
         return AttentionSublayer(X, gamma, W_Q, W_K, W_V, W_O, draw.normal(1, n * D), causal)
-
-    def with_(self, **changes: Any) -> AttentionSublayer:
-        """Return the point with some of its arrays replaced."""
-        return replace(self, **changes)
 
     @property
     def weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
