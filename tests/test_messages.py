@@ -302,8 +302,13 @@ def test_autocast_around_what_is_read_later() -> None:
     x, t, vector = X.float(), T.float(), draw(9, seed=4).float()
     found, lazy, operator = hk.hessian(module, x, t), hk.hessian(module, x, t, lazy=True), hk.hessian_operator(module, x, t)
     outer, product = found.outer(), operator @ vector
+    untouched = hk.hessian_operator(module, x, t)
+    approximated = [operator.approximation(name) @ vector for name in ("diagonal", "kfac", "ekfac")]
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(lazy.matrix, found.matrix)
         assert torch.equal(hk.Hessian.outer(found), outer)
         assert torch.equal(operator @ vector, product)
+        assert untouched.symmetry_error < 1e-6
+        for name, expected in zip(("diagonal", "kfac", "ekfac"), approximated, strict=True):
+            assert torch.equal(untouched.approximation(name) @ vector, expected)
         assert lazy.loss == found.loss

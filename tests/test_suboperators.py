@@ -182,6 +182,7 @@ OPERATOR = hessian_operator(block(), X, T)
             lambda: OPERATOR["norm_1.weight"] @ torch.zeros(3),
             r"SubOperator: cannot multiply with shape \(3,\); expected a vector",
         ),
+        (lambda: jacobian_operator(block(), X).sample_gradients(torch.ones(X.shape)), "float32; expected .* torch.float64"),
         (lambda: jacobian_operator(Pair(), X), "the module returns a tuple; wrap it"),
         (lambda: jacobian_operator(nn.Sequential(nn.Linear(4, 4), nn.Dropout()).double(), X), "dropout"),
         (lambda: jacobian_operator(block(), X * float("nan")), "NaN"),

@@ -142,10 +142,10 @@ class JacobianOperator(TensorOperator):
         Raises:
             InputError: If it is not.
         """
-        if tuple(cotangents.shape) != self.output_shape or not self.output_shape:
-            raise InputError(
-                f"{WHO}: cotangents of shape {tuple(cotangents.shape)}; expected {self.output_shape}, with samples first"
-            )
+        expected = (self.output_shape, self.torch_dtype)
+        if (tuple(cotangents.shape), cotangents.dtype) != expected or not self.output_shape:
+            seen = f"cotangents of shape {tuple(cotangents.shape)}, {cotangents.dtype}"
+            raise InputError(f"{WHO}: {seen}; expected {expected[0]}, {expected[1]}, with samples first")
         samples = self.output_shape[0]
         found = []
         for some in torch.arange(samples, device=self.device).split(self.block_size):

@@ -28,7 +28,7 @@ from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_o
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.torch_state import one_at_a_time, without_autocast
+from hessiankit.support.torch_state import computed_later, one_at_a_time, without_autocast
 
 WHO = "hessian_operator"
 MOST = 1000  # products that take as long as the diagonal of an approximation may
@@ -107,12 +107,12 @@ class HessianOperator(SymmetricOperator):
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
-        with without_autocast():
-            found = self._blocks(rows)
+        found = self._blocks(rows)
         if self._symmetry is None and len(rows):
             self._test_symmetry(rows, found)
         return found
 
+    @without_autocast()
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
@@ -154,7 +154,7 @@ class HessianOperator(SymmetricOperator):
         chosen = {name: name for name in self.names} if groups is None else groups
         return BlockDiagonalOperator(self, {n: positions(WHO, of, self.shapes, self.slices) for n, of in chosen.items()})
 
-    @one_at_a_time
+    @computed_later
     def approximation(self, name: str) -> StructuredOperator:
         """Return an approximation C of the matrix by name, built at the operator's point at the first call and kept.
 
@@ -219,6 +219,7 @@ class HessianOperator(SymmetricOperator):
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
 
+    @without_autocast()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
         scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
         error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0
@@ -267,7 +268,7 @@ def _at_the_point(task: Task, batch: Batch) -> Task:
     """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
     if isinstance(batch, Constant):
         return replace(task, reference=OwnGradient(batch.loss, dict.fromkeys(task.parameters)))
-    with torch.no_grad(), without_autocast():
+    with torch.no_grad():
         slopes = batch.gradient().split([x.numel() for x in task.parameters.values()])
     named = {name: slope.reshape(x.shape) for (name, x), slope in zip(task.parameters.items(), slopes, strict=True)}
     return replace(task, reference=OwnGradient(batch.loss, named))
