@@ -20,7 +20,7 @@ constexpr int64_t NEAR = 300 * 1024;  // bytes of panels, and of strips, that st
 constexpr int64_t FAR = 800 * 1024;   // bytes of panels where strips are too many to be kept, or panels read the same factor
 constexpr int64_t DEEP = 2048;        // rows n summed at once
 constexpr int64_t SHALLOW = 64;       // at least
-constexpr int64_t FEW = 8;           // rows n laid out at once
+constexpr int64_t FEW = 8;            // rows n laid out at once
 
 // data[n, i, j, z] at these strides; without data, ones
 template <typename T>
