@@ -157,13 +157,17 @@ def _joined(one: KernelSum, other: KernelSum) -> KernelSum | None:
     axes = one.axes()
     if one.symmetric or other.symmetric or one.w or other.w or one.rows != other.rows or axes != other.axes():
         return None
-    for (factor, along), (again, likewise) in itertools.product(one.terms(), other.terms()):
-        left, right = next(iter(along), 1), [axis for axis in axes if axis not in {*along, 1}]
-        fits = len(along) == 1 and left != 1 and axes[left] >= FEWEST and len(right) <= 2
-        if fits and along == likewise and factor.strides[0] == again.strides[0] and _place(factor.data) == _place(again.data):
+    terms, others = one.terms(), other.terms()
+    for (factor, along), (again, likewise) in itertools.product(terms, others):
+        same = len(along) == 1 and along == likewise and factor.strides[0] == again.strides[0]
+        if not same or _place(factor.data) != _place(again.data):
+            continue
+        (left,) = along
+        right = [axis for axis in axes if axis not in (left, 1)]
+        if left != 1 and axes[left] >= FEWEST and len(right) <= 2:
             x1, x2 = (*right, 0, 0)[:2]
-            first = _scalar_and_vector(one.terms(), factor, (x1, x2))
-            second = _scalar_and_vector(other.terms(), again, (x1, x2))
+            first = _scalar_and_vector(terms, factor, (x1, x2))
+            second = _scalar_and_vector(others, again, (x1, x2))
             if first is not None and second is not None:
                 sizes = (axes.get(x1, 1), axes.get(x2, 1), axes.get(1, 1))
                 a = KernelFactor(factor.data, (factor.strides[0], along[left], 0))
