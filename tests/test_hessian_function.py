@@ -6,6 +6,7 @@ import copy
 import mmap
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -225,6 +226,11 @@ def test_a_constant_in_a_list_and_one_in_the_loss_have_their_present_values() ->
         found.outer()
 
 
+@dataclass(frozen=True)
+class Power:
+    power: Tensor
+
+
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
@@ -232,6 +238,7 @@ def test_a_constant_in_a_list_and_one_in_the_loss_have_their_present_values() ->
         (None, torch.ones(3, dtype=DOUBLE), r"inputs\[1\] is a Tensor, the plan is for a NoneType"),
         ({"a": 2, "b": 3}, {"a": 2}, r"inputs holds .*\['a'\], the plan is for .*\['b'\]"),
         (SimpleNamespace(power=2), SimpleNamespace(power=3), r"inputs\[1\] is another SimpleNamespace"),
+        (Power(torch.tensor(2)), Power(torch.tensor(3)), r"inputs\[1\] is another Power"),
     ],
 )
 def test_arguments_that_are_no_tensors_are_those_of_the_plan(first: Any, second: Any, message: str) -> None:

@@ -37,6 +37,7 @@ from hessiankit.tracing.trace import Trace
 WHO = "hessian_function"
 SHARE = 0.25  # of the free memory that a plan may take
 AGREE = 1e3  # times the rounding unit, relative to the largest entry: how close a plan has to come to the engine
+PLAIN = (int, float, complex, str, bytes, torch.device, torch.Size)  # what is the same where it is equal
 UNSEEN = "the module computes with something that a record of torch's operations does not show; use hessiankit.hessian for it"
 
 
@@ -221,7 +222,7 @@ class HessianFunction(Printed):
             if x is not before and not self._task.state.holds(before):
                 with torch.no_grad():
                     before.copy_(x)
-        elif x is not before and not (type(x) is type(before) and type(x).__hash__ is not None and x == before):
+        elif x is not before and not (type(x) is type(before) and isinstance(x, PLAIN) and x == before):
             seen, planned = (repr(y) if isinstance(y, (int, float, str)) else f"a {type(y).__name__}" for y in (x, before))
             other = f"is {seen}, the plan is for {planned}" if seen != planned else f"is another {type(x).__name__}"
             raise InputError(f"{WHO}: {name} {other}; make the function anew")
