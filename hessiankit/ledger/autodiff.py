@@ -49,9 +49,10 @@ def jacobian_of(function: Callable[..., Tensor], *arguments: Tensor, wrt: int = 
     [[2.0, 0.0], [0.0, 4.0]]
     """
     inputs = _inputs(arguments)
-    J = _rows(function(*inputs).reshape(-1), inputs[wrt], False).detach()
+    values = function(*inputs)
+    J = _rows(values.reshape(-1), inputs[wrt], False).detach()
     (v,) = _directions(inputs[wrt])
-    _confirm(J @ v.reshape(-1), lambda h: _difference(function, inputs, [(wrt, v)], h))
+    _confirm(values, J @ v.reshape(-1), lambda h: _difference(function, inputs, [(wrt, v)], h))
     return J
 
 
@@ -63,11 +64,12 @@ def hessian_of(function: Callable[..., Tensor], *arguments: Tensor, wrt: tuple[i
     [[0.0, 4.0], [4.0, 2.0]]
     """
     inputs = _inputs(arguments)
-    first = _rows(function(*inputs).reshape(-1), inputs[wrt[0]], True)
+    values = function(*inputs)
+    first = _rows(values.reshape(-1), inputs[wrt[0]], True)
     H = _rows(first.reshape(-1), inputs[wrt[1]], False).detach()
     u, v = _directions(inputs[wrt[0]], inputs[wrt[1]])
     along = H.reshape(-1, u.numel(), v.numel()) @ v.reshape(-1) @ u.reshape(-1)
-    _confirm(along, lambda h: _difference(function, inputs, [(wrt[0], u), (wrt[1], v)], h))
+    _confirm(values, along, lambda h: _difference(function, inputs, [(wrt[0], u), (wrt[1], v)], h))
     return H
 
 
@@ -87,14 +89,15 @@ def _difference(function: Callable[..., Tensor], inputs: list[Tensor], steps: li
     return (up - down) / (2 * h)
 
 
-def _confirm(derivative: Tensor, difference: Callable[[float], Tensor]) -> None:
+def _confirm(values: Tensor, derivative: Tensor, difference: Callable[[float], Tensor]) -> None:
     found = _FOUND.get()
     if found is None or not derivative.numel():
         return
-    best = math.inf
+    least = max(1e-6 * float(values.detach().abs().max()), 1e-9)  # of a derivative of zero, differences leave rounding
+    best, size = math.inf, max(float(derivative.abs().max()), least)
     for h in (1e-2, 1e-3, 1e-4, 1e-6):  # a step may cross a kink
         extrapolated = (4 * difference(h / 2) - difference(h)) / 3
-        best = min(best, float((extrapolated - derivative).abs().max() / max(float(derivative.abs().max()), 1e-9)))
+        best = min(best, float((extrapolated - derivative).abs().max()) / size)
     found.append(best)
 
 

@@ -36,6 +36,13 @@ def test_products_that_do_not_conform():
         if_it_conforms(torch.linalg.inv, torch.zeros(2, 2))
 
 
+def test_a_derivative_of_zero_is_confirmed_to_the_rounding_of_differences():
+    with confirmations() as errors:
+        hessian_of(lambda x: 100 * x.softmax(0).sum(), torch.linspace(-1, 2, 7, dtype=torch.float64))
+    assert len(errors) == 1
+    assert errors[0] < 1e-5
+
+
 def test_confirmations_see_a_wrong_derivative():
     class Cube(torch.autograd.Function):
         @staticmethod
