@@ -421,11 +421,15 @@ def test_errors_of_a_later_call_are_those_of_hessian() -> None:
         f(target=torch.full((5, 3), 2.0, dtype=DOUBLE))
 
 
-def test_complex_numbers_are_not_planned() -> None:
-    module, x, t = attention(of_complex_numbers)
+@pytest.mark.parametrize(
+    ("form", "reason"),
+    [(of_complex_numbers, "conjugate"), (nn.RReLU().eval(), "rrelu_with_noise writes into an argument and returns another")],
+)
+def test_what_cannot_be_planned_is_made_anew(form: Callable[[Tensor], Tensor], reason: str) -> None:
+    module, x, t = attention(form)
     f = hk.hessian_function(module, x, t)
     assert f.plan is None
-    assert "conjugate" in f.reason
+    assert reason in f.reason
     move(module)
     assert torch.equal(f().matrix, hk.hessian(module, x, t).matrix)
 

@@ -356,6 +356,8 @@ class _Maker:
                 raise PlanError(f"{note.name} reads {note.result!r} on the way")
             return partial(_guard, note.function, args, kwargs, note.result)
         if note.written():
+            if not {x.storage for x in note.returned()} <= {x.storage for x in note.written()}:
+                raise PlanError(f"{note.name} writes into an argument and returns another tensor")
             return TorchCall(note.function, args, kwargs)
         return into(note.function, args, kwargs, tree_map(self._tensor, note.result))
 
