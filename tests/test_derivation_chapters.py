@@ -148,7 +148,7 @@ def test_what_is_printed_does_not_depend_on_the_sizes(name):
 
 MODULES = [
     (nn.Linear(4, 3), ("X", "weight")), (nn.Linear(4, 3, bias=False), "X"), (nn.LayerNorm(4), ("X", "X")), (nn.LayerNorm(4, elementwise_affine=False), "X"),
-    (nn.RMSNorm(4), ("weight", "X")), (nn.Softmax(-1), "T"), (nn.GELU("tanh"), ("X", "X")), (nn.SiLU(), "X"), (nn.Tanh(), ("X", "X")), (nn.Embedding(6, 2), "weight"),
+    (nn.RMSNorm(4), ("weight", "X")), (nn.Softmax(-1), "T"), (nn.GELU("tanh"), ("X", "X")), (nn.SiLU(), "X"), (nn.LeakyReLU(0.3), "X"), (nn.Tanh(), ("X", "X")), (nn.Embedding(6, 2), "weight"),
 ]  # fmt: skip
 
 

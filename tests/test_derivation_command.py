@@ -99,6 +99,8 @@ def test_what_cannot_be_used(options, message):
         (nn.MSELoss(reduction="sum"), "MSELoss as it is set has no closed form"),
         (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss as it is set has no closed form"),
         (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss as it is set has no closed form"),
+        (nn.CrossEntropyLoss(ignore_index=1), "CrossEntropyLoss as it is set has no closed form"),
+        (nn.Embedding(5, 2, max_norm=1.0), "Embedding as it is set has no closed form"),
         (nn.LayerNorm((2, 3)), "LayerNorm over 2 axes"),
         (3, "got int; pass a module, the name of a chapter or a statement"),
         ("layernrm", "what='layernrm' is not known; did you mean 'layernorm'"),

@@ -204,7 +204,8 @@ CHAPTERS: dict[str, Chapter] = {
         extra={"b_1": (r"d_{ff}",), "b_2": (r"d_o",)}, values=(("U", r"Y\,W_1"),), options={"activation": "gelu"},
     ),
     "activation": Chapter(
-        "N", r"\sigma(X)", {"X": ("L", "d")}, lambda X, kind: ActivationAt(kind, X), ("X", "X"), options={"kind": "gelu"},
+        "N", r"\sigma(X)", {"X": ("L", "d")}, lambda X, kind, **slope: ActivationAt(kind, X, **slope), ("X", "X"),
+        options={"kind": "gelu"},
     ),
     "gain": Chapter(
         "N", r"X\operatorname{diag}(v)", {"X": ("L", "d"), "v": ("d",)}, ColumnScaleAt, ("X", "v"), words={"weight": "v"},
@@ -326,19 +327,20 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         chapter = CHAPTERS["linear"]
         rule = chapter.rule if module.bias is not None else r"X\,W"
         return "linear", replace(chapter, rule=rule), {"W": module.weight.T, "b": module.bias}, {}, module.in_features
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and module.max_norm is None:
         return "embedding", CHAPTERS["embedding"], {"E": module.weight}, {}, None
     kind = ACTIVATIONS.get(type(module), "")
     if isinstance(module, nn.GELU):
         kind = "gelu" if module.approximate == "none" else "gelu_tanh"
     if kind:
-        return "activation", CHAPTERS["activation"], {}, {"kind": kind}, None
+        slope = {"negative_slope": module.negative_slope} if isinstance(module, nn.LeakyReLU) else {}
+        return "activation", CHAPTERS["activation"], {}, {"kind": kind, **slope}, None
     if isinstance(module, nn.Softmax) and module.dim in (-1, 1):
         return "softmax", CHAPTERS["softmax"], {}, {}, None
     if isinstance(module, nn.MSELoss) and module.reduction == "mean":
         return "mse", CHAPTERS["mse"], {}, {}, None
-    plain = isinstance(module, nn.CrossEntropyLoss) and module.reduction == "mean" and module.weight is None
-    if plain and module.label_smoothing == 0:
+    plain = isinstance(module, nn.CrossEntropyLoss) and module.weight is None and module.ignore_index < 0
+    if plain and module.reduction == "mean" and module.label_smoothing == 0:
         return "cross_entropy", CHAPTERS["cross_entropy"], {}, {}, None
     raise InputError(
         f"derive: {type(module).__name__} as it is set has no closed form by itself; pass a hessiankit.TransformerBlock, "
