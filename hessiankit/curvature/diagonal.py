@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
-from hessiankit.curvature.operator import HessianOperator
+from hessiankit.curvature.operator import HessianOperator, check_effect
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import linearise
@@ -207,6 +207,7 @@ def hessian_diagonal(
     if method == "estimate" or cost > found.most:
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
+        check_effect(tasks, batches)
         operator = HessianOperator(tasks, batches, factors, kind, None)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks

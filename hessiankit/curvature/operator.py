@@ -65,8 +65,6 @@ class HessianOperator(SymmetricOperator):
         block_size: int | None,
     ) -> None:
         task = tasks[0]
-        if all(isinstance(batch, Constant) for batch in batches):
-            raise without_effect(WHO, task.parameters)
         super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
@@ -365,6 +363,7 @@ def hessian_operator(
         recompute=recompute,
         micro_batch=micro_batch,
     )
+    check_effect(tasks, batches)
     return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size)
 
 
@@ -401,6 +400,12 @@ def linearised(
             batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)
     return tasks, batches, counts
+
+
+def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
+    """Raise InputError if no batch's loss depends on the parameters."""
+    if all(isinstance(batch, Constant) for batch in batches):
+        raise without_effect(WHO, tasks[0].parameters)
 
 
 def check_options(loss: Loss, kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
