@@ -257,7 +257,7 @@ def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed:
     found = compiled_sum(u, v, K, part, same=False)
     assert found is not None
     assert found.covers
-    replace(found, over=True).bound(kernels.hessiankit_lift)()
+    replace(found, over=True).bound(kernels.hessiankit_sum)()
     close(part, written_out(u, v, K))
     assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
 

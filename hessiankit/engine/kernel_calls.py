@@ -1,17 +1,16 @@
 """What the compiled kernels compute: products of many small matrices, and blocks of two weights as sums over rows.
 
-A block is stored with one index contiguous, the output q or the input j of the later weight:
+A block has four axes, inputs and outputs of both weights, and every sum one of the forms
 
-    outputs:    into[(i, j), p, q] += sum_n (a_n[i] b_n[j])  K_n[p, q]
-    inputs:     into[(p, q), i, j] += sum_n  K_n[p, q]      (a_n[i] b_n[j])
+    into[i, p, j, q] += sum_n a_n[i] b_n[j] K_n[p, q]
+    into[i, p, j, q] += sum_n a_n[i] (b_n[j] K_n[p, q] + d_n[q] T_n[p, j])
 
-A factor is a tensor with a stride for each index, 0 for those that it does not depend on.
+with one or two terms of three factors each, one of them in common. In which order they are summed, the kernel decides.
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,11 +25,12 @@ from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
 SMALL = 2**22  # multiply-adds that one thread does sooner than two share them
+CACHES = 2**24  # bytes of a matrix that no cache holds until it is read again
 LARGEST = 2**18  # multiply-adds of one product beyond which a library of linear algebra is as fast
 
 
 class KernelFactor(NamedTuple):
-    """Entries of a tensor, read at ``strides`` along (row, first index, second index) and, in a vector, the column."""
+    """Entries of a tensor, read at ``strides`` along the rows and the four axes; 0 where it does not depend on one."""
 
     data: Tensor
     strides: tuple[int, ...]
@@ -38,156 +38,81 @@ class KernelFactor(NamedTuple):
 
 @dataclass(frozen=True)
 class KernelSum:
-    """``into[m, x, z] += sum_n left[n, m] right[n, x, z]`` with m = (m1, m2) and x = (x1, x2); z is contiguous.
-
-    The left side is a b, the right one s v, or s v + t w: see :func:`joined`.
+    """``into[axes] += sum_n`` of the terms, each a product of factors.
 
     Attributes:
         into: What is added to.
         rows: How many n.
-        left: Sizes of (m1, m2).
-        right: Sizes of (x1, x2, z).
-        strides: Of ``into`` along m1, m2, x1, x2.
-        a: One factor of the left side.
-        b: The other, or None.
-        s: A scalar of (n, x1, x2) on the right side, or None.
-        v: The vector of (n, x1, x2, z) that it multiplies.
-        t: Another scalar, or None.
-        w: The vector that it multiplies, or None.
-        symmetric: Whether into[m1, m2] and into[m2, m1] take the same, so that it is summed once.
-        mean: Whether the left side is symmetric up to rounding, and its mean is taken.
+        axes: Of each axis the size, and the stride in ``into``.
+        terms: One or two, of three factors each; two have a factor of one axis in common.
+        symmetric: Whether both weights are one, and the curvature is symmetric up to rounding.
         over: Whether it is written over what lies in ``into``, all of which it has to cover, rather than added to it.
     """
 
     into: Tensor
     rows: int
-    left: tuple[int, int]
-    right: tuple[int, int, int]
-    strides: tuple[int, int, int, int]
-    a: KernelFactor
-    b: KernelFactor | None
-    s: KernelFactor | None
-    v: KernelFactor
-    t: KernelFactor | None = None
-    w: KernelFactor | None = None
+    axes: tuple[tuple[int, int], ...]
+    terms: tuple[tuple[KernelFactor, ...], ...]
     symmetric: bool = False
-    mean: bool = False
     over: bool = False
     name: ClassVar[str] = "compiled sum"
 
     def add(self) -> float:
-        """Add it; return the largest |left - its transpose| where the mean was taken, relative to the largest on its diagonal."""
+        """Add it; return the largest |K - K^T| where their mean was taken, relative to the largest on the diagonal."""
         library = kernels()
         assert library is not None
         if (watching := recorder()) is not None:
-            watching.add_compiled(library.hessiankit_lift, self)
-        call = self.bound(library.hessiankit_lift)
+            watching.add_compiled(library.hessiankit_sum, self)
+        call = self.bound(library.hessiankit_sum)
         call()
         return call.skew
 
     @property
     def multiplications(self) -> int:
         """How many there are."""
-        return self.rows * self.left[0] * self.left[1] * self.right[0] * self.right[1] * self.right[2]
+        return self.rows * math.prod(size for size, _ in self.axes)
 
     @property
     def covers(self) -> bool:
         """Whether every entry of ``into`` is summed."""
         return self.multiplications == self.rows * math.prod(self.into.shape) > 0
 
-    def factors(self) -> Iterator[tuple[KernelFactor | None, int]]:
-        """Yield every factor with how many strides it has."""
-        yield from ((self.a, 3), (self.b, 3), (self.s, 3), (self.v, 4), (self.t, 3), (self.w, 4))
-
     def tensors(self) -> Iterator[Tensor]:
         """Yield what is added to and what is read."""
         yield self.into
-        yield from (factor.data for factor, _ in self.factors() if factor is not None)
+        yield from (factor.data for term in self.terms for factor in term)
 
     def mapped(self, moved: Callable[[Any], Any]) -> KernelSum:
         """Return the sum of other tensors in place of these, of the same shapes and strides."""
-
-        def other(factor: KernelFactor | None) -> Any:
-            return None if factor is None else KernelFactor(moved(factor.data), factor.strides)
-
-        a, b, s, v, t, w = (other(factor) for factor, _ in self.factors())
-        return replace(self, into=moved(self.into), a=a, b=b, s=s, v=v, t=t, w=w)
+        terms = tuple(tuple(KernelFactor(moved(data), strides) for data, strides in term) for term in self.terms)
+        return replace(self, into=moved(self.into), terms=terms)
 
     def bound(self, function: Any) -> BoundSum:
         """Return the call of the kernel."""
         return BoundSum(self, function)
 
-    def axes(self) -> dict[int, int]:
-        """Return how many entries there are along each axis, which is named by its stride in ``into``; z is 1."""
-        sizes = zip((*self.strides, 1), (*self.left, *self.right), strict=True)
-        return {stride: size for stride, size in sizes if size > 1}
-
-    def terms(self) -> list[tuple[KernelFactor, dict[int, int]]]:
-        """Return the factors of one term, each with its strides by axis."""
-        m1, m2, x1, x2 = self.strides
-        known = ((self.a, (m1, m2)), (self.b, (m1, m2)), (self.s, (x1, x2)), (self.v, (x1, x2, 1)))
-        axes = self.axes()
-        return [
-            (factor, {axis: step for axis, step in zip(along, factor.strides[1:], strict=True) if step and axis in axes})
-            for factor, along in known
-            if factor is not None
-        ]
-
-
-FEWEST = 8  # rows of a left side for which it pays to write out the right one
-
 
 def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
-    """Return the sums with those to one block as one, where they have a factor in common:
+    """Return the sums with those to one block as one, where they have a factor of one axis in common.
 
-        sum_n a_n[i] T_n[p, j] d_n[q] + sum_n a_n[i] b_n[j] K_n[p, q] = sum_n a_n[i] (T_n[p, j] d_n[q] + b_n[j] K_n[p, q]).
-
-    The first is the curvature between a weight and the Jacobian of what it multiplies, the second that of a later vertex.
+    So the curvature between a weight and the Jacobian of what it multiplies, a T d, and that of a later vertex, a b K.
     """
-    blocks: dict[tuple[int, Any, Any], list[KernelSum]] = {}
+    found: list[KernelSum] = []
     for one in sums:
-        found = blocks.setdefault(_place(one.into), [])
-        both = _joined(found[-1], one) if found else None
-        found[len(found) - (both is not None) :] = [one if both is None else both]
-    return [one for found in blocks.values() for one in found]
+        k = next((k for k, other in enumerate(found) if _can_be_joined(other, one)), None)
+        if k is None:
+            found.append(one)
+        else:
+            found[k] = replace(found[k], terms=found[k].terms + one.terms)
+    return found
 
 
-def _joined(one: KernelSum, other: KernelSum) -> KernelSum | None:
-    """Return two sums as one, if they can be."""
-    axes = one.axes()
-    if one.symmetric or other.symmetric or one.w or other.w or one.rows != other.rows or axes != other.axes():
-        return None
-    terms, others = one.terms(), other.terms()
-    for (factor, along), (again, likewise) in itertools.product(terms, others):
-        same = len(along) == 1 and along == likewise and factor.strides[0] == again.strides[0]
-        if not same or _place(factor.data) != _place(again.data):
-            continue
-        (left,) = along
-        right = [axis for axis in axes if axis not in (left, 1)]
-        if left != 1 and axes[left] >= FEWEST and len(right) <= 2:
-            x1, x2 = (*right, 0, 0)[:2]
-            first = _scalar_and_vector(terms, factor, (x1, x2))
-            second = _scalar_and_vector(others, again, (x1, x2))
-            if first is not None and second is not None:
-                sizes = (axes.get(x1, 1), axes.get(x2, 1), axes.get(1, 1))
-                a = KernelFactor(factor.data, (factor.strides[0], along[left], 0))
-                return KernelSum(one.into, one.rows, (axes[left], 1), sizes, (left, 0, x1, x2), a, None, *first, *second)
-    return None
-
-
-def _scalar_and_vector(
-    terms: Sequence[tuple[KernelFactor, dict[int, int]]], skipped: KernelFactor, right: tuple[int, int]
-) -> tuple[KernelFactor | None, KernelFactor] | None:
-    """Return the factors of a term but one as a scalar and a vector of a right side with these axes; None if there are more."""
-    found: dict[bool, KernelFactor] = {}
-    for factor, along in terms:
-        if factor is not skipped:
-            is_vector = 1 in along
-            if is_vector in found or not {*along} <= {*right, 1}:
-                return None
-            strides = (factor.strides[0], *(along.get(axis, 0) for axis in right))
-            found[is_vector] = KernelFactor(factor.data, (*strides, along[1]) if is_vector else strides)
-    return (found.get(False), found[True]) if True in found else None
+def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:
+    alike = _place(one.into) == _place(other.into) and one.axes == other.axes and one.rows == other.rows
+    if not alike or one.symmetric or other.symmetric or len(one.terms) + len(other.terms) > 2:
+        return False
+    mine, theirs = ({(_place(x.data), x.strides) for x in some.terms[0] if sum(map(bool, x.strides[1:])) <= 1} for some in (one, other))
+    return not mine.isdisjoint(theirs)
 
 
 def _place(x: Tensor) -> tuple[int, Any, Any]:
@@ -199,14 +124,13 @@ class BoundSum:
 
     def __init__(self, terms: KernelSum, function: Any) -> None:
         self.sum, self._function = terms, function
-        numbers = [terms.rows, *terms.left, 2 if terms.mean else int(terms.symmetric), *terms.right, *terms.strides]
-        numbers.append(int(terms.over))
-        pointers: list[int | None] = []
-        for factor, indices in terms.factors():
-            pointers.append(None if factor is None else factor.data.data_ptr())
-            numbers += (0,) * indices if factor is None else factor.strides
+        factors = [factor for term in terms.terms for factor in term]
+        past_caches = terms.over and terms.into.untyped_storage().nbytes() > CACHES
+        mode = int(terms.over) + int(past_caches)
+        numbers = [terms.rows, len(terms.terms), int(terms.symmetric), mode, *(n for axis in terms.axes for n in axis)]
+        numbers += [stride for factor in factors for stride in factor.strides]
         self._dtype = SINGLE[terms.into.dtype]
-        self._pointers = (ctypes.c_void_p * len(pointers))(*pointers)
+        self._pointers = (ctypes.c_void_p * len(factors))(*(factor.data.data_ptr() for factor in factors))
         self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
         self._many = terms.multiplications > SMALL
         self._address = ctypes.cast(function, ctypes.c_void_p)
@@ -255,7 +179,7 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
     return (result[0] / result[1] if result[1] else 0.0), not result[2]
 
 
-NARROW = 4  # contiguous entries below which a kernel's vectors are mostly empty
+NARROW = 4  # entries of the longest axis below which a kernel's vectors are mostly empty
 
 
 def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
@@ -269,32 +193,21 @@ def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, 
         same: Whether u and v are one Jacobian and K is symmetric.
 
     Returns:
-        None if there are no kernels for this, or the entries of the block that lie side by side are too few.
+        None if there are no kernels for this, or all axes are too short.
     """
-    if kernels() is None or not _fit(into, u.X, v.X, K):
+    sizes = (u.X.shape[1], K.shape[1], v.X.shape[1], K.shape[2])
+    alike = all(x.is_cpu and x.dtype == into.dtype for x in (into, u.X, v.X, K)) and into.dtype in SINGLE
+    if kernels() is None or not alike or max(sizes) < NARROW:
         return None
-    if into.stride(1) != 1:
-        if into.stride(0) != 1:
-            return None
-        u, v, K, into = v, u, K.mT, into.T
-    i, j = u.X.shape[1], v.X.shape[1]
-    n, p, q = K.shape
-    if (j if v.transposed else q) < NARROW:
-        return None
-    K = K if v.transposed else K.contiguous()  # its rows are read as vectors
-    (u_i, u_p), (v_j, v_q) = (_strides(w, step) for w, step in ((u, into.stride(0)), (v, 1)))
     (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
-    if v.transposed:
-        outer = (KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, 0, b_j)))
-        steps, curvature = (u_p, v_q, u_i, 0), KernelFactor(K, (k_n, k_p, k_q))
-        return KernelSum(into, n, (p, q), (i, 1, j), steps, curvature, None, *outer, symmetric=same, mean=same)
-    a, b = KernelFactor(u.X, (a_n, a_i, 0)), KernelFactor(v.X, (b_n, 0, b_j))
-    curvature = KernelFactor(K, (k_n, k_p, 0, k_q))
-    return KernelSum(into, n, (i, j), (p, 1, q), (u_i, v_j, u_p, 0), a, b, None, curvature, symmetric=same)
+    out = [step for w, step in zip((u, v), into.stride(), strict=True) for step in _strides(w, step)]
+    order = range(4) if same else sorted(range(4), key=lambda axis: -out[axis])  # that of other sums to the block
 
+    def factor(x: Tensor, row: int, *along: int) -> KernelFactor:
+        return KernelFactor(x, (row, *(along[axis] * (sizes[axis] > 1) for axis in order)))
 
-def _fit(into: Tensor, *factors: Tensor) -> bool:
-    return into.dtype in SINGLE and all(x.is_cpu and x.dtype == into.dtype for x in (into, *factors))
+    term = (factor(u.X, a_n, a_i, 0, 0, 0), factor(v.X, b_n, 0, 0, b_j, 0), factor(K, k_n, 0, k_p, 0, k_q))
+    return KernelSum(into, len(K), tuple((sizes[axis], out[axis]) for axis in order), (term,), symmetric=same)
 
 
 def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TypeAlias
 
@@ -116,6 +117,7 @@ class SymmetricStorage:
         self.is_finite = True  # as far as mirror() has seen
         self.skew = 0.0  # the largest of what sums have returned
         self._sums: list[KernelSum] = []  # to be added
+        self._written: set[int] = set()  # where blocks start that are no longer zero
 
     def wants(self, i: str, j: str) -> bool:
         """Tell whether the block of two parameters is stored."""
@@ -140,7 +142,9 @@ class SymmetricStorage:
     def finish(self) -> None:
         """Add what writes have left: sums to one block together, where that is possible."""
         for left in joined(self._sums):
-            self._run(left)
+            is_first = left.covers and left.into.data_ptr() not in self._written
+            self._run(replace(left, over=True) if is_first else left)
+            self._written.add(left.into.data_ptr())
         self._sums = []
 
     def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
@@ -156,7 +160,10 @@ class SymmetricStorage:
     def _write(self, block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> KernelSum | None:
         """Let ``write`` add to those rows and columns of a block, or to all of them; return what is left to be added."""
         if rows is None and columns is None and self.computed == block.dtype:
-            return write(block)
+            left = write(block)
+            self._written.update(() if left else (block.data_ptr(),))
+            return left
+        self._written.add(block.data_ptr())
         here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
         part = block.new_zeros(here, dtype=self.computed)
         self._run(write(part))

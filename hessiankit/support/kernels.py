@@ -152,8 +152,8 @@ def _found() -> ctypes.CDLL | None:
     except OSError:
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.hessiankit_lift.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
-    library.hessiankit_lift.restype = ctypes.c_int
+    library.hessiankit_sum.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
+    library.hessiankit_sum.restype = ctypes.c_int
     library.hessiankit_multiply.argtypes = [ctypes.c_int, pointer, pointer, pointer, pointer, number]
     library.hessiankit_multiply.restype = ctypes.c_int
     library.hessiankit_mirror.argtypes = [ctypes.c_int, pointer, number, pointer, number, number, pointer]
