@@ -111,8 +111,11 @@ def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:
     alike = _place(one.into) == _place(other.into) and one.axes == other.axes and one.rows == other.rows
     if not alike or one.symmetric or other.symmetric or len(one.terms) + len(other.terms) > 2:
         return False
-    mine, theirs = ({(_place(x.data), x.strides) for x in some.terms[0] if sum(map(bool, x.strides[1:])) <= 1} for some in (one, other))
-    return not mine.isdisjoint(theirs)
+    return not _of_one_axis(one).isdisjoint(_of_one_axis(other))
+
+
+def _of_one_axis(one: KernelSum) -> set[Any]:
+    return {(_place(x.data), x.strides) for x in one.terms[0] if sum(map(bool, x.strides[1:])) <= 1}
 
 
 def _place(x: Tensor) -> tuple[int, Any, Any]:

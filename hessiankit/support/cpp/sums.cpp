@@ -142,7 +142,8 @@ struct Sum {
     for (int t = 0; look && t < count; ++t)
       kept = std::max(kept, nonzero(terms[t].of[r.scalar[t]], r.x, r.y, -1) * nonzero(terms[t].of[r.vector[t]], r.x, -1, r.z));
     const double put = rows * double(axes[r.z].out == 1 ? 8 : axes[r.y].out == 1 ? 40 : 10 * W) * (r.symmetry == INNER ? 2 : 1);
-    const double found = pairs * (tall * wide * (kept * double(depth) * (rows + double(count)) + put) + double(depth));
+    const double lay = double(depth) * (r.symmetry == INNER ? 9 : 1 + 2 * count);
+    const double found = pairs * (tall * wide * (kept * double(depth) * (rows + double(count)) + put) + lay);
     return r.symmetry == NONE ? found : r.symmetry == INNER ? .55 * found : found * (tall + 1) / (2 * tall);
   }
 
@@ -223,7 +224,7 @@ struct Sum {
     desk.finite_vector[t] = is_zero(odd);
   }
 
-  // Scalars of some x and W entries y, or of all y where they are the same for all x.
+  // Scalars of some x and W entries y, or of all y where they are the same for all x; of an inner symmetry the mean of both.
   void lay_scalars(int t, int64_t i, int64_t many_x, int64_t j, int64_t many_y, int64_t start, int64_t deep, Desk& desk) const {
     const Factor<T>& f = terms[t].of[role.scalar[t]];
     const int64_t one = f.along[role.x], two = f.along[role.y];
@@ -237,21 +238,21 @@ struct Sum {
       const int64_t many = std::min(W, many_y - first);
       for (int64_t n = 0; n < deep; ++n) {
         const T* from = f.data + (start + n) * f.next + i * one + (j + first) * two;
+        const T* turned = f.data + (start + n) * f.next + i * two + j * one;
+        for (int64_t l = 0; role.symmetry == INNER && l < many; ++l) __builtin_prefetch(turned + l * one + AHEAD * f.next);
         for (int64_t h = 0; h < many_x; ++h) {
           T* to = scalar(t, h, first, deep, desk) + n;
           __builtin_prefetch(from + h * one + AHEAD * f.next);
-          for (int64_t l = 0; l < many; ++l) to[l * deep] = from[h * one + l * two];
-        }
-        if (role.symmetry == INNER) {
-          const T* turned = f.data + (start + n) * f.next + i * two + j * one;
-          for (int64_t l = 0; l < many; ++l) __builtin_prefetch(turned + l * one + AHEAD * f.next);
-          for (int64_t h = 0; h < many_x; ++h) {
-            V x{}, y{};
-            for (int64_t l = 0; l < many; ++l) x[l] = from[h * one + l * two], y[l] = turned[l * one + h * two];
-            const V gap = x > y ? x - y : y - x;
-            apart = gap > apart ? gap : apart;
-            if (i == j) desk.skew[1] = std::max(desk.skew[1], double(std::abs(x[h])));
+          if (role.symmetry != INNER) {
+            for (int64_t l = 0; l < many; ++l) to[l * deep] = from[h * one + l * two];
+            continue;
           }
+          V p{}, q{};
+          for (int64_t l = 0; l < many; ++l) p[l] = from[h * one + l * two], q[l] = turned[l * one + h * two];
+          const V mean = (p + q) / 2, gap = p > q ? p - q : q - p;
+          for (int64_t l = 0; l < many; ++l) to[l * deep] = mean[l];
+          apart = gap > apart ? gap : apart;
+          if (i == j) desk.skew[1] = std::max(desk.skew[1], double(std::abs(p[h])));
         }
       }
       for (int64_t h = 0; h < many_x; ++h) finite &= is_finite(scalar(t, h, first, deep, desk), many * deep);
