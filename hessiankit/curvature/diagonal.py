@@ -19,7 +19,7 @@ from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.selection import Named, Params, locate
+from hessiankit.engine.problem.selection import ByName, Params, locate
 from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
@@ -78,8 +78,8 @@ class CurvatureDiagonal(Printed):
         return math.fsum(self.traces.values())
 
     @property
-    def _shapes(self) -> Named[tuple[int, ...]]:
-        return Named(((name, tuple(x.shape)) for name, x in self.values.items()), getattr(self.values, "also", None))
+    def _shapes(self) -> ByName[tuple[int, ...]]:
+        return ByName(((name, tuple(x.shape)) for name, x in self.values.items()), getattr(self.values, "also", None))
 
     def __getitem__(self, name: str) -> Tensor:
         whole, rows = locate("CurvatureDiagonal", name, self._shapes)
@@ -216,7 +216,7 @@ def hessian_diagonal(
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     shapes, slices = tasks[0].shapes, tasks[0].slices
-    values = Named(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
+    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
             raise not_finite(WHO, name, name, tasks)

@@ -144,10 +144,6 @@ class Claim(WithDict):
 
     _derived, _hidden = ("paper",), ("compute",)
 
-    def __reduce__(self) -> Any:
-        """Pickle and copy what computes a row by the row's id."""
-        return _with_its_computation, ({f.name: getattr(self, f.name) for f in fields(self) if f.name != "compute"},)
-
     @property
     def paper(self) -> str:
         """The first part of the id, a key of ``PAPERS``."""
@@ -210,12 +206,6 @@ class Claim(WithDict):
 
     def __repr__(self) -> str:
         return f"<Claim: {self.id}: {self.verdict}>"
-
-
-def _with_its_computation(parts: dict[str, Any]) -> Claim:
-    from hessiankit.ledger.registry import rows  # which imports this module
-
-    return replace(next(row for row in rows() if row.id == parts["id"]), **parts)
 
 
 def _confirmed(errors: list[float]) -> str:

@@ -70,7 +70,7 @@ class ParameterSelection(dict[str, Tensor]):
         self.parts: dict[str, tuple[str, Index]] = dict(parts or {})
 
 
-class Named(dict[str, T]):
+class ByName(dict[str, T]):
     """Something of each parameter, by the name that ``named_parameters()`` gives it.
 
     Attributes:
@@ -192,7 +192,7 @@ def _along_axis(size: int, item: object, what: str) -> Tensor:
 def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
     """Return the parameter that a name, or ``"name[index]"``, speaks of, and its positions in vec_r (None: all of them).
 
-    Other names of tied parameters are understood where ``shapes`` is :class:`Named`.
+    Other names of tied parameters are understood where ``shapes`` is :class:`ByName`.
 
     Raises:
         InputError: If it is no text, no parameter has that name, or the index cannot be used.
