@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.arrays import Array
-from derivations.matrix import Identity, Matrix, kron
+from derivations.arrays import Array, full
+from derivations.matrix import Diagonal, Identity, Matrix, kron
 from derivations.operation import OperationAt, shape_of
 from derivations.primitive import ByLinearising, Covectors, CovectorSum, Inputs, Linearised, Sums, Tangents, total
 from derivations.selection import Selection
@@ -29,6 +29,7 @@ class TokenEmbeddingAt(OperationAt):
     Args:
         tokens: L integers t_i in 0, ..., V - 1, which are constants.
         E: V x d.
+        frozen: a row that does not move (torch's ``padding_idx``, left out of the gradient), or None.
 
     Raises:
         ValueError: if E is not a matrix, or the tokens are not a list of its row numbers.
@@ -41,6 +42,7 @@ class TokenEmbeddingAt(OperationAt):
     argument_names = ("E",)
     tokens: Any
     E: Array
+    frozen: int | None = None
 
     def __post_init__(self) -> None:
         entries = torch.as_tensor(self.tokens)
@@ -60,8 +62,13 @@ class TokenEmbeddingAt(OperationAt):
         return self.P @ self.E
 
     def _jacobian(self, name: str) -> Matrix:
-        """Return dN/dE = P (x) I_d."""
-        return kron(self.P, Identity(shape_of(self.E)[1]))
+        """Return dN/dE = P (x) I_d, or P diag(k) (x) I_d with 0 in k at the row that does not move."""
+        rows, d = shape_of(self.E)
+        if self.frozen is None:
+            return kron(self.P, Identity(d))
+        k = full((rows,), 1, self.E)
+        k[self.frozen : self.frozen + 1] = 0
+        return kron(self.P @ Diagonal(k, "k"), Identity(d))
 
 
 @dataclass(frozen=True, eq=False)

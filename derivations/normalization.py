@@ -116,9 +116,23 @@ class _NormalizationAt(OperationAt):
         return Identity(int(self.X.shape[1])) if self.gamma is None else Diagonal(self.gamma, r"\gamma")
 
     @cached_property
+    def alone(self) -> Matrix | None:
+        """diag(eps / s^2), L x L, where rows move along ^x alone: two entries with a mean taken off, or one; else None.
+
+        There C - ^x ^x^T / d = (eps / s^2) C, of which the difference loses all digits where eps is small beside the variance.
+        """
+        eps, d = self._row_eps(), int(self.X.shape[1])
+        if d != (2 if isinstance(self.C, Centring) else 1):
+            return None
+        inverse = reciprocal(self.s * self.s)
+        return Diagonal(inverse * eps if hasattr(eps, "shape") else scale(eps, inverse), r"\varepsilon s^{-2}")
+
+    @cached_property
     def core(self) -> Matrix:
         """I_L (x) C - V V^T / d, Ld x Ld: the Jacobian before the rows are divided by their scales."""
         rows, d = self.X.shape
+        if self.alone is not None:
+            return kron(self.alone, self.C)
         return kron(Identity(int(rows)), self.C) - Fraction(1, int(d)) * (self.V @ self.V.T)
 
     @cached_property
@@ -156,6 +170,7 @@ class _NormalizationAt(OperationAt):
             d2Y/dX dX = (I_L (x) K_{d,L} (x) I_d) (E_L (x) I_{d^2}) (P^2 (x) Gamma (x) I_d) blockdiag(h_i)
             h_i = -(vec_r(C) x^T + C (x) x + x (x) C) / d + 3 (x (x) x) x^T / d^2        with x = ^x_i
 
+        (where x x^T = (1 - eps / s_i^2) d C, as of two entries: h_i = -3 (eps / s_i^2) (C (x) x) / d),
         and, V being blockdiag(x), blockdiag(h_i) is written without blocks, as products with V (x) I_d. The others:
 
             d2Y/dX dgamma = (I_{Ld} (x) J0^T) (I_L (x) K_{d,L} (x) I_d) (vec_r I_L (x) I_{d^2}) E_d
@@ -177,11 +192,14 @@ class _NormalizationAt(OperationAt):
     def _curvature(self) -> Matrix:
         rows, d = shape_of(self.X)
         per_row, V_I = Identity(rows), kron(self.V, Identity(d))  # V_I = blockdiag(x_i (x) I_d)
+        weights = kron(Diagonal(reciprocal(self.s * self.s), "s^{-2}"), self.gain, Identity(d))
+        spread = kron(per_row, Commutation(d, rows), Identity(d)) @ kron(DiagonalLift(rows), Identity(d * d)) @ weights
+        if self.alone is not None:
+            return spread @ (Fraction(-3, d) * (kron(self.alone, Identity(d * d)) @ V_I @ kron(per_row, self.C)))
         swap = Identity(rows * d * d) + kron(per_row, Commutation(d, d))  # x (x) C  ->  x (x) C + C (x) x
         linear = kron(per_row, vec_r_column(self.C)) @ self.V.T + swap @ V_I @ kron(per_row, self.C)
         blocks = Fraction(-1, d) * linear + Fraction(3, d * d) * (V_I @ self.V @ self.V.T)
-        weights = kron(Diagonal(reciprocal(self.s * self.s), "s^{-2}"), self.gain, Identity(d))
-        return kron(per_row, Commutation(d, rows), Identity(d)) @ kron(DiagonalLift(rows), Identity(d * d)) @ weights @ blocks
+        return spread @ blocks
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,6 +126,36 @@ def test_cdist_which_autograd_differentiates_once(p):
     assert found.fallbacks == ()
 
 
+def test_distances_from_itself():
+    """The distance of a row from itself is 0 at any parameters."""
+    off = ~torch.eye(3, dtype=torch.bool)
+    x, target = draw(2, 3, 5), torch.zeros(2, 3, 3).double()
+    pairs = module_of(lambda y: (y.unsqueeze(2) - y.unsqueeze(1))[:, off].norm(dim=-1))
+    reference = assert_exact(pairs, x, target[:, off], loss=lambda z, t: (z - t).square().sum())
+    found = hk.hessian(module_of(lambda y: torch.cdist(y, y)), x, target, loss=lambda z, t: (z - t).square().sum())
+    assert (found.matrix - reference.matrix).abs().max() <= 1e-12
+    assert found.fallbacks == ()
+
+
+@pytest.mark.parametrize(
+    "normalise",
+    [
+        lambda z: F.normalize(z, dim=-1, eps=1e-3),
+        lambda z: z / z.norm(dim=-1, keepdim=True).clamp(min=1e-3),
+        lambda z: F.cosine_similarity(z.unsqueeze(-2), torch.eye(4).double(), -1, 1e-3),
+    ],
+)
+def test_rows_of_zeros_divided_by_a_norm_with_a_floor(normalise):
+    """A row below the floor is divided by a constant."""
+    x, target = draw(3, 5), draw(3, 4)
+    x[1] = 0
+    zero = ~x.any(-1, keepdim=True)
+    written = Formula(lambda s, x: (z := x @ s.W) / torch.where(zero, 1e-6, (z.square() + zero).sum(-1, True)).sqrt(), W=(5, 4))
+    reference = assert_exact(written, x, target).matrix
+    found = hk.hessian(Formula(lambda s, x: normalise(x @ s.W), W=(5, 4)), x, target).matrix
+    assert (found - reference).abs().max() <= 1e-12 * reference.abs().max()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import re
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.func import jacfwd
 
 from derivations.matrix import Named, definitions, dimensions
-from hessiankit import claims, derive
+from hessiankit import TransformerBlock, claims, derive
 from hessiankit.cli.main import main
 from hessiankit.formulas.chapters import CHAPTERS, PRIMES, SMALL, drawn
 from hessiankit.formulas.symbols import SizeName
@@ -176,6 +178,25 @@ def test_a_module_at_its_own_parameters(module, wrt):
     letter = next((name for name in names if name != "weight"), None)
     point |= {} if letter is None else {letter: X}
     close(found, differentiated(forward, point, names)[0])
+
+
+def test_the_padding_of_an_embedding_has_no_derivative():
+    table, ids = nn.Embedding(6, 2, padding_idx=-3).double(), torch.tensor([3, 5, 3, 0])
+    reference = torch.autograd.functional.jacobian(lambda E: nn.functional.embedding(ids, E, 3), table.weight.detach())
+    found = derive(table, wrt="weight", inputs=ids)
+    close(found.dense(), reference.reshape(8, 12))
+    assert ("k", r"0\text{ at row }3\text{, which has no gradient, }1\text{ elsewhere}") in found.story.values
+    exact = np.array(found.sympy().tolist(), dtype=float)
+    close(torch.from_numpy(exact), reference.reshape(8, 12))
+
+
+@pytest.mark.parametrize("what", ["activation", "embedding", "curvature-gap/thm3", TransformerBlock(2, 3, d_k=1).double()])
+def test_a_derivation_is_pickled(what):
+    found = derive(what)
+    again = pickle.loads(pickle.dumps(found))
+    assert (str(again), again.latex()) == (str(found), found.latex())
+    assert torch.equal(again.dense(), found.dense())
+    assert again.shape[0] * again.shape[1] > 200 or again.sympy() == found.sympy()
 
 
 def test_a_loss_at_a_target():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,12 @@ def everything():
 
 
 # The rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_and_a_report_are_pickled(everything):
+    assert pickle.loads(pickle.dumps(everything)) == everything
+    report = claims(id="hybridnorm/eq19").run()
+    assert str(pickle.loads(pickle.dumps(report))) == str(report)
 
 
 def test_every_row_is_complete(everything):

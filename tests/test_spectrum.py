@@ -176,6 +176,12 @@ def test_groups_by_type_and_by_layer() -> None:
     assert set(hk.spectrum(module, x, x, k=1, by="layer", params="0.layers.0.linear1.*").groups) == {"layer 0"}
 
 
+def test_the_layers_of_a_model_without_attention_are_its_modules() -> None:
+    mlp = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    groups = hk.spectrum(mlp, torch.ones(2, 2, **DOUBLE), torch.zeros(2, 1, **DOUBLE), k=1, by="layer").groups
+    assert {name: one.size for name, one in groups.items()} == {"0": 9, "2": 4}
+
+
 def test_a_gauss_newton_spectrum_has_no_lower_end(operator: HessianOperator) -> None:
     found = hk.spectrum(block(), X, T, kind="ggn", k=2)
     assert (found.top, len(found.eigenvalues), found.kind) == (2, 2, "ggn")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -47,6 +49,22 @@ def test_blocks_are_those_of_reverse_over_reverse(rows: str, columns: str) -> No
     u = draw(expected.shape[0], seed=4)
     assert error(found.T @ u, expected.T @ u) <= EXACT
     assert np.allclose(found.T @ u.numpy(), expected.T @ u, rtol=1e-10)
+
+
+def test_the_second_name_of_a_tied_parameter() -> None:
+    module = nn.Sequential(OrderedDict(a=nn.Linear(2, 2), tanh=nn.Tanh(), b=nn.Linear(2, 2, bias=False))).double()
+    module.b.weight = module.a.weight
+    call = (module, X.reshape(-1, 2), draw(X.numel() // 2, 2, seed=3))
+    H, operator, planned = hk.hessian(*call), hessian_operator(*call), hk.hessian_function(*call)()
+    for found in (H, pickle.loads(pickle.dumps(hk.hessian_function(*call)))(), planned, hk.hessian(*call, lazy=True)):
+        assert torch.equal(found.block("b.weight", "a.bias"), found.block("a.weight", "a.bias"))
+        assert torch.equal(found.block("b.weight[0]", "a.bias"), found.block("a.weight[0]", "a.bias"))
+    assert torch.equal(operator["b.*"].rows, operator["a.weight"].rows)
+    assert torch.equal(hk.hessian_diagonal(*call)["b.weight"], hk.hessian_diagonal(*call)["a.weight"])
+    assert hk.frobenius_norms(*call).block("b.weight", "b.weight") == hk.frobenius_norms(*call).block("a.weight", "a.weight")
+    assert hk.spectrum(operator, k=1, by={"b.weight": "tied"}).groups["tied"].size == 4
+    with pytest.raises(hk.InputError, match=r"no parameter 'b\.bias'"):
+        H.block("b.bias", "a.bias")
 
 
 def test_parts_of_parameters_and_one_selection_for_both() -> None:

@@ -193,7 +193,7 @@ class Point:
         loss, params = self.options["loss"], self.options["params"]
         self.tasks, self.shares = gather(self.module, self.data, None, loss, params, batch_size=self.batch_size, **options)
         self.slices, self.size = self.tasks[0].slices, self.tasks[0].size
-        self.shapes = {n: tuple(p.shape) for n, p in self.tasks[0].parameters.items()}
+        self.shapes = self.tasks[0].shapes
         self.device, self.dtype = self.tasks[0].device, self.tasks[0].dtype
         self.is_dense = self.method == "dense" or (self.method == "auto" and self.size <= DENSE)
         if self.is_dense and self.size < 2:

@@ -298,7 +298,7 @@ def hessian(
         module, inputs, target, loss, chosen, batch_size=batch_size, weights=weights, reduction=reduction, handshake=handshake
     )
     evaluation = Evaluation(tasks, factors, batch_size, progress)
-    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    shapes = tasks[0].shapes
     found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
     if not lazy:
         if out is not None:

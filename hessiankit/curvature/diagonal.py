@@ -19,7 +19,7 @@ from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.selection import Params, locate
+from hessiankit.engine.problem.selection import ByName, Params, locate
 from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
@@ -77,8 +77,12 @@ class CurvatureDiagonal(Printed):
             return self.estimate.trace.value
         return math.fsum(self.traces.values())
 
+    @property
+    def _shapes(self) -> ByName[tuple[int, ...]]:
+        return ByName(((name, tuple(x.shape)) for name, x in self.values.items()), getattr(self.values, "also", None))
+
     def __getitem__(self, name: str) -> Tensor:
-        whole, rows = locate("CurvatureDiagonal", name, {n: tuple(x.shape) for n, x in self.values.items()})
+        whole, rows = locate("CurvatureDiagonal", name, self._shapes)
         return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
     def to_dict(self) -> dict[str, Any]:
@@ -211,7 +215,8 @@ def hessian_diagonal(
         operator = HessianOperator(tasks, batches, factors, kind, None)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
-    values = {n: flat[rows].reshape(tasks[0].parameters[n].shape) for n, rows in tasks[0].slices.items()}
+    shapes, slices = tasks[0].shapes, tasks[0].slices
+    values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
             raise not_finite(WHO, name, name, tasks)

@@ -185,7 +185,7 @@ def frobenius_norms(
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
     tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    shapes = {n: tuple(p.shape) for n, p in tasks[0].parameters.items()}
+    shapes = tasks[0].shapes
     if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind != "hessian")) is not None:
         return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
     with torch.no_grad():

@@ -277,7 +277,7 @@ class HessianFunction(Printed):
         evaluation = Evaluation([task], [self._share], self._options["batch_size"], None)
         evaluation.take(matrix.data, self._share * value, asymmetry, self._fallbacks)
         evaluation.seconds = seconds + time.perf_counter() - start
-        shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
+        shapes = task.shapes
         return Hessian(tuple(shapes), task.slices, shapes, evaluation)
 
     def _snapshot(self, own: OwnGradient) -> Task:

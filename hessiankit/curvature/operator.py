@@ -67,7 +67,7 @@ class HessianOperator(SymmetricOperator):
         task = tasks[0]
         super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
-        self.shapes = {n: tuple(p.shape) for n, p in task.parameters.items()}
+        self.shapes = task.shapes
         self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
         self._tasks = [replace(task, reference=None) for task in tasks]
         self._approximations: dict[str, StructuredOperator] = {}

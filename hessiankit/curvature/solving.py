@@ -39,6 +39,8 @@ class Solution(Printed, WithDict):
         x: (P,), or (P, k) for k right-hand sides; the last iterate where it has not converged.
         residual: |b - (H + damping I) x| / |b|, from a product of its own; the largest of the right-hand sides.
         converged: Whether that is within ``tol``.
+        least_squares: Whether it is not, and no x does better: what is left of b lies in the null space of H + damping I, to
+            within ``tol`` of the matrix.
         tol: The tolerance.
         damping: Added to the diagonal.
         method: ``"cg"``, ``"minres"`` or ``"lsmr"``, the one that gave x.
@@ -57,11 +59,19 @@ class Solution(Printed, WithDict):
     products: int
     lowest: RitzValue | None
     seconds: float
+    least_squares: bool = False
 
     _hidden = ("x",)
 
+    @property
+    def _state(self) -> str:
+        if self.least_squares:
+            left = "what is left of b is in the null space of H + damping I"
+            return f"NO SOLUTION: {left}, x is a least-squares solution; raise damping"
+        return f"NOT CONVERGED to {self.tol:g}: raise max_products or damping, or precondition"
+
     def _headline(self) -> str:
-        state = "" if self.converged else f", NOT CONVERGED to {self.tol:g}: raise max_products or damping, or precondition"
+        state = "" if self.converged else f", {self._state}"
         text = f"{self.method}, damping {self.damping:g}: relative residual {self.residual:.1e} after {self.products} products"
         return f"{text}, {self.seconds:.2f} s{state}"
 
@@ -120,7 +130,7 @@ class InverseOperator(SymmetricOperator):
         if not found.converged:
             raise ConvergenceError(
                 f"InverseOperator: relative residual {found.residual:.1e} after {found.products} products, asked for "
-                f"{found.tol:g}; raise damping, max_products or tol, or precondition; the error's .found is the solution so far",
+                f"{found.tol:g}: {found._state}; the error's .found is the solution so far",
                 found,
             )
         return found.x.T
@@ -152,7 +162,7 @@ def solve(
         damping: Added to the diagonal, 0 or more.
         method: ``"cg"``, for a positive definite matrix; ``"minres"``, for any symmetric one; ``"lsmr"``, least squares, the
             shortest of all solutions where there are many, two products a step; ``"auto"``: "cg", and "minres" from the beginning
-            where that meets a direction p with <p, (H + damping I) p> <= 0.
+            where that meets a direction p with <p, (H + damping I) p> <= 0; "lsmr" where these stagnate, as without a solution.
         preconditioner: ``"diagonal"``, ``"kfac"`` or ``"ekfac"``: the damped inverse of that
             :meth:`hessiankit.HessianOperator.approximation`. Or the diagonal of H, (P,), or a result with it as ``.flat``, as
             of :func:`hessiankit.hessian_diagonal`: the inverse of |diagonal| + damping is taken. Or an approximation of
@@ -184,9 +194,10 @@ def solve(
     if M is not None and method == "lsmr":
         raise InputError("solve: method='lsmr' takes no preconditioner; leave it out, or pass method='minres'")
     system = _System(operator, damping)
-    columns, worst, used, lowest = [], 0.0, "", None
+    columns, worst, used, lowest, short = [], 0.0, "", None, []
     for column in (B.unsqueeze(1) if B.ndim == 1 else B).T.double().cpu().numpy():
-        first = "cg" if method == "auto" and used != "minres" else used if method == "auto" else method
+        first = method if method != "auto" else "minres" if used in ("minres", "lsmr") else "cg"
+        end = system.products + max_products
         try:
             x, used = _run(first, system, column, M, tol, max_products), first
         except _NotPositive:
@@ -198,13 +209,19 @@ def solve(
                     "larger damping, method='minres', or a Gauss-Newton operator"
                 ) from None
             x, used = _run("minres", system, column, M, tol, max_products), "minres"
-        norm = float(np.linalg.norm(column))
-        worst = max(worst, float(np.linalg.norm(column - system.product(x))) / norm if norm else 0.0)
+        norm, left = float(np.linalg.norm(column)), column - system.product(x)
+        if (spare := end - system.products) > 0 and method == "auto" and np.linalg.norm(left) > tol * norm:
+            other = _run("lsmr", system, column, None, tol, spare)
+            if np.linalg.norm(rest := column - system.product(other)) <= (1 + tol) * np.linalg.norm(left):
+                x, left, used = other, rest, "lsmr"
+        worst = max(worst, float(np.linalg.norm(left)) / norm if norm else 0.0)
+        if np.linalg.norm(left) > tol * norm:
+            short.append(system.products < end and system.is_null(left, column, tol))
         columns.append(torch.from_numpy(x))
     X = torch.stack(columns, dim=1).to(operator.device, operator.torch_dtype)
     return Solution(
         X[:, 0] if B.ndim == 1 else X, worst, worst <= tol, tol, float(damping), used, system.products, lowest,
-        time.perf_counter() - start,
+        time.perf_counter() - start, bool(short) and all(short),
     )  # fmt: skip
 
 
@@ -222,6 +239,12 @@ class _System:
         if not np.isfinite(Hv).all():
             raise InputError("solve: a product with the operator is NaN or infinite, so the system has no solution")
         return Hv + self.damping * v.reshape(-1)
+
+    def is_null(self, r: np.ndarray[Any, Any], b: np.ndarray[Any, Any], tol: float) -> bool:
+        """Tell whether |A r| <= tol |A| |r| of what is left of b, with the lower bound |A b| / |b| for |A|."""
+        size = float(np.linalg.norm(self.product(b)) / np.linalg.norm(b))
+        size = max(size, float(np.linalg.norm(self.product(b - r)) / max(np.linalg.norm(b - r), 1e-300)))
+        return bool(np.linalg.norm(self.product(r)) <= tol * size * np.linalg.norm(r))
 
     def positive(self, p: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Return the product with a direction of conjugate gradients.

@@ -101,7 +101,7 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
     found = []
     for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
         for name in _meant(item, shapes):
-            whole, rows = locate(who, name, dict(shapes))
+            whole, rows = locate(who, name, shapes)
             every = torch.arange(slices[whole].start, slices[whole].stop)
             found.append(every if rows is None else every[rows])
     if not found:
@@ -111,10 +111,11 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
 
 def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
     """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
-    if not isinstance(item, str) or item in shapes:
+    names = (*shapes, *getattr(shapes, "also", {}))
+    if not isinstance(item, str) or item in names:
         return [item]
-    found = [name for name in shapes if fnmatchcase(name, item)]
+    found = [name for name in names if fnmatchcase(name, item)]
     pattern, bracket, inside = item.rpartition("[")
     if not found and bracket and item.endswith("]"):
-        found = [f"{name}[{inside}" for name in shapes if fnmatchcase(name, pattern)]
+        found = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
     return found or [item]

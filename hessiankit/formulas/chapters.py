@@ -84,17 +84,18 @@ class Chapter:
         shapes = {name: axes for name, axes in {**self.shapes, **self.extra}.items() if name in point}
         symbols = {name: self.letters.get(name, name) for name in shapes}
 
-        def stage(arrays: Mapping[str, Array], options: Mapping[str, Any] = self.options) -> Stage:
-            operation = Renamed(self.make(**arrays, **options), symbols)
-            return Stage(self.symbol, operation, {}, {**symbols, **self.alphabet}, self.rule, index=index_of)
-
-        def printed() -> tuple[Stage, SizeName]:
-            own = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
-            options = own | ({"groups": PRIMES["g"]} if "groups" in own else {})
-            letters = [(PRIMES[letter], letter) for letter in dict.fromkeys(["L", *" ".join(sum(shapes.values(), ())).split()])]
-            return stage(drawn(shapes, PRIMES, seed), options), SizeName(letters)
-
+        stage, printed = partial(self._stage, symbols), partial(self._printed, symbols, shapes, seed)
         return Subject(point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words)
+
+    def _stage(self, symbols: Mapping[str, str], arrays: Mapping[str, Array], options: Mapping[str, Any] | None = None) -> Stage:
+        operation = Renamed(self.make(**arrays, **(self.options if options is None else options)), symbols)
+        return Stage(self.symbol, operation, {}, {**symbols, **self.alphabet}, self.rule, index=index_of)
+
+    def _printed(self, symbols: Mapping[str, str], shapes: Mapping[str, tuple[str, ...]], seed: int) -> tuple[Stage, SizeName]:
+        own = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
+        options = own | ({"groups": PRIMES["g"]} if "groups" in own else {})
+        letters = [(PRIMES[letter], letter) for letter in dict.fromkeys(["L", *" ".join(sum(shapes.values(), ())).split()])]
+        return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(letters)
 
 
 def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
@@ -146,8 +147,12 @@ def _cross_entropy(Z: Array, target: Any = None) -> Operation:
     return Renamed(CrossEntropyAt(Z, labels), {"logits": "Z"})
 
 
-def _embedding(E: Array, tokens: Any = None) -> Operation:
-    return TokenEmbeddingAt([i % int(E.shape[0]) for i in range(PRIMES["L"])] if tokens is None else tokens, E)
+def _embedding(E: Array, tokens: Any = None, frozen: int | None = None) -> Operation:
+    return TokenEmbeddingAt([i % int(E.shape[0]) for i in range(PRIMES["L"])] if tokens is None else tokens, E, frozen)
+
+
+def _activation(X: Array, kind: str, **slope: float) -> Operation:
+    return ActivationAt(kind, X, **slope)
 
 
 _GAINS = {"X": ("L", "d"), "gamma": ("d",), "beta": ("d",)}
@@ -204,7 +209,7 @@ CHAPTERS: dict[str, Chapter] = {
         extra={"b_1": (r"d_{ff}",), "b_2": (r"d_o",)}, values=(("U", r"Y\,W_1"),), options={"activation": "gelu"},
     ),
     "activation": Chapter(
-        "N", r"\sigma(X)", {"X": ("L", "d")}, lambda X, kind, **slope: ActivationAt(kind, X, **slope), ("X", "X"),
+        "N", r"\sigma(X)", {"X": ("L", "d")}, _activation, ("X", "X"),
         options={"kind": "gelu"},
     ),
     "gain": Chapter(
@@ -281,7 +286,7 @@ def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, l
     point: dict[str, Any] = {key: p.detach() for key, p in arrays.items() if p is not None}
     chapter = replace(chapter, options={**chapter.options, **options})
     if name == "embedding":
-        chapter = replace(chapter, options={"tokens": _tokens(inputs, length, like.shape[0])})
+        chapter = replace(chapter, options={**chapter.options, "tokens": _tokens(inputs, length, like.shape[0])})
     else:
         first = next(iter(chapter.shapes))
         if width is None:
@@ -328,7 +333,11 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         rule = chapter.rule if module.bias is not None else r"X\,W"
         return "linear", replace(chapter, rule=rule), {"W": module.weight.T, "b": module.bias}, {}, module.in_features
     if isinstance(module, nn.Embedding) and module.max_norm is None:
-        return "embedding", CHAPTERS["embedding"], {"E": module.weight}, {}, None
+        chapter, still = CHAPTERS["embedding"], module.padding_idx
+        if still is not None:
+            note = ("k", rf"0\text{{ at row }}{still}\text{{, which has no gradient, }}1\text{{ elsewhere}}")
+            chapter = replace(chapter, values=(*chapter.values, note))
+        return "embedding", chapter, {"E": module.weight}, {"frozen": still}, None
     kind = ACTIVATIONS.get(type(module), "")
     if isinstance(module, nn.GELU):
         kind = "gelu" if module.approximate == "none" else "gelu_tanh"

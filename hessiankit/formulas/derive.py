@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,18 +125,22 @@ def derive(
         raise InputError(f"derive: loss={loss!r} of {what!r}, which is a loss itself; drop loss=")
     goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
-    def story() -> Story:
-        printed, sizes = subject.printed()
-        terms = _terms(printed, symbols, loss, target_of(loss, None, printed.value, seed))
-        values = [*subject.known, *subject.values]
-        return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
-
-    def symbolic() -> Matrix:
-        exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
-        answer = _symbols_for("T", shape_of(output)) if loss == "mse" else goal
-        return _sum(_terms(subject.stage(exact), symbols, loss, answer))
-
+    story = partial(_story, subject, symbols, loss, seed)
+    symbolic = partial(_symbolic, subject, output, symbols, loss, goal)
     return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic, subject.title, subject.claims)
+
+
+def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> Story:
+    Z, (printed, sizes) = subject.stage(subject.point), subject.printed()
+    terms = _terms(printed, symbols, loss, target_of(loss, None, printed.value, seed))
+    values = [*subject.known, *subject.values]
+    return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
+
+
+def _symbolic(subject: Subject, output: Any, symbols: Sequence[str], loss: str | None, goal: Any) -> Matrix:
+    exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
+    answer = _symbols_for("T", shape_of(output)) if loss == "mse" else goal
+    return _sum(_terms(subject.stage(exact), symbols, loss, answer))
 
 
 def _sum(terms: Sequence[Term]) -> Matrix:

@@ -94,24 +94,33 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     symbols = {name: "X" if name == "X" else symbol_of(name) for name in names}
     X = sequence(inputs, length, block.d_model, seed, next(iter(block.parameters())))
 
-    def printed() -> tuple[Stage, SizeName]:
-        sizes = sizes_for(block)
-        parameters, tokens = prime_copy(block, sizes, seed)
-        return output(BlockAt(block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes.letters)
-
-    def stage(point: Mapping[str, Array]) -> Stage:
-        parameters = {name: value for name, value in point.items() if name != "X"}
-        exact = not isinstance(point["X"], Tensor)
-        return output(BlockAt(block, parameters, spelt=exact), point["X"])
-
-    def output(parts: BlockAt, tokens: Array) -> Stage:
-        return attention_stage(parts, "S", input_stage(tokens)) if branch else block_stage(parts, input_stage(tokens))
-
     point = {name: p.detach() for name, p in block.named_parameters() if name in symbols} | {"X": X}
     written = spelling(block)
     known = [written.known] if written else []
-    wrt = ("attention.W_Q", "attention.W_V")
-    return Subject(point, symbols, wrt, stage, printed, known, title="of a transformer block")
+    wrt, of = ("attention.W_Q", "attention.W_V"), _OfBlock(block, branch, seed)
+    return Subject(point, symbols, wrt, of.stage, of.printed, known, title="of a transformer block")
+
+
+@dataclass(frozen=True)
+class _OfBlock:
+    """A block's output as a stage, or that of its attention: at a point, and at sizes that print as letters."""
+
+    block: TransformerBlock
+    branch: bool
+    seed: int
+
+    def printed(self) -> tuple[Stage, SizeName]:
+        sizes = sizes_for(self.block)
+        parameters, tokens = prime_copy(self.block, sizes, self.seed)
+        return self._output(BlockAt(self.block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes.letters)
+
+    def stage(self, point: Mapping[str, Array]) -> Stage:
+        parameters = {name: value for name, value in point.items() if name != "X"}
+        exact = not isinstance(point["X"], Tensor)
+        return self._output(BlockAt(self.block, parameters, spelt=exact), point["X"])
+
+    def _output(self, parts: BlockAt, tokens: Array) -> Stage:
+        return attention_stage(parts, "S", input_stage(tokens)) if self.branch else block_stage(parts, input_stage(tokens))
 
 
 def _asked_block(block: nn.Module) -> TransformerBlock:

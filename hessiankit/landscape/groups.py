@@ -11,7 +11,10 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.suboperators import positions
+from hessiankit.partition.attention import attention_units
+from hessiankit.partition.findings import owners
 from hessiankit.partition.part import BlockTypes, Part
+from hessiankit.partition.structure import find_layers
 from hessiankit.partition.types import model_parts
 from hessiankit.support.errors import InputError, check_name
 
@@ -49,7 +52,7 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
             return {name: torch.arange(rows.start, rows.stop) for name, rows in operator.slices.items()}
         if module is None:
             raise InputError(f"{WHO}: by={by!r} is read from the module; pass it with its data, or by=block_types(module)")
-        by = BlockTypes(model_parts(module)) if by == "type" else {p: _layer(p) for p in model_parts(module)}  # type: ignore[misc]
+        by = BlockTypes(model_parts(module)) if by == "type" else _layers(module, operator)
     assert isinstance(by, Mapping)
     if isinstance(by, BlockTypes):
         by = {part: part.type for part in by.parts}  # type: ignore[misc]
@@ -60,7 +63,7 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
             continue
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
-        of_names = isinstance(value, str) and (key in operator.slices or "[" in key)
+        of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.also or "[" in key)
         group, names = (value, key) if of_names else (key, value)
         found.setdefault(group, []).append(positions(WHO, names, operator.shapes, operator.slices))
     if not found:
@@ -68,8 +71,14 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
     return {name: torch.cat(rows).unique() for name, rows in found.items()}
 
 
-def _layer(part: Part) -> str:
-    return "outside" if part.layer is None else f"layer {part.layer}"
+def _layers(module: nn.Module, operator: HessianOperator) -> dict[str, str]:
+    """Return the layer of each parameter: its block, or where the model has no blocks with an attention the module it is of."""
+    layers = find_layers(module, attention_units(module))
+    paths = {name: places[0].path for name, places in owners(module).items() if name in operator.slices}
+    if not layers.paths:
+        return {name: path or "outside" for name, path in paths.items()}
+    found = {name: layers.index(path) for name, path in paths.items()}
+    return {name: "outside" if index is None else f"layer {index}" for name, index in found.items()}
 
 
 def _rows_of_part(part: Part, operator: HessianOperator) -> Tensor:

@@ -107,9 +107,10 @@ def spectrum(
         bottom: Smallest eigenvalues; by default ``k`` of a Hessian, and 0 of a matrix without negative ones.
         directions: Random directions of the density, 2 or more.
         steps: Lanczos steps of each, the nodes that its measure has.
-        by: Diagonal blocks to treat as well: ``"parameter"``, ``"layer"`` or ``"type"`` (block types of
-            :func:`hessiankit.block_types`; these two need the module); a dict of group to names, patterns such as ``"h.0.*"`` or
-            slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns. Each costs what the whole does.
+        by: Diagonal blocks to treat as well: ``"parameter"``; ``"layer"``, blocks with an attention, or in a model without one
+            its modules; ``"type"``, block types of :func:`hessiankit.block_types` (these two need the module); a dict of group to
+            names, patterns such as ``"h.0.*"`` or slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns.
+            Each costs what the whole does.
         method: ``"full"``: all eigenvalues, of the P x P matrix; ``"lanczos"``; ``"auto"``: "full" where
             P <= directions x steps.
         tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.

@@ -196,6 +196,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
     fallbacks: list[str] = []
     differentiable, elsewhere = True, set[int]()
     given = iter(leaves.items())
+    _floors_before_roots(recording)
     for node in recording.graph.nodes:
         if node.op == "placeholder":
             name, known[node] = next(given)
@@ -238,6 +239,22 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
                 ) from error
     result.fallbacks = tuple(dict.fromkeys(fallbacks))
     return result
+
+
+def _floors_before_roots(recording: Recording) -> None:
+    """Turn max(sqrt(s), c) into sqrt(max(s, c^2)), the same number, which has derivatives where s is 0: ``F.normalize``."""
+    for node in recording.graph.nodes:
+        if node.target not in (aten.clamp_min.default, aten.clamp.default):
+            continue
+        (root, *given), value = node.args, recording.values.get(node)
+        low = [*given, *node.kwargs.values()] if node.kwargs.keys() <= {"min"} else []
+        if len(low) != 1 or value is None or not isinstance(low[0], (int, float)):
+            continue
+        square = low[0] ** 2 if low[0] > 0 else 0.0
+        if root.target is aten.sqrt.default and root.users == [node] and square >= torch.finfo(value.dtype).tiny:
+            recording.values.pop(root, None)
+            root.target, root.args = aten.clamp_min.default, (root.args[0], square)
+            node.target, node.args, node.kwargs = aten.sqrt.default, (root,), {}
 
 
 def address(x: Tensor) -> int:

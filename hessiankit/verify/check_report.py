@@ -148,8 +148,10 @@ class CheckReport(Printed, WithDict):
     def verdict(self) -> str:
         """The result in one line."""
         if len(self.healthy_groups) < 2:
+            alone = ", ".join(h.reference for h in self.health if h.alone)
+            seen = f"{alone} alone" if alone else f"only {len(self.healthy_groups)} independent healthy reference(s)"
             return (
-                f"NOT VERIFIED: only {len(self.healthy_groups)} independent healthy reference(s), two are needed. "
+                f"NOT VERIFIED: {seen}, two independent ones are needed. "
                 "Name more references in against=..., or see their health for what broke them."
                 + "".join(f" Note: {r}." for r in self.remarks)
             )
@@ -221,7 +223,10 @@ class CheckReport(Printed, WithDict):
 
     def health_lines(self) -> list[str]:
         """Return one line a reference: healthy or not, why, and its time."""
-        lines = [f"{h.reference}: {'healthy' if h.healthy else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)" for h in self.health]
+        lines = [
+            f"{h.reference}: {h.state if h.healthy or h.alone else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)"
+            for h in self.health
+        ]
         lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
         for kind, words in SAME_CALL.items():
@@ -262,7 +267,7 @@ class CheckReport(Printed, WithDict):
             *(f"  {line}" for line in self.health_lines()),
         ):  # the cause of a failure is on the first screen
             yield line if line.startswith("  note: ") and not self.passed else Detail(line)
-        unhealthy = [h.reference for h in self.health if not h.healthy]
+        unhealthy = [h.reference for h in self.health if not h.healthy and not h.alone]
         if unhealthy:
             yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"
         yield self.verdict

@@ -24,6 +24,7 @@ Measured on transformer blocks: 2e-15 in float64, 2e-6 in float32.
 """
 
 UNDER_TEST = "under test"
+ALONE = "not confirmed: no other independent reference"
 
 _WITNESS = {"jacfwd(jacrev)": "forward-over-reverse"}
 """Groups that vote together: both push forward mode through a reverse sweep, and where neither is defective they agree
@@ -47,6 +48,7 @@ class Health:
         healthy: Finite, symmetric, precise enough and in agreement with a consensus of two independent groups.
         seconds: Its time.
         reason: Why it is healthy or not.
+        alone: Nothing speaks against it, and no reference by another path gave a result to compare it with.
     """
 
     reference: str
@@ -59,9 +61,15 @@ class Health:
     healthy: bool
     seconds: float
     reason: str
+    alone: bool = False
+
+    @property
+    def state(self) -> str:
+        """One word: healthy, unhealthy, or unconfirmed."""
+        return "healthy" if self.healthy else "unconfirmed" if self.alone else "unhealthy"
 
     def __str__(self) -> str:
-        return f"{self.reference}: {'healthy' if self.healthy else 'unhealthy'}: {self.reason}"
+        return f"{self.reference}: {self.state}: {self.reason}"
 
 
 def examine(
@@ -115,7 +123,7 @@ def examine(
     sound = [case for case in cases.values() if case.products is not None and case.symmetric and case.resolves]
     witnesses = [case for case in sound if case.group != UNDER_TEST]
     consensus = _consensus(witnesses)
-    return {name: case.health(consensus, found) for name, case in cases.items()}
+    return {name: case.health(consensus, witnesses, found) for name, case in cases.items()}
 
 
 def rounding_noise(
@@ -193,7 +201,7 @@ class _Case:
             return other.blocks, products_along(mine, own, others), reference
         return self.blocks, mine, products_along(reference, others, own)
 
-    def health(self, consensus: list[_Case], found: Traits) -> Health:
+    def health(self, consensus: list[_Case], witnesses: list[_Case], found: Traits) -> Health:
         """Judge this result against the members of the consensus from other groups."""
         if self.products is None:
             return self._report(self.symmetry, math.nan, False, f"unsupported: {self.note}")
@@ -204,10 +212,11 @@ class _Case:
         agrees = bool(comparisons) and all(agreed for _, agreed, _ in comparisons)
         deviation = judged[0] if judged else Worst(math.nan, math.nan, None)
         healthy = agrees and self.symmetric and self.resolves
-        reason = self._reason(judged[2] if judged else None, deviation, agrees, found)
+        alone = self in witnesses and all(case.group == self.group for case in witnesses)
+        reason = ALONE if alone else self._reason(judged[2] if judged else None, deviation, agrees, found)
         if agrees:
             reason += "".join(f"; {text}" for text in (self.note,) if text)
-        return self._report(deviation if others else self.symmetry, deviation.error, healthy, reason)
+        return self._report(deviation if others else self.symmetry, deviation.error, healthy, reason, alone)
 
     def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits) -> str:
         defect = known_defect(self.group, found)
@@ -235,7 +244,7 @@ class _Case:
         here, there = (float(errors[blocks.names.index(i), blocks.along.index(j)]) for i, j in (pair, pair[::-1]))
         return self.symmetry if here >= there else replace(self.symmetry, pair=pair[::-1])
 
-    def _report(self, worst: Worst, deviation: float, healthy: bool, reason: str) -> Health:
+    def _report(self, worst: Worst, deviation: float, healthy: bool, reason: str, alone: bool = False) -> Health:
         return Health(
             reference=self.name,
             group=self.group,
@@ -247,6 +256,7 @@ class _Case:
             healthy=healthy,
             seconds=self.seconds,
             reason=reason,
+            alone=alone,
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
 from hessiankit.verify.comparison import FLOOR, RESOLVED, SAFETY, perturbed
-from hessiankit.verify.health import Health, agreeing
+from hessiankit.verify.health import ALONE, Health, agreeing
 from hessiankit.verify.probes import Direction
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
@@ -158,7 +158,9 @@ class Products:
             judges = [n for n in trusted if n != name and frozenset((n, name)) in self.gaps and groups[n] != groups[name]]
             seen = [(max(self.errors(name, n).items(), key=lambda e: e[1][0]), n) for n in judges]
             if not seen:
-                reports[name] = self._report(name, None, math.nan, False, "not confirmed: no two independent references agree")
+                alone = len({groups[n] for n in ran}) == 1
+                reason = ALONE if alone else "not confirmed: no two independent references agree"
+                reports[name] = replace(self._report(name, None, math.nan, False, reason), alone=alone)
                 continue
             (at, (error, *_)), judge = min(seen, key=lambda s: self._attainable(s[1]))
             agrees = name in trusted

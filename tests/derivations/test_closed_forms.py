@@ -16,7 +16,7 @@ from derivations.group_normalization import GroupNormRowsAt
 from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError
 from derivations.matrix import Zero
 from derivations.multihead import MultiHeadAttentionAt, split_heads
-from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm
+from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm, RMSNormAt
 from derivations.row_blocks import Centring, RowCovariance
 from derivations.softmax import Softmax
 
@@ -48,6 +48,21 @@ def test_actions_on_masked_and_large_logits():
     assert relative_error(full[:, :, [0, 2]], kept) < 1e-14
     assert (full[:, :, 1] == 0).all()
     assert torch.isfinite(Softmax(-1).curvature((1000 * T,), w, (t,))[0]).all()
+
+
+def test_norms_of_rows_that_move_along_themselves_keep_their_digits():
+    """With delta half the difference of two entries, or the only one, y = delta / (delta^2 + eps)^(1/2): no difference is left."""
+    eps = 2e-16
+    for chapter, signs, share in (
+        (LayerNormAt, torch.tensor([1.0, -1.0]).double(), 0.5),
+        (RMSNormAt, torch.ones(1).double(), 1.0),
+    ):
+        point = chapter(3.0 * signs.reshape(1, -1) + (share < 1), eps=eps)
+        s = (9.0 + eps) ** 0.5
+        first = eps / s**3 * share * torch.outer(signs, signs)
+        second = -9 * eps / s**5 * share**2 * torch.einsum("i,j,k->ijk", signs, signs, signs)
+        assert relative_error(point.jacobian("X").dense(), first) < 1e-15
+        assert relative_error(point.hessian("X", "X").dense(), second.reshape(-1, len(signs))) < 1e-15
 
 
 def test_rows_that_are_nearly_one_hot_keep_their_digits():

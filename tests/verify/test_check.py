@@ -81,6 +81,15 @@ def test_rows_printing_and_export() -> None:
     assert [row["max_rel_error"] for row in again["rows"]] == [row["max_rel_error"] for row in same["rows"]]
 
 
+def test_one_reference_is_unconfirmed_and_not_unhealthy() -> None:
+    module = nn.Linear(2, 1)
+    report = hk.check(module, torch.ones(3, 2), torch.zeros(3, 1), against=["reverse-over-reverse"])
+    assert not report
+    assert "reverse-over-reverse alone" in report.verdict
+    assert "unconfirmed: no other independent reference" in report.table()
+    assert "UNHEALTHY" not in report.table()
+
+
 def test_a_block_of_zeros_has_no_relative_error() -> None:
     """The bias under the keys' norm moves all logits of a row alike: its blocks vanish, up to rounding or exactly."""
     torch.manual_seed(0)

@@ -106,7 +106,9 @@ def test_a_wrong_gradient_and_a_wrong_diagonal_are_seen(small: nn.Module, monkey
 
 
 def test_one_reference_is_not_enough_and_one_without_products_is_named(small: nn.Module) -> None:
-    assert "NOT VERIFIED" in checked(small, against=RIGHT[:1]).verdict
+    alone = checked(small, against=RIGHT[:1])
+    assert f"NOT VERIFIED: {RIGHT[0]} alone, two independent ones are needed" in alone.verdict
+    assert "UNHEALTHY" not in alone.table()
     report = checked(small, against=[*RIGHT[:2], "curvlinops"])
     assert report, report
     assert next(h for h in report.health if h.reference == "curvlinops").reason.startswith("unsupported: it has no products by")

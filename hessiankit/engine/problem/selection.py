@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import EllipsisType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +47,7 @@ def check_surroundings(who: str, module: nn.Module) -> None:
 Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"
 BasicIndex: TypeAlias = "tuple[int | slice | EllipsisType, ...]"
 Index: TypeAlias = "tuple[BasicIndex, ...]"
+T = TypeVar("T")
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
@@ -67,6 +68,18 @@ class ParameterSelection(dict[str, Tensor]):
     def __init__(self, chosen: Iterable[tuple[str, Tensor]] = (), parts: dict[str, tuple[str, Index]] | None = None) -> None:
         super().__init__(chosen)
         self.parts: dict[str, tuple[str, Index]] = dict(parts or {})
+
+
+class ByName(dict[str, T]):
+    """Something of each parameter, by the name that ``named_parameters()`` gives it.
+
+    Attributes:
+        also: The other names of tied parameters -> the listed one.
+    """
+
+    def __init__(self, found: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
+        super().__init__(found)
+        self.also = dict(also or {})
 
 
 def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
@@ -176,8 +189,10 @@ def _along_axis(size: int, item: object, what: str) -> Tensor:
     return torch.tensor([item % size])
 
 
-def locate(who: str, text: object, shapes: dict[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
+def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
     """Return the parameter that a name, or ``"name[index]"``, speaks of, and its positions in vec_r (None: all of them).
+
+    Other names of tied parameters are understood where ``shapes`` is :class:`ByName`.
 
     Raises:
         InputError: If it is no text, no parameter has that name, or the index cannot be used.
@@ -188,9 +203,11 @@ def locate(who: str, text: object, shapes: dict[str, tuple[int, ...]]) -> tuple[
     if not isinstance(text, str):
         seen = f"{text!r}, of type {type(text).__name__}" if isinstance(text, int) else f"of type {type(text).__name__}"
         raise InputError(f"{who}: a parameter is asked for by its name, not by a value {seen}; {_names(list(shapes))}")
-    if text in shapes:
-        return text, None
+    also = getattr(shapes, "also", {})
+    if (whole := also.get(text, text)) in shapes:
+        return whole, None
     name, index = parse_part(text, who)
+    name = also.get(name, name)
     if name not in shapes:
         raise InputError(f"{who}: no parameter {name!r}; {_close(name, list(shapes))}")
     return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")

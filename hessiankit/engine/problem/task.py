@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, map_tensors, named_tensors, read_outputs
-from hessiankit.engine.problem.selection import Params
+from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
@@ -74,6 +74,14 @@ class Task:
             found[name] = slice(start, start + value.numel())
             start += value.numel()
         return found
+
+    @property
+    def shapes(self) -> ByName[tuple[int, ...]]:
+        """Shape of each parameter, by its name."""
+        listed = {id(leaf): name for name, leaf in self.leaves.items()}
+        names = self.module.named_parameters(remove_duplicate=False)
+        also = {name: listed[id(p)] for name, p in names if id(p) in listed and name not in self.parameters}
+        return ByName(((name, tuple(p.shape)) for name, p in self.parameters.items()), also)
 
     @property
     def size(self) -> int:

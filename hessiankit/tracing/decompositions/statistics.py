@@ -84,10 +84,19 @@ def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype:
 
 
 DECOMPOSITIONS |= {
-    aten.cdist.default: lambda x, y, p=2, compute_mode=None: _norm(x.unsqueeze(-2) - y.unsqueeze(-3), p, -1),
     aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
     aten.prod.default: lambda x, dtype=None: _product_along(x.reshape(-1), 0, dtype=dtype),
 }
+
+
+@decomposes(aten.cdist.default)
+def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = None) -> Tensor:
+    """The distance of a row from itself is 0 whatever the row, and has no part in the derivatives."""
+    difference = x.unsqueeze(-2) - y.unsqueeze(-3)
+    if x is not y:
+        return _norm(difference, p, -1)
+    same = torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
+    return _norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
 
 
 @decomposes(aten.cosine_similarity.default)
