@@ -118,6 +118,7 @@ class HessianFunction(Printed):
             raise without_effect(WHO, self._task.parameters)
         self._fallbacks, self._size = evaluation.fallbacks, abs(evaluation.loss)
         self._slope = GenericSlope(self._task)
+        self._given = replace(self._task, loss=self._options["loss"])  # whose settings may change after it was given a name
         self._tensors = [values for _, _, values in self._task.state.tensors()]
         self._tensors += [x for _, x in named_tensors((self._task.inputs, self._task.target))]
         self.plans += 1
@@ -188,7 +189,7 @@ class HessianFunction(Printed):
                     f"{WHO}: the parameter {name!r} does not require grad now; call requires_grad_(True) on it, or make the "
                     "function anew"
                 )
-            _check_alike(f"the tensor {name!r} of the module", x, values)
+            _check_alike("the tensor {!r} of the module", name, x, values)
         chosen = select(WHO, self.module, self._options["params"])
         more = next((name for name in chosen if name not in self._task.parameters), None)
         if more is not None:
@@ -218,7 +219,7 @@ class HessianFunction(Printed):
     def _take_leaf(self, name: str, x: Any, before: Any) -> None:
         """Copy a tensor to where the plan reads it; hold anything else against what the plan was made with."""
         if isinstance(x, Tensor) and isinstance(before, Tensor):
-            _check_alike(name, x, before)
+            _check_alike("{}", name, x, before)
             if x is not before and not self._task.state.holds(before):
                 with torch.no_grad():
                     before.copy_(x)
@@ -229,10 +230,9 @@ class HessianFunction(Printed):
 
     def _own_call(self, inputs: Any) -> OwnGradient:
         """Return loss and gradient of the module, and of the loss, as they are now."""
-        given = replace(self._task, loss=self._options["loss"])  # whose settings may have changed since it was given a name
         with torch.inference_mode(False), torch.enable_grad():  # there is no plan of a module that draws random numbers
             try:
-                made, _ = called(WHO, given, inputs, self._task.device, handshake=True)
+                made, _ = called(WHO, self._given, inputs, self._task.device, handshake=True)
             except InputError:
                 one_kind(WHO, self.module, self._task.leaves, dtypes=True)  # a parameter may be the cause, which is named then
                 raise
@@ -330,14 +330,13 @@ class HessianFunction(Printed):
             yield from list(self.plan._parts())[1:]
 
 
-def _check_alike(name: str, x: Tensor, planned: Tensor) -> None:
-    for kind, seen, expected in (
-        ("shape", tuple(x.shape), tuple(planned.shape)),
-        ("dtype", x.dtype, planned.dtype),
-        ("device", x.device, planned.device),
-    ):
+def _check_alike(what: str, name: str, x: Tensor, planned: Tensor) -> None:
+    for kind in ("shape", "dtype", "device"):
+        seen, expected = getattr(x, kind), getattr(planned, kind)
         if seen != expected:
-            raise InputError(f"{WHO}: {name} has {kind} {seen}, the plan is for {expected}; make the function anew")
+            if kind == "shape":
+                seen, expected = tuple(seen), tuple(expected)
+            raise InputError(f"{WHO}: {what.format(name)} has {kind} {seen}, the plan is for {expected}; make the function anew")
 
 
 @checked(WHO)

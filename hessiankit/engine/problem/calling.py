@@ -70,19 +70,20 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     """
     made: dict[int, Tensor] = {}
 
-    def each(x: Any) -> Any:
+    def mapped(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in made:
+                made[id(x)] = function(x)
+            return made[id(x)]
         if isinstance(x, UserDict):
             changed = copy.copy(x)
             changed.data = {key: mapped(value) for key, value in x.data.items()}
             return changed
-        if not isinstance(x, Tensor):
+        kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
+        if kind is None:
             return x
-        if id(x) not in made:
-            made[id(x)] = function(x)
-        return made[id(x)]
-
-    def mapped(tree: Any) -> Any:
-        return _pytree.tree_map(each, tree, is_leaf=lambda x: isinstance(x, UserDict))
+        parts, context = kind.flatten_fn(x)
+        return kind.unflatten_fn([mapped(part) for part in parts], context)
 
     return mapped(tree)
 

@@ -189,6 +189,7 @@ class GenericSlope:
     def __init__(self, task: Task) -> None:
         generator = torch.Generator().manual_seed(0)
         self._along = {name: torch.randn(x.shape, generator=generator).to(x) for name, x in task.parameters.items()}
+        self._flat = _flat(self._along.values())
         self._terms: list[Tensor] = []
         self._size = 0.0
         self.eps = max(torch.finfo(x.dtype).eps for x in (*task.parameters.values(), torch.empty(0, dtype=task.dtype)))
@@ -208,9 +209,13 @@ class GenericSlope:
 
     def expected(self, own: OwnGradient) -> tuple[float, float]:
         """Return the derivative by a gradient, and the size of its terms or of those of the task's own, the larger of the two."""
-        terms = [(slope * self._along[name]).double() for name, slope in own.gradient.items() if slope is not None]
-        size = math.fsum(float(x.abs().sum()) for x in terms)
-        return math.fsum(float(x.sum()) for x in terms), max(size, self._size)
+        given = ((own.gradient[name], x) for name, x in self._along.items())
+        terms = _flat(torch.zeros_like(x) if slope is None else slope for slope, x in given) * self._flat
+        return float(terms.sum()), max(float(terms.abs().sum()), self._size)
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([x.reshape(-1) for x in tensors]).double()
 
 
 def _largest(x: Tensor | None) -> float:
