@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from copy import copy as shallow
 from functools import partial
 from itertools import chain
+from operator import is_
 from types import CellType, FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
+
+FIXED = (str, int, float, bytes, type(None))
+"""What nothing can be written into."""
 
 
 class ModuleState:
@@ -173,15 +177,16 @@ class Held:
             self._follow("", root)
 
     def _follow(self, path: str, x: Any) -> None:
-        if isinstance(x, (str, int, float, bytes, type(None))) or id(x) in self._seen:
+        if isinstance(x, FIXED) or id(x) in self._seen:
             return
         self._seen.add(id(x))
         if isinstance(x, (nn.Module, SimpleNamespace)):
             self._attributes.append((path, x.__dict__, dict(x.__dict__)))
             for key, value in x.__dict__.items():
-                self._follow(path if key in ("_parameters", "_buffers", "_modules") else f"{path}.{key}".lstrip("."), value)
+                if not isinstance(value, FIXED):
+                    self._follow(path if key in ("_parameters", "_buffers", "_modules") else f"{path}.{key}".lstrip("."), value)
         elif type(x) in (dict, OrderedDict):
-            self._containers.append((path, x, x.copy()))
+            self._containers.append((path, x, dict(x)))
             for key, value in x.items():
                 self._follow(f"{path}.{key}".lstrip("."), value)
         elif type(x) in (list, set, deque):
@@ -211,7 +216,7 @@ class Held:
     def changed(self) -> str | None:
         """Return the path of the first thing that holds something else now, or None."""
         for path, now, before in self._attributes:
-            for key in {**before, **now}:
+            for key in () if _identical(now, before) else {**before, **now}:
                 if key not in before or key not in now or not _same(now[key], before[key]):
                     return f"{path}.{key}".lstrip(".")
         found = chain(
@@ -229,7 +234,7 @@ class Held:
     def restore(self) -> None:
         """Let everything hold what it did; the values of tensors are left as they are."""
         for _, now, before in self._attributes:
-            if len(now) != len(before) or any(key not in now or now[key] is not x for key, x in before.items()):
+            if not _identical(now, before):
                 now.clear()
                 now.update(before)
         for _, x, copy in self._containers:
@@ -264,6 +269,11 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, x in m.__dict__.items():
             if isinstance(x, Tensor) and x.is_leaf and x.layout is torch.strided and not x.is_inference() and not x.is_meta:
                 yield f"{name}.{key}".lstrip("."), x
+
+
+def _identical(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Tell whether two dicts hold the same objects under the same keys in the same order."""
+    return len(a) == len(b) and all(map(is_, a, b)) and all(map(is_, a.values(), b.values()))
 
 
 def _same(a: Any, b: Any) -> bool:
