@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
 from hessiankit.engine.kernel_calls import KernelProduct, KernelSum, compiled_sum, joined, mirror, multiply
+from hessiankit.engine.parameter_blocks import add_pair
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -50,6 +52,10 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
 def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
     found = compiled_sum(u, v, K, into, same=same)
     return None if found is None else found.add()
+
+
+def _filled(block: Tensor, value: float) -> None:
+    block.fill_(value)
 
 
 def written_out(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> np.ndarray:
@@ -262,6 +268,20 @@ def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed:
     replace(found, over=True).bound(kernels.hessiankit_sum)()
     close(part, written_out(u, v, K))
     assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
+
+
+def test_what_a_block_holds_before_a_sum_stays() -> None:
+    u, v = (WeightJacobian(name, None, rows_of(5, 3, dtype=torch.float64, seed=k), 4, False) for k, name in enumerate("uv"))
+    K = rows_of(5, 4, 4, dtype=torch.float64, seed=2)
+    matrix = SymmetricStorage({"u": slice(0, 12), "v": slice(12, 24)}, torch.float64, torch.device("cpu"))
+    for times in (1, 2):
+        matrix.add(u, v, partial(add_pair, u, v, K, same=False))
+        matrix.finish()
+        close(matrix.block("u", "v"), times * written_out(u, v, K))
+    matrix.add(u, u, lambda block: _filled(block, 0.5))
+    matrix.add(u, u, partial(add_pair, u, u, K + K.mT, same=True))
+    matrix.finish()
+    close(matrix.block("u", "u"), 0.5 + written_out(u, u, K + K.mT))
 
 
 @pytest.mark.parametrize("tied", [False, True])

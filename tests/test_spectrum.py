@@ -174,6 +174,7 @@ def test_groups_by_type_and_by_layer() -> None:
     assert [one.trace.value for one in again.values()] == [one.trace.value for one in by_type.values()]
     assert set(hk.spectrum(module, x, x, k=1, by="layer").groups) == {"layer 0", "layer 1", "outside"}
     assert set(hk.spectrum(module, x, x, k=1, by="layer", params="0.layers.0.linear1.*").groups) == {"layer 0"}
+    assert set(hk.spectrum(module, x, x, k=1, by="type", params="0.layers.0.linear1.*").groups) == {"FFN"}
 
 
 def test_the_layers_of_a_model_without_attention_are_its_modules() -> None:

@@ -108,7 +108,7 @@ def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
 
 
 def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:
-    alike = _place(one.into) == _place(other.into) and one.axes == other.axes and one.rows == other.rows
+    alike = _place(one.into) == _place(other.into) and one.axes == other.axes
     if not alike or one.symmetric or other.symmetric or len(one.terms) + len(other.terms) > 2:
         return False
     return not _of_one_axis(one).isdisjoint(_of_one_axis(other))

@@ -14,7 +14,6 @@
 #include "machine.h"
 
 #include <cmath>
-#include <cstdio>
 #include <limits>
 
 namespace {
@@ -100,10 +99,6 @@ struct Sum {
     m = axes[role.m], x = axes[role.x], y = axes[role.y], z = axes[role.z];
     groups = (m.size + TALL - 1) / TALL, vectors = (z.size + W - 1) / W;
     block = role.symmetry == INNER ? W : 1;
-#ifdef DEBUG
-    static int64_t last = -1; if (last != depth * 1000 + z.size * 10 + role.m) { last = depth * 1000 + z.size * 10 + role.m;
-    fprintf(stderr, "m %d (%ld) x %d (%ld) y %d (%ld) z %d (%ld) sym %d block %ld cost %g\n", role.m, m.size, role.x, x.size, role.y, y.size, role.z, z.size, role.symmetry, block, least); }
-#endif
   }
 
   // Completes roles of which m and z are set. Tells whether all terms have the form above.
