@@ -24,7 +24,7 @@ BLOCKS = {
                    "norm": "rmsnorm", "activation": "swiglu", "attention_bias": True},
     "full": {"placement": "pre-qkvc-post", "n_heads": 6, "n_kv_heads": 3, "d_k": 4, "d_v": 5, "norm_scope": "full"},
     "multi-query": {"placement": "deepnorm", "n_heads": 6, "n_kv_heads": 1, "d_k": 4, "d_v": 5, "activation": "silu"},
-    "group-ln": {"placement": "group-ln", "groups": 5, "d_k": 8, "activation": "tanh"},
+    "group-ln": {"placement": "group-ln", "groups": 2, "d_k": 8, "activation": "tanh"},
     "grouped heads": {"placement": "group-ln", "groups": 6, "n_heads": 6, "d_k": 4, "d_v": 5, "norm": "rmsnorm"},
     "layerscale": {"placement": "layerscale", "n_heads": 6, "d_k": 4, "d_v": 5},
 }  # fmt: skip

@@ -24,7 +24,7 @@ Measured on transformer blocks: 2e-15 in float64, 2e-6 in float32.
 """
 
 UNDER_TEST = "under test"
-ALONE = "not confirmed: no other independent reference"
+ALONE = "no other independent reference"
 
 _WITNESS = {"jacfwd(jacrev)": "forward-over-reverse"}
 """Groups that vote together: both push forward mode through a reverse sweep, and where neither is defective they agree

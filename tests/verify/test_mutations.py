@@ -172,4 +172,4 @@ def test_one_healthy_reference_is_not_enough() -> None:
     block = hk.TransformerBlock(d_model=4, d_ff=5, d_k=2)
     report = hk.check(block, against=("reverse-over-reverse", "torch.func.hessian"))
     assert not report
-    assert "two are needed" in report.verdict
+    assert "two independent ones are needed" in report.verdict
