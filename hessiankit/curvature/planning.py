@@ -365,7 +365,7 @@ def _measured(
                 raise
             return None
         cost = _cost(traced, slices, dtype, keep)
-        if split and batch_size is None and (more := min(batch, next_step(step, cost.sweep_bytes))) > step:
+        if split and batch_size is None and (more := min(batch, next_step(task, step, cost.sweep_bytes))) > step:
             step = more
             cost = _cost(loss_trace(task.part(slice(0, step)), normalizer), slices, dtype, keep)
     return step, cost, traced.trace.fallbacks

@@ -20,7 +20,8 @@ from hessiankit.tracing.trace import Trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
-LARGE = 4 * CHUNK  # from which it pays to begin again with fewer samples, where it was not seen before
+MOST = 8 * CHUNK  # of a chunk whose curvature is added to a large matrix
+LARGE = 4  # times that, from which it pays to begin again with fewer samples, where it was not seen before
 
 
 def assemble(
@@ -82,14 +83,14 @@ def assemble_chunks(
         gradients = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
         sweep.run()
         undecided = batch_size is None and not splittable and _has_samples(task)
-        if undecided and sweep.peak_bytes > LARGE and can_be_split(task):
-            splittable, step = True, next_step(batch, sweep.peak_bytes)
+        if undecided and sweep.peak_bytes > LARGE * chunk_bytes(task) and can_be_split(task):
+            splittable, step = True, next_step(task, batch, sweep.peak_bytes)
             continue
         if on_gradient is not None:
             on_gradient(traced.trace, gradients, share)
         done = rows.stop
         if batch_size is None and done < batch:  # the first chunk tells what a sample takes
-            step, measured = next_step(rows.stop - rows.start, sweep.peak_bytes), True
+            step, measured = next_step(task, rows.stop - rows.start, sweep.peak_bytes), True
         accumulate(sweep, matrix)
         value = value + traced.trace.values[traced.trace.output].to(value)
         fallbacks = traced.trace.fallbacks
@@ -105,7 +106,7 @@ def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
 
 def is_split(task: Task, batch_size: int | None) -> bool:
     """Tell whether the samples of a batch are treated in several chunks."""
-    cut = (batch_size or 1) < task.batch if batch_size is not None else _guess(task) > CHUNK
+    cut = (batch_size or 1) < task.batch if batch_size is not None else _guess(task) > chunk_bytes(task)
     return cut and can_be_split(task)
 
 
@@ -120,9 +121,14 @@ def _has_samples(task: Task) -> bool:
     return task.batch > 1 and isinstance(task.loss, str)
 
 
-def next_step(samples: int, peak_bytes: int) -> int:
+def chunk_bytes(task: Task) -> int:
+    """Return the bytes that the derivatives of a chunk may take: each chunk passes over the whole matrix once."""
+    return min(MOST, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))
+
+
+def next_step(task: Task, samples: int, peak_bytes: int) -> int:
     """Return how many samples to treat at once, when some have taken so many bytes."""
-    return max(1, CHUNK * samples // max(peak_bytes, 1))
+    return max(1, chunk_bytes(task) * samples // max(peak_bytes, 1))
 
 
 def _guess(task: Task) -> float:
