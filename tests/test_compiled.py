@@ -282,6 +282,10 @@ def test_what_a_block_holds_before_a_sum_stays() -> None:
     matrix.add(u, u, partial(add_pair, u, u, K + K.mT, same=True))
     matrix.finish()
     close(matrix.block("u", "u"), 0.5 + written_out(u, u, K + K.mT))
+    matrix.add(v, v, lambda block: _filled(block, 0.5), slice(4, 12))
+    matrix.add(v, v, partial(add_pair, v, v, K + K.mT, same=True))
+    matrix.finish()
+    close(matrix.block("v", "v"), 0.5 * (np.arange(12) >= 4) + written_out(v, v, K + K.mT))
 
 
 @pytest.mark.parametrize("tied", [False, True])

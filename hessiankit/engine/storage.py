@@ -136,7 +136,9 @@ class SymmetricStorage:
     def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
         """Call ``write`` to add to the block of the parameters of (u, v), or to some of its columns; see :meth:`finish`."""
         if self.wants(u.parameter, v.parameter):
-            left = self._write(self.block(u.parameter, v.parameter)[:, columns], u.at, v.at, write)
+            block = self.block(u.parameter, v.parameter)
+            self._written.update(() if columns == EVERY else (block.data_ptr(),))  # some columns of it begin elsewhere
+            left = self._write(block[:, columns], u.at, v.at, write)
             self._sums += [] if left is None else [left]
 
     def finish(self) -> None:
@@ -152,6 +154,7 @@ class SymmetricStorage:
         if not self.wants(u.parameter, v.parameter):
             return
         block = self.block(u.parameter, v.parameter)
+        self._written.add(block.data_ptr())
         part = block.new_zeros(u.size, len(range(v.size)[columns]), dtype=self.computed)
         self._run(write(part))
         self._write(block[:, columns], u.at, v.at, partial(_add, part))
