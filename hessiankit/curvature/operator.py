@@ -24,7 +24,7 @@ from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -392,10 +392,8 @@ def linearised(
     made = requests(
         WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
     )
-    before = 0
     for given, count in made:
-        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws, before=before))
-        before += rows_of(tasks[-1])
+        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws))
         with torch.no_grad():
             batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)

@@ -54,6 +54,7 @@ class Task:
         keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
+        first: The number of the first sample in the whole data, by which labels are drawn.
     """
 
     module: nn.Module
@@ -65,6 +66,7 @@ class Task:
     keywords: tuple[str, ...] = ()
     whole: bool = False
     reference: OwnGradient | None = None
+    first: int = 0
 
     @property
     def slices(self) -> dict[str, slice]:
