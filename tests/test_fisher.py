@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
 
@@ -126,6 +127,30 @@ def test_batches_change_nothing(kind: str) -> None:
     assert diagonal.loss == pytest.approx(one.loss, rel=1e-13)
     norms = hk.frobenius_norms(module, pairs, **options)
     assert norms.whole == pytest.approx(float(expected.norm()), rel=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 2), st.booleans(), st.sampled_from(["mean", "sum"]))
+def test_empirical_fisher_of_squared_error_in_terms_of_per_sample_gradients(
+    sizes: list[int], T: int, has_rows: bool, reduction: str
+) -> None:
+    """C times the mean of the outer products of gradients of mean squared errors of a row, and curvlinops' matrix."""
+    module = classifier()
+    x = draw(sum(sizes), T, 3, seed=1) if has_rows else draw(sum(sizes), 3, seed=1)
+    Z = module(x)
+    y = draw(*Z.shape, seed=2)
+    rows, C = Z.shape[:-1].numel(), Z.shape[-1]
+    G = term_gradients(module, (Z - y).square().mean(-1).flatten())
+    expected = C * G.T @ G / rows if reduction == "mean" else C**2 * G.T @ G
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    own = hessian_operator(module, batches, kind="fisher-empirical", reduction=reduction).to_matrix()
+    assert error(own, expected) <= EXACT
+    if find_spec("curvlinops"):
+        from curvlinops import EFLinearOperator
+
+        other = EFLinearOperator(module, nn.MSELoss(reduction=reduction), list(module.parameters()), batches)
+        dense = torch.stack([other @ e for e in torch.eye(len(own), dtype=torch.float64)], 1)
+        assert error(own, dense) <= EXACT
 
 
 LABELLED = st.lists(st.lists(st.sampled_from([-100, 0, 1, 2, 3]), min_size=2, max_size=2), min_size=2, max_size=6)
