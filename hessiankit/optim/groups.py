@@ -116,7 +116,7 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
             continue
         axes = {part.axis for part in own}
         axis = axes.pop()
-        length = shapes[name][axis] if axis in range(len(shapes[name])) else 0
+        length = shapes[name][axis] if axis is not None and 0 <= axis < len(shapes[name]) else 0
         cuts = [segment for part in own for segment in part.segments]
         covered = sorted(at for start, stop in cuts for at in range(start, stop))
         if axes or not covered or covered != list(range(length)) or not all(start < stop for start, stop in cuts):
