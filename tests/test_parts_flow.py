@@ -384,3 +384,32 @@ def test_a_bias_of_what_attention_averages() -> None:
 
     (found,) = flow(After(), torch.randn(2, 3, D))["b"]
     assert (found.type, found.role) == ("VO", "value bias")
+
+
+class Gathered(nn.Module):
+    """Experts whose weights and biases are gathered for every token; the output comes after the choices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(5, D)
+        self.r = nn.Linear(D, 4, bias=False)
+        self.u, self.b = nn.Parameter(torch.randn(4, D, 6)), nn.Parameter(torch.randn(4, 6))
+        self.d, self.c = nn.Parameter(torch.randn(4, 6, D)), nn.Parameter(torch.randn(4, D))
+        self.h = nn.Linear(D, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.a(x)
+        y = F.layer_norm(x, (D,))
+        best, choice = self.r(y).softmax(-1).max(-1)
+        _, choice = self.r(y).topk(1)
+        choice = choice[:, 0]
+        up = torch.bmm(y.unsqueeze(1), self.u[choice]) + self.b[choice].unsqueeze(1)
+        down = torch.bmm(up.relu(), self.d[choice]).squeeze(1) + self.c[choice]
+        return choice, self.h(F.layer_norm(x + best.unsqueeze(1) * down, (D,)))
+
+
+def test_weights_of_experts_that_an_index_chooses_and_an_output_after_integers() -> None:
+    said = {name: {f.type for f in found} for name, found in flow(Gathered(), torch.randn(7, 5)).items()}
+    experts = dict.fromkeys(["u", "b", "d", "c"], {"FFN"})
+    ends = {"a.weight": {"Emb"}, "a.bias": {"Emb"}, "h.weight": {"Head"}, "h.bias": {"Head"}, "r.weight": {"Other"}}
+    assert said == {**experts, **ends}

@@ -30,7 +30,8 @@ def model_parts(
 
     The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
     leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
-    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight. Names are last.
+    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight or of additions. A vector that
+    is added to one sum of layers of several types, as in a parallel block, is the bias of none of them. Names are last.
 
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
