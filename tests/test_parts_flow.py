@@ -410,6 +410,6 @@ class Gathered(nn.Module):
 
 def test_weights_of_experts_that_an_index_chooses_and_an_output_after_integers() -> None:
     said = {name: {f.type for f in found} for name, found in flow(Gathered(), torch.randn(7, 5)).items()}
-    experts = dict.fromkeys(["u", "b", "d", "c"], {"FFN"})
+    experts = {name: {"FFN"} for name in "ubdc"}
     ends = {"a.weight": {"Emb"}, "a.bias": {"Emb"}, "h.weight": {"Head"}, "h.bias": {"Head"}, "r.weight": {"Other"}}
     assert said == {**experts, **ends}
