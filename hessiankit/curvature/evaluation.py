@@ -69,10 +69,10 @@ class Evaluation:
         return self._loss
 
     @computed_later
-    def whole(self) -> Tensor:
-        """Return the P x P matrix."""
+    def whole(self, into: Tensor | None = None) -> Tensor:
+        """Return the P x P matrix; the first time it is computed in ``into``, if that is given."""
         if self._whole is None:
-            self._whole = self._matrix(self.tasks, self.progress, outer=False)
+            self._whole = self._matrix(self.tasks, self.progress, outer=False, into=into)
             self._blocks.clear()
         return self._whole
 
@@ -162,9 +162,9 @@ class Evaluation:
         found: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
         return tuple(name for name in names if name not in found)
 
-    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
+    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
         start = time.perf_counter()
-        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
+        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer, into=into)
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
             check_finite("hessian", matrix.data, tasks[0].slices, tasks)
@@ -176,14 +176,15 @@ class Evaluation:
         return matrix.data
 
     def assembled(
-        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
+        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False, into: Tensor | None = None
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
         """Return the matrix, its blocks (i, j) for i not after j only, the loss, and the fallbacks."""
         first = tasks[0]
-        check_matrix(first.size, first.dtype, first.device)
+        if into is None:
+            check_matrix(first.size, first.dtype, first.device)
         look = self._look(first)
         samples, done = sum(task.batch for task in tasks), 0
-        matrix = SymmetricStorage(first.slices, first.dtype, first.device)
+        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         for task, weight in zip(tasks, self.weights, strict=True):

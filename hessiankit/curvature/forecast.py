@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hessiankit.curvature.matrix_file import SLAB, check_out
 from hessiankit.curvature.planning import PANEL, make_plan
+from hessiankit.curvature.streaming import SLAB, check_out
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.task import Loss, Params, available_memory
 from hessiankit.engine.storage import zeros
@@ -126,7 +126,8 @@ def forecast(
     >>> found.parameters, found.matrix_bytes, found.fits
     (2, 32, True)
     """
-    check_out(out)
+    if out is not None:
+        check_out(out)
     tasks, _ = gather(
         module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=False
     )

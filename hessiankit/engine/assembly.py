@@ -13,7 +13,6 @@ from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task, check_memory
-from hessiankit.engine.recorder import unrecorded
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing.trace import Trace
@@ -112,8 +111,7 @@ def is_split(task: Task, batch_size: int | None) -> bool:
 
 def can_be_split(task: Task) -> bool:
     """Tell whether the loss of a batch is a sum over its samples."""
-    with unrecorded():
-        return _has_samples(task) and samples_are_independent(task)
+    return _has_samples(task) and samples_are_independent(task)
 
 
 def _has_samples(task: Task) -> bool:
