@@ -31,7 +31,7 @@ PERIOD = 997
 
 
 class JacobianOperator(TensorOperator):
-    """The Jacobian J of a module's output with respect to its parameters, (outputs, P), by its products; made by :func:`jacobian_operator`.
+    """The Jacobian J of a module's output with respect to its parameters, (outputs, P); made by :func:`jacobian_operator`.
 
     ``J @ v`` pushes tangents of the parameters forward, ``J.T @ u`` pulls covectors of the output back: one sweep each for a
     whole block of vectors.

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,11 +23,12 @@ from torch import Tensor
 from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.forward_sweep import ForwardSweep
-from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.linearisation import Linearisation, linearise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Task, gib
+from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.errors import InputError
@@ -72,7 +74,7 @@ class PanelSum:
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
         self._n_cached = cached
-        self._cache: dict[int, RecordedBlocks] = {}
+        self._cache: dict[int, RecordedBlocks | ProductRows] = {}
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
@@ -117,17 +119,22 @@ class PanelSum:
         if k not in self._cache:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-            traced = loss_trace(part, normalizer_of(task))
-            sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=self.weights[chunk.batch])
-            if chunk.batch in self._handshakes:
-                self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.weights[chunk.batch])
-            sweep.run()
+            traced, scale = loss_trace(part, normalizer_of(task)), self.weights[chunk.batch]
             self._values[k] = float(traced.trace.values[traced.trace.output])
-            if k >= self._n_cached:
-                accumulate(sweep, panel)
-                return
-            self._cache[k] = RecordedBlocks()
-            accumulate(sweep, self._cache[k])  # type: ignore[arg-type]
+            compare = self._handshakes.get(chunk.batch)
+            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize):
+                kept: dict[str, Any] = {"count": normalizer_of(task), "handshake": compare, "traced": traced}
+                self._cache[k] = ProductRows(Linearisation(part, gauss_newton=self.outer, **kept), scale)
+            else:
+                sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=scale)
+                if compare is not None:
+                    compare.add(traced.trace, sweep.adjoints, scale)
+                sweep.run()
+                if k >= self._n_cached:
+                    accumulate(sweep, panel)
+                    return
+                self._cache[k] = blocks = RecordedBlocks()
+                accumulate(sweep, blocks)  # type: ignore[arg-type]
         self._cache[k].replay(panel)
 
     def _report(self, panel: SymmetricStorage) -> None:

@@ -134,6 +134,12 @@ class SymmetricStorage:
             block += part
         return None
 
+    def add_rows(self, rows: slice, values: Tensor) -> None:
+        """Add to all entries of some rows, counted from the first that is stored; :meth:`mirror` overwrites the lower half."""
+        self.data[rows] += values
+        names = list(self.slices)
+        self._written.update(self.block(names[i], names[j]).data_ptr() for i in self.rows for j in self.columns if i <= j)
+
     def _run(self, left: KernelSum | None) -> None:
         if left is not None:
             self.skew = max(self.skew, left.add())
