@@ -314,6 +314,7 @@ def hessian(
         if len(evaluation.unused) == len(shapes):
             raise without_effect("hessian", shapes)
         evaluation.seconds = time.perf_counter() - start
+    evaluation.seal()
     return found
 
 

@@ -100,7 +100,7 @@ def samples_are_independent(task: Task) -> bool:
     if batch < 2 or not isinstance(task.target, Tensor) or task.target.ndim == 0 or task.target.shape[0] != batch:
         return False
     try:
-        return all(_agree_on_parts(task, at) for at in (None, _nearby(task)))
+        return all(_agree_on_parts(task, at) for at in (None, nearby(task)))
     except Exception:
         return False  # one sample at a time is only a matter of memory
 
@@ -122,10 +122,11 @@ def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None) -> bool:
     return True
 
 
-def _nearby(task: Task) -> dict[str, Tensor]:
+def nearby(task: Task, size: float = 0.1) -> dict[str, Tensor]:
+    """Return generic parameters near those of a task; each moves by about ``size`` times its largest entry."""
     generator = torch.Generator().manual_seed(0)
     moved = {}
     for name, p in task.parameters.items():
-        step = 0.1 * (float(p.abs().max()) or 1.0)
+        step = size * (float(p.abs().max()) or 1.0)
         moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
     return moved
