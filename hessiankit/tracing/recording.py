@@ -58,9 +58,8 @@ def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return operation if plain else None
 
 
-_ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it, modulo 2^64, mixes the bits of a number
-_SILENT_READS = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
+_SILENT_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, torch.tensor, torch.as_tensor))
 
 
 def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
@@ -171,6 +170,20 @@ def record(
     return recording
 
 
+def reads_numbers(function: Callable[[], Any], leaves: Sequence[Tensor]) -> bool:
+    """Tell whether a function reads Python numbers out of tensors, which may decide what it computes; arguments as in record.
+
+    >>> x = torch.ones(3, requires_grad=True)
+    >>> reads_numbers(lambda: x * x.sum().item(), [x]), reads_numbers(lambda: x * x.sum(), [x])
+    (True, False)
+    """
+    schemas = (getattr(node.target, "_schema", None) for node in record(function, leaves, {}).graph.nodes)
+    return any(
+        schema is not None and schema.returns and not any("Tensor" in str(value.type) for value in schema.returns)
+        for schema in schemas
+    )
+
+
 def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` stands on."""
     needed = (
@@ -266,7 +279,7 @@ class _Recorder(ProxyTorchDispatchMode):
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
-        return self.builder.passes_gradients(targets)
+        return self.builder.is_outside(targets) or self.builder.passes_gradients(targets)
 
     def _untraced(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
@@ -274,6 +287,7 @@ class _Recorder(ProxyTorchDispatchMode):
         with torch._C._DisablePythonDispatcher():
             if targets:
                 self.builder.edges.look()  # they belong to the values before
+                self.builder.keep_constants(targets)
             value = func(*args, **kwargs)
         self.builder.add_untraced(value)
         if targets:
@@ -323,7 +337,6 @@ class _FunctionMode(TorchFunctionMode):
         if func in _SILENT_READS:
             for x in _tensors(args):
                 _mark_read(x)
-            args = (args[0].detach(), *args[1:]) if func in _ARRAYS else args  # the mark is what refuses it, in words of its own
         moved = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))

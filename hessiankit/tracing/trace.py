@@ -179,8 +179,7 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor],
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise TraceError(
             f"trace: torch could not trace the module ({reason}){at_line(error, ', at {}')}. "
-            "A module must not turn the values of its tensors into Python numbers or NumPy arrays, nor leave torch; "
-            "write that line in operations of torch, or compute what it needs before and pass it as an argument"
+            "Write that line in operations of torch, or compute what it needs before and pass it as an argument"
         ) from error
     try:
         with torch.no_grad():
@@ -290,12 +289,7 @@ def _record(
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
         moving = []
     known[node] = value
-    if moving and isinstance(value, (float, complex)):
-        raise TraceError(
-            "trace: the module turns a value that the parameters reach into a Python number or an array, which has no "
-            "derivative; keep it a tensor, or detach() it to treat it as a constant"
-        )
-    if not moving or not isinstance(value, Tensor):  # a truth value or an integer: the same in a neighbourhood of the point
+    if not moving or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
         return []
     if any(x.layout is not torch.strided for x in (value, *(known[n] for n in source.all_input_nodes)) if isinstance(x, Tensor)):
         raise TraceError(f"trace: operation {source.target} works on sparse tensors, which are not supported; use dense ones")

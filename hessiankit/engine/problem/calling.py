@@ -230,7 +230,7 @@ def check_module(who: str, module: nn.Module) -> None:
     """Refuse modules that cannot be traced as they are, or whose loss is random.
 
     Raises:
-        InputError: A compiled, scripted or quantised module; dropout or batch norm in training mode.
+        InputError: A compiled, scripted or quantised module; dropout in training mode.
     """
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     compiled = getattr(dynamo, "OptimizedModule", ())
@@ -262,11 +262,6 @@ def check_module(who: str, module: nn.Module) -> None:
             raise InputError(
                 f"{who}: {what} has a dropout layer for its attention weights (dropout={child.dropout}) and is in training mode, "
                 "so the loss is random; call module.eval() first"
-            )
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
-            raise InputError(
-                f"{who}: {what} is a batch norm in training mode, which couples the samples and changes its buffers; "
-                "call module.eval() first"
             )
     for name, p in module.named_parameters():
         if not p.is_floating_point() and not p.is_complex():

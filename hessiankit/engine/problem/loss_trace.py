@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from derivations.primitive import Primitive
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
+from hessiankit.tracing.recording import reads_numbers
 from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
 
 
@@ -95,30 +97,40 @@ def samples_are_independent(task: Task) -> bool:
     """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts.
 
     At the given parameters and at generic ones near them: a gate that is zero hides what it multiplies, but not its slope.
+    The parts are halves, and single samples too where the module reads numbers out of tensors: a branch that all of the batch
+    takes together may be another for one of its samples.
     """
     batch = task.batch
     if batch < 2 or not isinstance(task.target, Tensor) or task.target.ndim == 0 or task.target.shape[0] != batch:
         return False
+    numbers = torch.arange(batch, device=task.device)
     try:
-        return all(_agree_on_parts(task, at) for at in (None, _nearby(task)))
+        with task.at():
+            single = reads_numbers(task.read, list(task.leaves.values()))
+        parts = [*_halves(numbers), *(numbers.split(1) if single else ())]
+        return all(_agree_on_parts(task, at, parts) for at in (None, _nearby(task)))
     except Exception:
         return False  # one sample at a time is only a matter of memory
 
 
-def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None) -> bool:
-    """Compare the outputs of halves of the samples, by each digit of their numbers: any two of them are apart in one of these."""
-    numbers = torch.arange(task.batch, device=task.device)
+def _halves(numbers: Tensor) -> Iterator[Tensor]:
+    """Yield the samples with each digit of their numbers: any two of them are apart in one of these."""
+    for digit in range((len(numbers) - 1).bit_length()):
+        odd = (numbers >> digit) % 2 == 1
+        yield from (numbers[odd], numbers[~odd])
+
+
+def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None, parts: Iterable[Tensor]) -> bool:
+    """Compare the output on parts of the samples with that on all of them."""
     with task.at(parameters):
         whole = task.read().detach()
         if whole.ndim == 0 or whole.shape[0] != task.batch:
             return False
         tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
-        for digit in range((task.batch - 1).bit_length()):
-            odd = (numbers >> digit) % 2 == 1
-            for rows in (numbers[odd], numbers[~odd]):
-                part = task.part(rows).read().detach()
-                if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
-                    return False
+        for rows in parts:
+            part = task.part(rows).read().detach()
+            if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
+                return False
     return True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,7 +109,7 @@ def own_call(
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
     _check_constant_rows(who, task, inputs)
-    if later and task.state.changed_tensor() is not None:
+    if later and next(chain(task.state.changed_parameters(), task.state.changed_buffers()), None) is not None:
         with task.at():
             return called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)
@@ -254,19 +255,24 @@ class _Data:
 
 
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
-    """Refuse a call that changed its parameters, buffers or inputs, or after which another call gives another loss."""
-    changed = task.state.changed_tensor()
-    if changed is not None:
+    """Refuse a call that changed its parameters, or after which another call gives another loss.
+
+    A call may change buffers that have no effect on the loss, such as running statistics.
+    """
+    parameter = next(task.state.changed_parameters(), None)
+    if parameter is not None:
         raise InputError(
-            f"{who}: a call of the module changes its {changed}, so the loss is not a function of the parameters; "
-            "call module.eval(), call the module once before if it sets itself up, or keep the values as they are in forward"
+            f"{who}: a call of the module changes its parameter {parameter!r}, so the loss is not a function of the parameters; "
+            "call the module once before if it sets itself up, or keep the values as they are in forward"
         )
-    attribute, drawn = task.state.changed_attribute(), random.drawn_from()
+    task.state.written.update(task.state.changed_buffers())
+    buffer = next(iter(sorted(task.state.written)), None)
+    attribute, drawn = buffer or task.state.changed_attribute(), random.drawn_from()
     if attribute is None and not drawn:
         return
     again = float(own_loss(task, _run(who, task, task.inputs)).detach())
     if not abs(first - again) <= 64 * torch.finfo(next(iter(task.parameters.values())).dtype).eps * max(abs(first), abs(again)):
-        why = "it draws random numbers" if drawn else f"it changes its {attribute!r}"
+        why = "it draws random numbers" if drawn else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
         raise InputError(
             f"{who}: two calls of the module on the same inputs give different losses ({first:.6g} and {again:.6g}): {why}; "
             "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
