@@ -344,7 +344,7 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    check_options(loss, kind, block_size, seed, draws)
+    check_options(kind, block_size, seed, draws)
     check_memory_options(recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
     tasks, batches, counts = linearised(
@@ -408,11 +408,9 @@ def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
         raise without_effect(WHO, tasks[0].parameters)
 
 
-def check_options(loss: Loss, kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
+def check_options(kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
     """Raise InputError if the options of an operator cannot be used together."""
     check_kind(kind, seed, draws)
-    if kind != "hessian" and loss is None:
-        raise InputError(f"{WHO}: kind={kind!r} needs the module's output, which loss=None hides; pass loss=...")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
 

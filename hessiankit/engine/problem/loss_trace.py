@@ -11,7 +11,7 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropy, MeanSquaredError, QuadraticModel
 from derivations.primitive import Primitive
-from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.recording import reads_numbers
@@ -45,11 +45,9 @@ def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTra
     with task.at():
         if isinstance(task.loss, str):
             return _named(task, normalizer, kept)
-        if task.loss is None:
-            return LossTrace(trace_call(lambda: (_scalar(task.read()),), task.leaves, kept), None)
-        outputs: list[Any] = []
-        traced = trace_call(lambda: _by_callable(task, outputs), task.leaves, kept)
-    if task.whole:
+        outputs: list[Tensor] = []
+        traced = trace_call(lambda: _own_loss(task, outputs), task.leaves, kept)
+    if not outputs:
         return LossTrace(traced, None)
     at = traced.marked[0]
     return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
@@ -66,11 +64,14 @@ def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
     return LossTrace(traced, output)
 
 
-def _by_callable(task: Task, outputs: list[Any]) -> tuple[Any, ...]:
-    outputs.append(task.run())
-    assert callable(task.loss)
-    value = _scalar(task.loss(outputs[0], task.target))
-    return (value,) if task.whole else (value, outputs[0])
+def _own_loss(task: Task, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the loss, and the output layer that it depends on, which is appended to ``outputs``, where one is known."""
+    result = task.run()
+    read = read_outputs("hessian", task.loss, result)
+    value = _scalar(task.loss(read, task.target) if callable(task.loss) else read)
+    output = member(result, "logits") if task.by_logits else read if callable(task.loss) and not task.whole else None
+    outputs += [] if output is None else [output]
+    return (value, *outputs)
 
 
 def _scalar(value: Any) -> Tensor:

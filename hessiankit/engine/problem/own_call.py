@@ -17,6 +17,7 @@ from hessiankit.engine.problem.calling import (
     MASKED,
     QUADRATIC_MODEL,
     arguments,
+    as_one_argument,
     check_arguments,
     check_module,
     check_tensor,
@@ -24,6 +25,7 @@ from hessiankit.engine.problem.calling import (
     is_finite,
     loss_module,
     map_tensors,
+    member,
     named_tensors,
     one_kind,
     ordinary,
@@ -73,7 +75,7 @@ def make_task(
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
-    inputs, target = ordinary(inputs), ordinary(target)
+    inputs, target = as_one_argument(module, ordinary(inputs)), ordinary(target)
     parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
@@ -145,9 +147,9 @@ def own_value(task: Task, parameters: Mapping[str, Tensor] | None = None) -> flo
 
 def own_loss(task: Task, outputs: Any) -> Tensor:
     """Return the loss of what the module returned, in operations of torch; a loss of the user's own as it is called."""
-    if callable(task.loss):
-        return task.loss(outputs, task.target).reshape(())
     read = read_outputs("hessian", task.loss, outputs)
+    if callable(task.loss):
+        return task.loss(read, task.target).reshape(())
     if task.loss == "mse":
         return (read - task.target).square().mean()
     if task.loss == "cross_entropy":
@@ -199,13 +201,31 @@ def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake
         value = _value_of_callable(who, task, out)
     else:
         value = out.reshape(())
-    named = same_as(task.loss, outputs, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
     found = float(value.detach())
     reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
     if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
         _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
-    whole = callable(task.loss) and not isinstance(outputs, Tensor)
-    return replace(task, loss=named or task.loss, whole=whole, reference=reference), found
+    whole = callable(task.loss) and not isinstance(out, Tensor)
+    by_logits = (whole or task.loss is None) and _depends_by_alone(member(outputs, "logits"), value)
+    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), found
+
+
+def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
+    """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
+    if output is None or value is output or value.grad_fn is None:
+        return False
+    known, waiting = {value.grad_fn}, [value.grad_fn]
+    while waiting:
+        function = waiting.pop()
+        if hasattr(function, "variable"):
+            return False
+        behind = {
+            after for after, number in function.next_functions if after and (after, number) != (output.grad_fn, output.output_nr)
+        }
+        waiting += behind - known
+        known |= behind
+    return True
 
 
 def _check_inputs(who: str, inputs: Any) -> None:
