@@ -15,6 +15,7 @@ from curvature_reference import Formula, assert_one_clear_error, draw, randomise
 from loss_reference import Padded, by_autograd, sequences, token_loss
 from operator_cases import EXACT, error
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
 from hessiankit.engine.problem.calling import map_tensors, named_tensors
@@ -295,7 +296,66 @@ class Returns(nn.Module):
 
 
 X, T = draw(2, 4), draw(2, 3, seed=2)
+
+
+class Refuses(nn.Module):
+    """W x, after an exception for more than one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 1:
+            raise KeyError("one at a time")
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    """V tanh(W x + b) + c, with the first layer in a checkpoint that gets the parameters, or finds them itself."""
+
+    def __init__(self, *, given: bool, use_reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.given, self.use_reentrant = nn.Linear(4, 2), nn.Linear(2, 3), given, use_reentrant
+        randomised(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inputs = tuple(self.first.parameters()) if self.given else (x.clone().requires_grad_(),)
+        run = (lambda W, b: torch.tanh(F.linear(x, W, b))) if self.given else lambda x: torch.tanh(self.first(x))
+        return self.last(checkpoint(run, *inputs, use_reentrant=self.use_reentrant))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("handshake", [False, True])
+def test_reentrant_checkpoints_are_refused_with_what_helps(given: bool, handshake: bool) -> None:
+    with pytest.raises(hk.InputError, match=r"a reentrant checkpoint hides .*; pass use_reentrant=False"):
+        hk.hessian(Checkpointed(given=given, use_reentrant=True), X, T, handshake=handshake)
+    module = Checkpointed(given=given, use_reentrant=False)
+    expected = by_autograd(module, lambda m: F.mse_loss(m.last(torch.tanh(m.first(X))), T))
+    assert error(hk.hessian(module, X, T, handshake=handshake).matrix, expected) <= EXACT
+
+
+def test_what_is_advised_for_complex_parameters_helps() -> None:
+    class Joined(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.real, self.imaginary = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
+            randomised(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x.to(torch.complex128) @ torch.complex(self.real, self.imaginary).T).abs()
+
+    expected = by_autograd(Joined(), lambda m: F.mse_loss(((X @ m.real.T).square() + (X @ m.imaginary.T).square()).sqrt(), T))
+    assert error(hk.hessian(Joined(), X, T).matrix, expected) <= EXACT
+
+
+JAGGED = torch.nested.nested_tensor([draw(2, 4), draw(3, 4)], layout=torch.jagged)
 BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "an exception with integer inputs": (lambda: hk.hessian(Refuses(), X.long(), T), r"raised KeyError: 'one at a time' \(at .*in forward: raise KeyError\(.one at a time.\)\)$"),
+    "integer inputs": (lambda: hk.hessian(nn.Linear(4, 3).double(), X.long(), T), r"raised RuntimeError: .*dtype.*; inputs are torch.int64 but the module has no embedding to look them up in, pass torch.float64"),
+    "complex parameters": (lambda: hk.hessian(nn.Linear(4, 3, dtype=torch.complex128), X, T), "expected real ones, such as the real and imaginary parts"),
+    "jagged inputs": (lambda: hk.hessian(nn.Linear(4, 3).double(), JAGGED, T), r"layout nested; pass a dense tensor, e.g. torch.nested.to_padded_tensor\(inputs, 0.0\)"),
+    "jagged target": (lambda: hk.hessian(nn.Linear(4, 3).double(), X, JAGGED), r"target has the layout nested; .*to_padded_tensor\(target, 0.0\)"),
     "a tuple": (lambda: hk.hessian(Returns(lambda z: (z, z, 1)), X, T), r"returned tuple \(of Tensor, Tensor, int\), expected one tensor"),
     "a dict without logits": (lambda: hk.hessian(Returns(lambda z: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),
     "logits that are None": (lambda: hk.hessian(Returns(lambda z: {"logits": None}), X, T), "dict whose 'logits' is None"),

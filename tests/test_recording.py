@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
         lambda s, x: Halved.apply(x @ s.W) * s.v,
         "first derivative of the loss is off .* HalvedBackward",
     ),
-    "reentrant checkpoint": (by_reentrant_checkpoint, "autograd.grad of the loss, .* raised RuntimeError: .*use_reentrant=True"),
+    "reentrant checkpoint": (by_reentrant_checkpoint, "a reentrant checkpoint hides .* pass use_reentrant=False"),
     "other data": (moved_is_given_data, "is given other .data"),
     "random numbers": (module_of_its_own, "draws random numbers"),
     "sparse": (lambda s, x: torch.sparse.mm(x.to_sparse(), s.W) * s.v, "works on sparse tensors"),

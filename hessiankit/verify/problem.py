@@ -311,7 +311,7 @@ def labelled_cross_entropy(logits: Tensor, labels: Tensor | None) -> Tensor:
         raise InputError(
             f"cross_entropy: logits {tuple(logits.shape)} need integer labels {tuple(logits.shape[:-1])}; got {seen}."
         )
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL)
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORED_LABEL)
 
 
 _LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}

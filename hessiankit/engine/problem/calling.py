@@ -267,7 +267,7 @@ def known_count(loss: Loss, target: Any) -> float | None:
         return float(kept.numel())
     if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < weight.numel()):
         return math.nan  # the loss itself says what is wrong with the labels
-    return float(weight.to(torch.float64)[kept].sum())
+    return float(weight.to(torch.float64)[kept.long()].sum())
 
 
 def check_module(who: str, module: nn.Module) -> None:
@@ -342,7 +342,10 @@ def one_kind(
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
     odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
     if odd is not None:
-        raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
+        raise InputError(
+            f"{who}: the parameters are {odd}; expected real ones, such as the real and imaginary parts, which forward puts "
+            "together by torch.complex"
+        )
     for name, x in everything:
         check_dense(who, name, x)
     for name, x in everything:
@@ -424,7 +427,8 @@ def check_dense(who: str, name: str, x: Tensor) -> None:
     """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
     if x.layout != torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
+        dense = f"torch.nested.to_padded_tensor({name}, 0.0) and a mask" if x.is_nested else f"{name}.to_dense()"
+        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {dense}")
 
 
 def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
@@ -439,6 +443,16 @@ def is_finite(x: Tensor) -> bool:
     """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
     summable = x.is_floating_point() and x.itemsize > 1
     return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
+
+
+def two_numbers(a: float, b: float) -> str:
+    """Return two different numbers with as many digits as tell them apart, six at least.
+
+    >>> two_numbers(1.0, 2.0), two_numbers(1.116, 1.116 + 1e-9)
+    ('1 and 2', '1.116 and 1.116000001')
+    """
+    digits = next((n for n in range(6, 17) if f"{a:.{n}g}" != f"{b:.{n}g}"), 17)
+    return f"{a:.{digits}g} and {b:.{digits}g}"
 
 
 MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from hessiankit.engine.problem.calling import two_numbers
 from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
@@ -102,7 +103,7 @@ class Handshake:
         loss, eps = abs(own.loss - again.loss), self._eps
         if loss > ROUNDING * eps * abs(own.loss):
             raise TraceError(
-                f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
+                f"trace: two calls of the module on the same data give different losses ({two_numbers(own.loss, again.loss)}), "
                 "so the loss is not a function of the parameters: it is random, depends on earlier calls, or reads something "
                 "that has changed since; call module.eval(), take what changes out of forward, or start anew"
             )

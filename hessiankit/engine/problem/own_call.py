@@ -32,6 +32,7 @@ from hessiankit.engine.problem.calling import (
     read_outputs,
     same_as,
     spoiled_at,
+    two_numbers,
 )
 from hessiankit.engine.problem.selection import ParameterSelection, select
 from hessiankit.engine.problem.state import Held, ModuleState, same_values
@@ -79,6 +80,8 @@ def make_task(
     parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
+    if loss == "cross_entropy" and not target.is_floating_point():
+        target = target if target.dtype == torch.bool else target.long()  # labels of any integer type, as torch's loss takes one
     positional, keyword = arguments(inputs)
     state = ModuleState(module, loss, share=share) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
@@ -202,6 +205,11 @@ def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake
     else:
         value = out.reshape(())
     named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+    if any(function.name() == "CheckpointFunctionBackward" for function in _functions_behind(value)):
+        raise InputError(
+            f"{who}: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or turn checkpointing off"
+        )
     found = float(value.detach())
     reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
     if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
@@ -215,17 +223,18 @@ def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
     """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
     if output is None or value is output or value.grad_fn is None:
         return False
-    known, waiting = {value.grad_fn}, [value.grad_fn]
+    return not any(hasattr(function, "variable") for function in _functions_behind(value, (output.grad_fn, output.output_nr)))
+
+
+def _functions_behind(value: Tensor, end: tuple[Any, int] | None = None) -> set[Any]:
+    """Return the functions of autograd that a value comes from, not through an edge at which to end."""
+    waiting: list[Any] = [] if value.grad_fn is None else [value.grad_fn]
+    known = set(waiting)
     while waiting:
-        function = waiting.pop()
-        if hasattr(function, "variable"):
-            return False
-        behind = {
-            after for after, number in function.next_functions if after and (after, number) != (output.grad_fn, output.output_nr)
-        }
-        waiting += behind - known
+        behind = {after for after, number in waiting.pop().next_functions if after and (after, number) != end} - known
+        waiting += behind
         known |= behind
-    return True
+    return known
 
 
 def _check_inputs(who: str, inputs: Any) -> None:
@@ -294,7 +303,7 @@ def _check_function(who: str, task: Task, first: float, random: RandomStates) ->
     if not abs(first - again) <= 64 * torch.finfo(next(iter(task.parameters.values())).dtype).eps * max(abs(first), abs(again)):
         why = "it draws random numbers" if drawn else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
         raise InputError(
-            f"{who}: two calls of the module on the same inputs give different losses ({first:.6g} and {again:.6g}): {why}; "
+            f"{who}: two calls of the module on the same inputs give different losses ({two_numbers(first, again)}): {why}; "
             "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
         )
 
@@ -358,16 +367,16 @@ def _run(who: str, task: Task, inputs: Any) -> Any:
         raise
     except Exception as error:
         tensors = [x for _, x in named_tensors(inputs)]
-        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
-        if tensors and not embeds and not any(x.is_floating_point() for x in tensors):
-            dtype = next(iter(task.parameters.values())).dtype
-            raise InputError(
-                f"{who}: inputs are {tensors[0].dtype} but the module has no embedding to look them up in; pass {dtype}"
-            ) from error
         shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
         where = f"{first_line(error)}{at_line(error)}"
         given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}") from error
+        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
+        of_types = isinstance(error, RuntimeError) and any(word in str(error) for word in ("dtype", "scalar type", "type_as"))
+        hint = ""
+        if tensors and of_types and not embeds and not any(x.is_floating_point() for x in tensors):
+            dtype = next(iter(task.parameters.values())).dtype
+            hint = f"; inputs are {tensors[0].dtype} but the module has no embedding to look them up in, pass {dtype}"
+        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}{hint}") from error
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
