@@ -175,3 +175,34 @@ def test_values_in_single_precision():
     found = hk.hessian(module, x, LABELS, loss="cross_entropy").matrix
     assert found.dtype == torch.float32
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+
+
+def test_numbers_that_rounding_decides_are_refused():
+    """Torch's batch norm and its closed form round apart, so that a count of equal entries differs between a call and its trace."""
+    x, module = draw(7, 3), Formula(lambda s, x: x @ s.W, W=(3, 4), V=(4, 2))
+    exactly = torch.nn.functional.batch_norm(module(x).detach(), None, None, training=True)
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.nn.functional.batch_norm(x @ s.W, None, None, training=True)
+        return h * (1.0 + int((h.detach() == exactly).sum())) @ s.V
+
+    module.f = forward
+    with pytest.raises(hk.TraceError, match=r"own call has 28 where its trace has [0-9]+: rounding decides what it computes"):
+        hk.hessian(module, x, LABELS, loss="cross_entropy")
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ties_that_rounding_breaks_are_right_or_refused(seed):
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.softmax(torch.nn.functional.group_norm(x @ s.W, 1), -1)
+        return (h + h[int(h.detach().sum(-1).argmax())]) @ s.V  # every row sums to 1
+
+    module, x = Formula(forward, W=(3, 4), V=(4, 2)), draw(7, 3, seed=seed)
+    try:
+        found = hk.hessian(module, x, LABELS, loss="cross_entropy").matrix
+    except hk.TraceError as error:
+        found, message = None, str(error)
+    if found is None:
+        assert "rounding decides what it computes" in message
+    else:
+        assert close(found, reverse_over_reverse(module, x, LABELS, cross_entropy))

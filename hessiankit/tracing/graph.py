@@ -257,6 +257,9 @@ def _through_hooks(edge: Edge) -> Edge:
 aten = torch.ops.aten
 
 
+NUMBER = (bool, int, float, complex)
+
+
 @dataclass
 class Recording:
     """A graph, and tensors that belong to it.
@@ -266,12 +269,19 @@ class Recording:
         constants: The tensors that were found ready: ``get_attr`` nodes carry their names.
         values: What operations returned that would return the same if they were run again by themselves.
         unseen: What is known of values that come from no operation that was seen: "segment" nodes stand for them.
+        course: The operations that the function called, in order, each followed by the number that it read, if any.
     """
 
     graph: Graph = field(default_factory=Graph)
     constants: dict[str, Tensor] = field(default_factory=dict)
     values: dict[Node, Tensor] = field(default_factory=dict)
     unseen: dict[Node, Unseen] = field(default_factory=dict)
+    course: list[Any] = field(default_factory=list)
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether the function reads numbers out of tensors, which may decide what it computes."""
+        return any(isinstance(step, NUMBER) for step in self.course)
 
 
 class GraphBuilder:

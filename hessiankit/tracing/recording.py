@@ -27,7 +27,7 @@ from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.graph import GraphBuilder, Recording, place, unwrapped
+from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
 
 aten = torch.ops.aten
@@ -149,9 +149,11 @@ def record(
             recording stands on.
 
     >>> x = torch.ones(3, requires_grad=True)
-    >>> graph = record(lambda: (x * 2).sum(), [x], {}).graph
-    >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    ['aten.mul.Tensor', 'aten.sum.default']
+    >>> recording = record(lambda: (x * x.sum().item()).sum(), [x], {})
+    >>> [str(node.target) for node in recording.graph.nodes if node.op == "call_function"]
+    ['aten.sum.default', 'aten.item.default', 'aten.mul.Tensor', 'aten.sum.default']
+    >>> [str(step) for step in recording.course]
+    ['aten.sum.default', 'aten.item.default', '3.0', 'aten.mul.Tensor', 'aten.sum.default']
     """
     if not can_record():
         raise TraceError(
@@ -168,20 +170,6 @@ def record(
         result = function()
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(builder.node_of, result),))
     return recording
-
-
-def reads_numbers(function: Callable[[], Any], leaves: Sequence[Tensor]) -> bool:
-    """Tell whether a function reads Python numbers out of tensors, which may decide what it computes; arguments as in record.
-
-    >>> x = torch.ones(3, requires_grad=True)
-    >>> reads_numbers(lambda: x * x.sum().item(), [x]), reads_numbers(lambda: x * x.sum(), [x])
-    (True, False)
-    """
-    schemas = (getattr(node.target, "_schema", None) for node in record(function, leaves, {}).graph.nodes)
-    return any(
-        schema is not None and schema.returns and not any("Tensor" in str(value.type) for value in schema.returns)
-        for schema in schemas
-    )
 
 
 def can_record() -> bool:
@@ -229,6 +217,7 @@ class _Recorder(ProxyTorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
             return self._untraced(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
@@ -245,6 +234,7 @@ class _Recorder(ProxyTorchDispatchMode):
         operation = operation_of(func, args)
         if operation is None or self._has_parts(operation, args, {}) or torch._C._functorch.maybe_current_level() is not None:
             return NotImplemented
+        self.builder.recording.course.append(operation)
         return self._run(operation, func, args, {})
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -265,6 +255,8 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.remove_last()
                 return value
             self.builder.keep(node, value)
+            if isinstance(value, NUMBER):
+                self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
             self.builder.made(node, value)
@@ -304,8 +296,11 @@ class _Recorder(ProxyTorchDispatchMode):
         whole = func if twin is None else twin
         if not self._has_parts(whole, args, kwargs) or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
+        course = self.builder.recording.course
+        known = len(course)
         with self:
             value = self.decompositions[whole](*args, **kwargs)
+            del course[known:]  # what the function itself called alone
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
@@ -337,6 +332,7 @@ class _FunctionMode(TorchFunctionMode):
         if func in _SILENT_READS:
             for x in _tensors(args):
                 _mark_read(x)
+            args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
         moved = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))

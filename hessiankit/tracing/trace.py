@@ -64,7 +64,7 @@ class Trace(Printed):
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
     ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type,
     and ``narrow`` the types of those that were made in another. ``constants`` are the tensors that the call read besides the
-    parameters, as they lie in the caller's memory.
+    parameters, as they lie in the caller's memory; ``course`` is that of the :class:`Recording`.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -77,6 +77,7 @@ class Trace(Printed):
     narrow: dict[int, torch.dtype] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
     constants: list[Tensor] = field(default_factory=list)
+    course: list[Any] = field(default_factory=list)
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
         """Store a value and return its id."""
@@ -189,7 +190,7 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor],
 
 
 def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collection[int] | None) -> Trace:
-    result = Trace()
+    result = Trace(course=recording.course)
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []

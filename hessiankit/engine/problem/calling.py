@@ -53,10 +53,8 @@ def as_one_argument(module: nn.Module, inputs: Any) -> Any:
 def _accepts(module: nn.Module, positional: Sequence[Any]) -> bool:
     try:
         inspect.signature(module.forward).bind(*positional)
-    except TypeError:
-        return False
-    except ValueError:  # no signature: of a function in C
-        return True
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a function in C, which has no signature
     return True
 
 
@@ -443,16 +441,6 @@ def is_finite(x: Tensor) -> bool:
     """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
     summable = x.is_floating_point() and x.itemsize > 1
     return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
-
-
-def two_numbers(a: float, b: float) -> str:
-    """Return two different numbers with as many digits as tell them apart, six at least.
-
-    >>> two_numbers(1.0, 2.0), two_numbers(1.116, 1.116 + 1e-9)
-    ('1 and 2', '1.116 and 1.116000001')
-    """
-    digits = next((n for n in range(6, 17) if f"{a:.{n}g}" != f"{b:.{n}g}"), 17)
-    return f"{a:.{digits}g} and {b:.{digits}g}"
 
 
 MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from derivations.primitive import Primitive
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
-from hessiankit.tracing.recording import reads_numbers
+from hessiankit.tracing.recording import record
 from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
 
 
@@ -46,7 +47,7 @@ def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTra
         if isinstance(task.loss, str):
             return _named(task, normalizer, kept)
         outputs: list[Tensor] = []
-        traced = trace_call(lambda: _own_loss(task, outputs), task.leaves, kept)
+        traced = trace_call(lambda: call_and_loss(task, outputs), task.leaves, kept)
     if not outputs:
         return LossTrace(traced, None)
     at = traced.marked[0]
@@ -64,7 +65,7 @@ def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
     return LossTrace(traced, output)
 
 
-def _own_loss(task: Task, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+def call_and_loss(task: Task, outputs: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the loss, and the output layer that it depends on, which is appended to ``outputs``, where one is known."""
     result = task.run()
     read = read_outputs("hessian", task.loss, result)
@@ -106,12 +107,20 @@ def samples_are_independent(task: Task) -> bool:
         return False
     numbers = torch.arange(batch, device=task.device)
     try:
-        with task.at():
-            single = reads_numbers(task.read, list(task.leaves.values()))
-        parts = [*_halves(numbers), *(numbers.split(1) if single else ())]
-        return all(_agree_on_parts(task, at, parts) for at in (None, _nearby(task)))
+        for parameters in (None, _nearby(task)):
+            with task.at(parameters):
+                outputs: list[Tensor] = []
+                recording = record(partial(_read, task, outputs), list(task.leaves.values()), {})
+                parts = [*_halves(numbers), *(numbers.split(1) if recording.reads_numbers else ())]
+                if not _agrees_on_parts(task, outputs[0].detach(), parts):
+                    return False
     except Exception:
         return False  # one sample at a time is only a matter of memory
+    return True
+
+
+def _read(task: Task, outputs: list[Tensor]) -> None:
+    outputs.append(task.read())
 
 
 def _halves(numbers: Tensor) -> Iterator[Tensor]:
@@ -121,17 +130,15 @@ def _halves(numbers: Tensor) -> Iterator[Tensor]:
         yield from (numbers[odd], numbers[~odd])
 
 
-def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None, parts: Iterable[Tensor]) -> bool:
+def _agrees_on_parts(task: Task, whole: Tensor, parts: Iterable[Tensor]) -> bool:
     """Compare the output on parts of the samples with that on all of them."""
-    with task.at(parameters):
-        whole = task.read().detach()
-        if whole.ndim == 0 or whole.shape[0] != task.batch:
+    if whole.ndim == 0 or whole.shape[0] != task.batch:
+        return False
+    tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
+    for rows in parts:
+        part = task.part(rows).read().detach()
+        if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
             return False
-        tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
-        for rows in parts:
-            part = task.part(rows).read().detach()
-            if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
-                return False
     return True
 
 

@@ -32,12 +32,12 @@ from hessiankit.engine.problem.calling import (
     read_outputs,
     same_as,
     spoiled_at,
-    two_numbers,
 )
 from hessiankit.engine.problem.selection import ParameterSelection, select
 from hessiankit.engine.problem.state import Held, ModuleState, same_values
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.source_line import at_line, first_line
 
