@@ -296,7 +296,8 @@ class GraphBuilder:
         self.unseen: set[int] = set()  # memory that was filled out of sight
         self.stale: set[int] = set()  # tensors written into out of sight since they were named
         self.rewritten: set[int] = set()  # their memory
-        self.outside: set[int] = set()  # memory that was there before the function ran
+        self.outside: set[int] = set()  # memory that was there before the function ran, but that of arguments
+        self.inside: set[int] = set()  # other memory of values that were named
         self.complex = False  # whether any were met that have a derivative
         self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
         self._passing_known = 0
@@ -325,7 +326,7 @@ class GraphBuilder:
             if node is None and memory(x) in self.unseen:
                 self.ready(x)
             else:
-                if node is None:
+                if node is None and memory(x) not in self.inside:
                     self.outside.add(memory(x))
                 self._name(x, self._constant(x) if node is None else node)
         self.stale.discard(id(x))
@@ -365,10 +366,7 @@ class GraphBuilder:
 
     def is_outside(self, tensors: Sequence[Any]) -> bool:
         """Tell whether tensors lie in memory that was there before, such as a buffer's, and not in an argument's."""
-        places = _memory_of(tensors)
-        sharing = list(self._sharing(places))
-        inside = (self.unseen | {memory(x) for x in sharing}) - self.outside
-        return places.isdisjoint(inside) and not any(self.nodes[id(x)].op == "placeholder" for x in sharing)
+        return all(x in self.outside or not (x in self.inside or x in self.unseen) for x in _memory_of(tensors))
 
     def keep_constants(self, tensors: Sequence[Any]) -> None:
         """Let constants in the memory of some tensors be copies: it is about to be written into."""
@@ -460,6 +458,8 @@ class GraphBuilder:
     def _name(self, x: Tensor, node: Node) -> None:
         if not self.differentiable:
             self.cut.add(node)
+        if (at := memory(x)) not in self.outside:
+            self.inside.add(at)
         (self.bare.discard if x.requires_grad else self.bare.add)(id(x))
         self.nodes[id(x)] = node
         self.kept.append(x)
