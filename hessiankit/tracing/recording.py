@@ -29,6 +29,7 @@ from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
+from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
 
@@ -134,6 +135,7 @@ def record(
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     keep_values: bool = False,
+    course: list[Any] | None = None,
 ) -> Recording:
     """Run a function without arguments and return what it did with some tensors.
 
@@ -143,6 +145,7 @@ def record(
             Those that require a gradient are what is differentiated.
         decompositions: Operations to be replaced by what a Python function makes of them, unless it returns NotImplemented.
         keep_values: Whether to keep what operations return.
+        course: An empty list to use for :attr:`Recording.course`.
 
     Raises:
         TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks what
@@ -160,7 +163,7 @@ def record(
             f"trace: torch {torch.__version__} lacks internals that recording a module stands on; install a version that "
             "hessiankit was run with (2.6 to 2.15)"
         )
-    recording = Recording()
+    recording = Recording(course=[] if course is None else course)
     builder = GraphBuilder(recording, keep_values)
     for leaf in leaves:
         builder.placeholder(leaf)
@@ -170,6 +173,32 @@ def record(
         result = function()
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(builder.node_of, result),))
     return recording
+
+
+class _Reached(BaseException):
+    """Ends a recording at the step in question."""
+
+
+class _Course(list[Any]):
+    """A course that ends after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def append(self, step: Any) -> None:
+        super().append(step)
+        if len(self) == self.steps:
+            raise _Reached
+
+
+def line_of_step(function: Callable[[], Any], leaves: Sequence[Tensor], step: int) -> str:
+    """Return the line of the user's, as :func:`source_line` does, at which a function takes a step of its course."""
+    try:
+        record(function, leaves, {}, course=_Course(step + 1))
+    except _Reached as reached:
+        return source_line(reached)
+    return ""
 
 
 def can_record() -> bool:

@@ -19,7 +19,7 @@ from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
-from hessiankit.tracing.recording import record
+from hessiankit.tracing.recording import line_of_step, record
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.trace import Trace
 
@@ -129,15 +129,18 @@ class Handshake:
         """Raise an error if the module's own call takes another course than its trace: what looks like noise is a branch."""
         if len(self._courses) != 1:
             return
-        task = self._task
+        task, leaves = self._task, list(self._task.leaves.values())
+        run = task.read if isinstance(task.loss, str) else lambda: call_and_loss(task, [])
         with task.at():
-            run = task.read if isinstance(task.loss, str) else lambda: call_and_loss(task, [])
-            own = record(run, list(task.leaves.values()), {}).course
-        apart = next((pair for pair in zip_longest(own, self._courses[0]) if not _is_same_step(*pair)), None)
+            own = record(run, leaves, {}).course
+            pairs = enumerate(zip_longest(own, self._courses[0]))
+            apart = next(((step, *pair) for step, pair in pairs if not _is_same_step(*pair)), None)
+            line = "" if apart is None else line_of_step(run, leaves, apart[0])
         if apart is not None:
             raise TraceError(
-                f"trace: the module's own call has {apart[0]} where its trace has {apart[1]}: rounding decides what it computes, "
-                "by a number that it reads out of a tensor, as between entries that are equal; keep such numbers out of it"
+                f"trace: the module's own call has {apart[1]} where its trace has {apart[2]}{f', at {line}' if line else ''}: "
+                "rounding decides what it computes, by a number that it reads out of a tensor, as between entries that are "
+                "equal; keep such numbers out of it"
             )
 
     def _moved(self, before: Tensor | None, now: Tensor | None) -> bool:
