@@ -208,3 +208,18 @@ def test_ties_that_rounding_breaks_are_right_or_refused(seed):
         assert "rounding decides what it computes" in message
     else:
         assert close(found, reverse_over_reverse(module, x, LABELS, cross_entropy))
+
+
+@pytest.mark.parametrize("read", ["hessian", "hessian_operator", "hessian_diagonal"])
+def test_values_that_only_autograd_knows_may_become_numbers(read):
+    def forward(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x @ s.W)
+        return h * torch.vmap(lambda row: row.norm())(h).mean().item() @ s.V
+
+    module, x = Formula(forward, W=(3, 4), V=(4, 2)), draw(7, 3)
+    expected = reverse_over_reverse(module, x, LABELS, cross_entropy)
+    found = getattr(hk, read)(module, x, LABELS, loss="cross_entropy")
+    if read == "hessian_diagonal":
+        assert close(found.flat, expected.diagonal())
+    else:
+        assert close(found.matrix if read == "hessian" else found.to_matrix(), expected)

@@ -43,7 +43,15 @@ def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Prob
 
     ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
     """
-    names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
+    needed, segments = (
+        {trace.output},
+        list[Segment](),
+    )  # those of values on the way to the loss, which it may only read as numbers
+    for a in reversed(trace.applications):
+        if a.output in needed:
+            needed.update(at for at in a.inputs if at is not None)
+            segments += [a.primitive] if isinstance(a.primitive, Segment) else []
+    names = tuple(dict.fromkeys(segment.name for segment in reversed(segments)))
     if not names:
         return None
     found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
