@@ -1,4 +1,4 @@
-"""Spectra from products against all eigenvalues of the matrix and against SciPy's eigsh; checkpoints; what is refused."""
+"""Spectra from products against all eigenvalues of the matrix and against SciPy's eigsh; what is refused."""
 
 from __future__ import annotations
 
@@ -198,13 +198,11 @@ def test_outliers_are_above_the_widest_gap() -> None:
     assert math.isnan(hk.spectrum(aslinearoperator(-np.eye(4)), k=2).gap)
 
 
-def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"k": 2, "method": "lanczos", "directions": 2, "steps": 5, "seed": 3}
-    one, two = (hk.spectrum(operator, **options, checkpoint=path) for path in (None, tmp_path / "state.pt"))
+    one, two = (hk.spectrum(operator, **options) for _ in range(2))
     assert torch.equal(one.eigenvalues, two.eigenvalues)
     assert torch.equal(one.measure.nodes, two.measure.nodes)
-    with pytest.raises(hk.InputError, match=r"was made for loss="):  # at another point
-        hk.spectrum(hk.hessian_operator(block(), X, 2 * T), **options, checkpoint=tmp_path / "state.pt")
     monkeypatch.setattr("hessiankit.landscape.spectra.TOGETHER", 1)  # directions one after the other
     torch.testing.assert_close(hk.spectrum(operator, **options).measure.nodes, one.measure.nodes)
 
@@ -232,45 +230,6 @@ def test_a_classifier_of_digits_has_one_outlier_less_than_classes(steps: int, se
     assert found.converged
     assert found.outliers == 9
     assert found.gap > 1.5
-
-
-class Interrupted(LinearOperator):
-    """A matrix whose product stops the program at one call."""
-
-    def __init__(self, A: torch.Tensor, at: int) -> None:
-        super().__init__(np.dtype(np.float64), tuple(A.shape))
-        self.A, self.at, self.calls = A.numpy(), at, 0
-
-    def _matmat(self, V: np.ndarray) -> np.ndarray:
-        self.calls += V.shape[1]
-        if self.at and self.calls >= self.at:
-            raise KeyboardInterrupt
-        return self.A @ V
-
-    def _matvec(self, v: np.ndarray) -> np.ndarray:
-        return self._matmat(v.reshape(-1, 1)).reshape(-1)
-
-
-@pytest.mark.parametrize("at", [5, 45, 80])
-def test_an_interrupted_call_goes_on_to_the_same_digits(at: int, tmp_path) -> None:
-    A = with_eigenvalues(torch.linspace(-1, 1, 120, **DOUBLE) ** 3)
-    options = {"k": 2, "bottom": 1, "method": "lanczos", "directions": 3, "steps": 5}
-    whole = hk.spectrum(Interrupted(A, 0), **options)
-    path = tmp_path / "state.pt"
-    with pytest.raises(KeyboardInterrupt):
-        hk.spectrum(Interrupted(A, at), **options, checkpoint=path)
-    second = Interrupted(A, 0)
-    found = hk.spectrum(second, **options, checkpoint=path)
-    assert torch.equal(found.eigenvalues, whole.eigenvalues)
-    assert torch.equal(found.measure.nodes, whole.measure.nodes)
-    assert second.calls < whole.products
-    third = Interrupted(A, 1)
-    assert torch.equal(hk.spectrum(third, **options, checkpoint=path).eigenvalues, whole.eigenvalues)
-    with pytest.raises(hk.InputError, match=r"^spectrum: checkpoint=.* was made for options="):
-        hk.spectrum(second, **{**options, "k": 3}, checkpoint=path)
-    path.write_bytes(b"no archive")
-    with pytest.raises(hk.InputError, match=r"^spectrum: cannot read checkpoint="):
-        hk.spectrum(second, **options, checkpoint=path)
 
 
 def test_products_that_run_out_are_said() -> None:
@@ -339,7 +298,6 @@ BAD = {
     "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
     "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
     "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
-    "folder": (lambda op: called(op, k=1, checkpoint="/no/such/folder/x"), "no folder"),
     "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
 }
 

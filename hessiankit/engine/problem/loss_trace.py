@@ -107,7 +107,7 @@ def samples_are_independent(task: Task) -> bool:
         return False
     numbers = torch.arange(batch, device=task.device)
     try:
-        for parameters in (None, _nearby(task)):
+        for parameters in (None, nearby(task)):
             with task.at(parameters):
                 outputs: list[Tensor] = []
                 recording = record(partial(_read, task, outputs), list(task.leaves.values()), {})
@@ -142,10 +142,11 @@ def _agrees_on_parts(task: Task, whole: Tensor, parts: Iterable[Tensor]) -> bool
     return True
 
 
-def _nearby(task: Task) -> dict[str, Tensor]:
+def nearby(task: Task, size: float = 0.1) -> dict[str, Tensor]:
+    """Return generic parameters near those of a task; each moves by about ``size`` times its largest entry."""
     generator = torch.Generator().manual_seed(0)
     moved = {}
     for name, p in task.parameters.items():
-        step = 0.1 * (float(p.abs().max()) or 1.0)
+        step = size * (float(p.abs().max()) or 1.0)
         moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
     return moved
