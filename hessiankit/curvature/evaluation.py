@@ -16,12 +16,13 @@ from hessiankit.curvature.planning import check_workspace, measure
 from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
 from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.problem.fisher import check_fits
 from hessiankit.engine.problem.handshake import ROUNDING
 from hessiankit.engine.problem.loss_trace import LossTrace, nearby
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task, available_memory
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
@@ -119,9 +120,8 @@ class Evaluation:
         Raises:
             InputError: The loss does not read one tensor of the module's.
         """
-        if any(task.loss is None or task.whole for task in self.tasks):
-            why = "with loss=None the module returns the loss" if self.tasks[0].loss is None else "the loss is given an object"
-            raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
+        for task in self.tasks:
+            check_fits(task, "ggn")
         self._check_unchanged()
         return self._matrix(self.tasks, None, outer=True)
 

@@ -321,7 +321,10 @@ class Constant:
         """Return None: every value is finite."""
 
 
-DEPENDENT = "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm"
+DEPENDENT = (
+    "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm in "
+    "training mode, or by a number that is read from all of them; leave micro_batch out"
+)
 
 
 class MicroBatched:
@@ -347,7 +350,7 @@ class MicroBatched:
         try:
             handshake.close()
         except TraceError as error:
-            raise TraceError(f"{DEPENDENT}, or: {error}") from error
+            raise (error if samples_are_independent(task) else TraceError(DEPENDENT)) from error
         self.loss, self.eps = sum(part.loss for part in self._parts), max(part.eps for part in self._parts)
         self.fallbacks = tuple(dict.fromkeys(name for part in self._parts for name in part.fallbacks))
         self.bytes_per_vector = max(part.bytes_per_vector for part in self._parts)

@@ -53,6 +53,7 @@ class Task:
         state: The module as it was.
         keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
+        by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
     """
 
@@ -64,6 +65,7 @@ class Task:
     state: ModuleState
     keywords: tuple[str, ...] = ()
     whole: bool = False
+    by_logits: bool = False
     reference: OwnGradient | None = None
 
     @property
