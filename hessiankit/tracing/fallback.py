@@ -220,7 +220,7 @@ class AutomaticDifferentiation(Primitive):
 
     def _forward(self, inputs: Inputs, tangents: Inputs) -> Tensor:
         """Return J t for one tangent of each input."""
-        return torch.func.jvp(self.function, tuple(inputs), tuple(tangents))[1]
+        return reverse.with_memory(torch.func.jvp(self.function, tuple(inputs), tuple(tangents))[1])
 
     def _jvp_of_grad(self, inputs: Inputs, adjoint: Tensor, tangents: Inputs) -> Covectors:
         """Return [adjoint . D^2 phi] t for one tangent of each input."""
@@ -228,7 +228,7 @@ class AutomaticDifferentiation(Primitive):
         def gradient(*at: Tensor) -> tuple[Tensor, ...]:
             return torch.func.grad(lambda *x: (adjoint * self.function(*x)).sum(), argnums=tuple(range(len(at))))(*at)
 
-        return tuple(torch.func.jvp(gradient, tuple(inputs), tuple(tangents))[1])
+        return tuple(map(reverse.with_memory, torch.func.jvp(gradient, tuple(inputs), tuple(tangents))[1]))
 
     def _impossible(self, error: Exception) -> TraceError:
         return TraceError(
