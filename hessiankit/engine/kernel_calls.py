@@ -297,7 +297,7 @@ def _pays(a: Tensor, b: Tensor) -> bool:
 def _are_plain(*tensors: Tensor) -> bool:
     """Tell whether all are of one type that the kernels know, and their entries are what lies in this processor's memory.
 
-    A tensor whose negative bit is set (``z.conj().imag``) has other entries than its memory, one of torch's zero tensors no memory.
+    A tensor whose negative bit is set (``z.conj().imag``) has other entries than its memory; torch's zero tensors have none.
     """
     dtype = tensors[0].dtype
     in_memory = all(x.is_cpu and x.dtype == dtype and not x.is_neg() and not x._is_zerotensor() for x in tensors)

@@ -32,13 +32,6 @@ def _leaky_by_channel(x: Tensor, slope: Tensor) -> Tensor:
     return torch.where(x > 0, x, slope * x)
 
 
-@decomposes(aten.xlogy.Tensor)
-def _times_logarithm(a: Tensor, b: Tensor) -> Tensor:
-    """a log b, and zero with all derivatives where a is zero and b is not positive."""
-    void = (a == 0) & (b <= 0)
-    return torch.where(void, 0.0, a * torch.log(torch.where(void, 1.0, b)))
-
-
 @decomposes(aten.clamp.Tensor, aten.clip.Tensor)
 def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
     x = x if low is None else torch.clamp_min(x, low)
