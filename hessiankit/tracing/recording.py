@@ -171,6 +171,16 @@ def record(
     return recording
 
 
+def may_draw(operation: Any) -> bool:
+    """Tell whether an operation draws random numbers, at least with some arguments."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
+def _random_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    own = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return [*own, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
 def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` stands on."""
     needed = (
@@ -241,9 +251,17 @@ class _Recorder(ProxyTorchDispatchMode):
         if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
             with self, without_autocast():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
+        states = _random_states(args, kwargs) if may_draw(operation) else []
         with torch._C._DisablePythonDispatcher():
+            if states:
+                self.builder.edges.look()
             node = self.builder.call(operation, args, kwargs)
             value = func(*args, **kwargs)
+            if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
+                self.builder.recording.graph.remove_last()  # to run it again would give other numbers
+                self.builder.add_untraced(value)
+                self.builder.write_untraced(overwritten(operation, args, kwargs))
+                return value
             same = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
             if same and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
                 self.builder.recording.graph.remove_last()

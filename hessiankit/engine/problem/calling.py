@@ -19,6 +19,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import source_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
@@ -305,9 +306,9 @@ def one_kind(
     if odd is not None:
         raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
     for name, x in everything:
-        check_dense(who, name, x)
+        check_dense(who, name, x, constant=name in buffers)
     for name, x in everything:
-        if x.is_floating_point() and spoiled_at(x, mask=name in buffers) is not None:
+        if x.is_floating_point() and spoiled_at(strided_parts(x)[-1], mask=name in buffers) is not None:
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )
@@ -370,21 +371,27 @@ def check_tensor(
         raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
     if x.device != device:
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_dense(who, name, x)
+    check_dense(who, name, x, constant=True)
     if x.is_complex():
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
         if dtype is not None and x.dtype != dtype:
             raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
-        where = spoiled_at(x, mask=mask)
+        where = spoiled_at(strided_parts(x)[-1], mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
 
 
-def check_dense(who: str, name: str, x: Tensor) -> None:
-    """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
+    if x.is_nested:
+        raise InputError(
+            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
+            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
+        )
+    sparse = str(x.layout).startswith("torch.sparse")
+    if x.layout != torch.strided and not (sparse and constant):
+        kind = str(x.layout).removeprefix("torch.")
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 

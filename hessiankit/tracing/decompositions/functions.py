@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,3 +66,12 @@ for _fill, _name in ((0, "zeros"), (1, "ones")):
     @decomposes(getattr(aten, f"new_{_name}").default)
     def _new(x: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, fill: float = _fill, **_: Any) -> Tensor:
         return _constant(x, size, fill, dtype, device)
+
+
+@decomposes(aten.fill_diagonal_.default)
+def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
+    """In place. In a tall matrix the diagonal goes on after an empty row with ``wrap``, and ends without."""
+    step = sum(math.prod(x.shape[k + 1 :]) for k in range(x.ndim))
+    at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    hit = at % step == 0
+    return x.masked_fill_(hit if wrap and x.ndim == 2 else hit & (at < min(x.shape) * step), number)
