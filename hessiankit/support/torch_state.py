@@ -7,9 +7,9 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -200,12 +200,23 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def ordinary_path() -> Iterator[None]:
-    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches."""
-    with TORCH_LOCK:
+def ordinary_path(*callables: Any) -> Iterator[None]:
+    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches.
+
+    Modules among ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
+    """
+    with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _is_compiled(x: Any) -> bool:
+    """Tell whether torch.compile has made something of a module or of a part of it."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if compiled is None or not isinstance(x, nn.Module):
+        return False
+    return any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in x.modules())

@@ -313,6 +313,15 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
+if (_cond := getattr(torch.ops.higher_order, "cond", None)) is not None:
+
+    @_cond.py_impl(_Recorder)
+    def _branch(recorder: _Recorder, condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any) -> Any:
+        """Run the branch of ``torch.cond`` that is taken at this point, as Python's ``if`` does."""
+        with recorder:
+            return (true if bool(condition) else false)(*operands)
+
+
 def _mark_read(x: Tensor) -> None:
     """Read one number that has another value where an entry has: the sum, for integers a hash."""
     if x.is_floating_point() or x.is_complex():
@@ -336,6 +345,11 @@ class _FunctionMode(TorchFunctionMode):
         """Call through."""
         if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
             return value
+        if "nested" in getattr(func, "__name__", ""):
+            raise TraceError(
+                "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
+                "pad the rows to one length and mask the padding, or call the module on one sequence at a time, a batch each"
+            )
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func in _SILENT_READS:

@@ -143,8 +143,8 @@ class Problem:
         One thread at a time. What calls can change is put back: random states, modes, buffers, ``.grad``.
         """
         values = self.params if point is None else point
-        moved = placed((self.own[name], value) for name, value in values.items())
-        with ordinary_path(), preserved(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
+        moved, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
+        with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), moved:
             yield
 
     def near(self, params: dict[str, Tensor]) -> Problem:
@@ -229,7 +229,7 @@ class Problem:
 
         held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
         try:
-            with differentiable_attention(), warnings.catch_warnings():
+            with differentiable_attention(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
                 return _call(module, inputs, target, self.loss)
         finally:

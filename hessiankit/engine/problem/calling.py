@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
@@ -231,22 +230,10 @@ def check_module(who: str, module: nn.Module) -> None:
     """Refuse modules that cannot be traced as they are, or whose loss is random.
 
     Raises:
-        InputError: A compiled, scripted or quantised module; dropout or batch norm in training mode.
+        InputError: A scripted or quantised module; dropout or batch norm in training mode.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = getattr(dynamo, "OptimizedModule", ())
     for name, child in module.named_modules():
         what = f"{name!r}" if name else "the module"
-        if isinstance(child, compiled):
-            remedy = f"replace {what} by its ._orig_mod" if name else "pass module._orig_mod"
-            raise InputError(
-                f"{who}: {what} is compiled (torch.compile), which hides its operations; {remedy}, which has the same parameters"
-            )
-        if getattr(child, "_compiled_call_impl", None) is not None:
-            raise InputError(
-                f"{who}: {what} was compiled in place by .compile(), which hides its operations; call hessiankit before, "
-                "or on a copy.deepcopy of the module from before"
-            )
         if isinstance(child, torch.jit.ScriptModule):
             raise InputError(f"{who}: {what} is a TorchScript module, which cannot be traced; pass the Python module behind it")
         if type(child).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
