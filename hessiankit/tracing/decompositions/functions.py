@@ -75,3 +75,9 @@ def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     hit = at % step == 0
     return x.masked_fill_(hit if wrap and x.ndim == 2 else hit & (at < min(x.shape) * step), number)
+
+
+@decomposes(aten.dropout.default, when=lambda x, p, train: train and 0 < p < 1)
+def _dropped(x: Tensor, p: float, train: bool) -> Tensor:
+    """The kept entries, drawn as torch draws them on a processor from a seed of the module's own, are constants."""
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)
