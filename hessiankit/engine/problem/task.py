@@ -140,7 +140,7 @@ class Task:
         """Call the module on the inputs, as it is now."""
         split = len(self.inputs) - len(self.keywords)
         keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
-        with ordinary_path():
+        with ordinary_path(self.module):
             return self.module(*self.inputs[:split], **keywords)
 
     def read(self) -> Any:
