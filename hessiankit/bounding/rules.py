@@ -376,7 +376,7 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         V with K:    c cov(dV, dK q_i)           c |Q| / 2                                               times |Lambda|_F
 
     Masks change none of these; the caller passes norms and ranges that hold after a rotation. The heads'
-    parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve. Where g query heads share keys and values, a factor dK q_i
+    parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve. Where g query heads share keys and values, dK q_i
     or a single dV counts sqrt(g) times: |dK|_F |Q| bounds it in each of the heads. Beside dq_i, whose heads are entries of
     one unit vector, dK and dV count once.
     """
