@@ -12,7 +12,7 @@ from curvature_reference import mse, reverse_over_reverse, sample
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.blocks import PLACEMENTS, Attention
+from hessiankit.blocks import ACTIVATIONS, PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import ascend
 from hessiankit.bounding.high_precision import norm_from_below
@@ -265,6 +265,54 @@ def test_errors(change, message):
     given = {"inputs": torch.ones(3, 4).double().cumsum(0), "target": torch.zeros(3, 4).double(), **change}
     with pytest.raises(InputError, match=message):
         hk.bounds(hk.TransformerBlock(4, 3).double(), **given)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_referee_knows_every_activation(activation):
+    """A block of the Hessian in 80 digits and by reverse over reverse; relu has no second derivative of its own."""
+    torch.manual_seed(0)
+    block, x, t = hk.TransformerBlock(2, 3, activation=activation, eps=0.1).double(), normal(2, 2), normal(2, 2)
+    problem = BoundProblem(0, "post", "", block, x, t, "mse")
+    H, (rows, name) = (
+        reverse_over_reverse(block, x.unsqueeze(0), t.unsqueeze(0), mse),
+        (problem.hessian.slices, "feedforward.W_1"),
+    )
+    B = H[rows[name], rows[name]]
+    vector = torch.linalg.svd(B).Vh[0]
+    assert norm_from_below(problem, rows[name], rows[name], vector, rounds=0) == pytest.approx(
+        float((B @ vector).norm()), rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.5])
+def test_an_a_priori_bound_of_one_token_is_attained(radius):
+    """One token attends to itself, so the output is x W_V: the block of W_V is 2/N x x^T (x) I over the whole ball."""
+    attention, x, t = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64), normal(1, 2)
+    table = a_priori(attention, x, t, radius=radius)
+    assert table["W_V", "W_V"] == pytest.approx(2 / 2 * 25, rel=1e-9)
+    matrix = torch.tensor([[table[i, j] for j in table.names] for i in table.names], dtype=torch.float64)
+    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-9)
+    residual = float((x @ attention.W_V - t).norm().detach())
+    if radius == 0:
+        assert table.lipschitz == pytest.approx(residual * 5, rel=1e-9)  # the gradient 2/N x^T R itself
+    else:
+        assert table.lipschitz >= (residual + radius * 5) * 5 * (1 - 1e-9)
+
+
+def test_an_a_priori_bound_of_cross_entropy_is_attained_between_two_classes():
+    """Equal logits: diag(p) - p p^T has norm 1/2; and a nearly certain wrong label has a gradient of length sqrt(2)."""
+    attention, x = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    with torch.no_grad():
+        attention.W_V.zero_()
+    table = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
+    true = hk.hessian(attention, x.unsqueeze(0), torch.tensor([[1]]), loss="cross_entropy").spectral_norm("W_V")
+    assert table["W_V", "W_V"] == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
+    with torch.no_grad():
+        attention.W_V.copy_(torch.tensor([[10.0, -10.0], [10.0, -10.0]]))
+    loss = nn.functional.cross_entropy(attention(x), torch.tensor([1]))
+    (slope,) = torch.autograd.grad(loss, attention.W_V)
+    again = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
+    assert again.lipschitz == pytest.approx(float(slope.norm()), rel=1e-9)
 
 
 def test_a_norm_without_eps_needs_rows_that_vary():
