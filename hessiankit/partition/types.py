@@ -75,7 +75,7 @@ def model_parts(
         more = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
         raise InputError(
             f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}} "
-            "to hessiankit.block_types, which other functions take as by=, or its .parts as parts="
+            "to hessiankit.block_types; spectrum takes the result as by=, sharpness, blockwise_lr and Monitor its .parts"
         )
     return typed
 

@@ -189,7 +189,7 @@ def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
 
 
 def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
-    check_options(loss, kind, block_size)
+    check_options(kind, block_size)
     if kind == "fisher-mc":
         raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
     if size > 1 and weights is None and reduction != "sum" and known_reduction(loss) is None:

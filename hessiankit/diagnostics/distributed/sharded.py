@@ -181,7 +181,7 @@ def sharded_replicates(
     shards = ranks.together(lambda: {n: local_shard(ranks.who, n, p, ranks.size, ranks.rank) for n, p in parameters.items()})
     ranks.together(lambda: _check_reduction(ranks.who, model))
     steps, spare = _steps(ranks, batches)
-    sequences = 0
+    sequences, unlikely = 0, 0.0
 
     def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
         check_devices(ranks.who, batch, model)
@@ -200,8 +200,9 @@ def sharded_replicates(
             with ranks.exchange():
                 output = forward(model, batch or spare)
             drawn = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
-            held = ranks.gather((drawn.terms, drawn.sequences) if drawn else (0, 0))
-            terms, sequences = sum(n for n, _ in held), sequences + sum(n for _, n in held)
+            held = ranks.gather((drawn.terms, drawn.sequences, drawn.unlikely) if drawn else (0, 0, 0.0))
+            terms, more, other = (sum(column) for column in zip(*held, strict=True))
+            sequences, unlikely = sequences + more, unlikely + other
             if not terms:
                 continue
             scale = ranks.size * math.sqrt(drawn.terms / terms) if drawn else 0.0
@@ -232,6 +233,7 @@ def sharded_replicates(
         measured.frozen,
         tuple(name for name in parameters if name in set.intersection(*ranks.gather(sums.unused))),
         max(ranks.gather(time.perf_counter() - began)),
+        unlikely,
     )
     return found, sums.histograms() if options.histograms else {}
 

@@ -6,10 +6,11 @@ Every message of a check says what was asked, what was seen, what was expected, 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
-import sys
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import source_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
@@ -36,6 +38,24 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def as_one_argument(module: nn.Module, inputs: Any) -> Any:
+    """Return inputs, in a tuple of their own where they are a list or tuple that forward takes as a whole.
+
+    >>> [type(as_one_argument(layer, [1, 2])) for layer in (nn.Linear(1, 1), nn.Bilinear(1, 1, 1))]
+    [<class 'tuple'>, <class 'list'>]
+    """
+    whole = isinstance(inputs, (list, tuple)) and not _accepts(module, inputs) and _accepts(module, [inputs])
+    return (inputs,) if whole else inputs
+
+
+def _accepts(module: nn.Module, positional: Sequence[Any]) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*positional)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a function in C, which has no signature
+    return True
 
 
 def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]:
@@ -100,8 +120,9 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
     Args:
         who: What an error message starts with.
-        loss: None: the module returns its loss, as a tensor, an attribute ``.loss`` or an entry ``"loss"``. A name: the
-            same with ``logits``. A callable is given exactly what the module returns.
+        loss: None: the module returns its loss, as a tensor, an attribute ``.loss``, an entry ``"loss"`` or the only number of a
+            tuple. A name, or a loss of torch's: the same with ``logits``, in a tuple the only tensor that is no number. Another
+            callable is given exactly what the module returns.
         outputs: What the module returned.
 
     Raises:
@@ -109,19 +130,40 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
     >>> read_outputs("example", "mse", {"logits": Tensor([1.0]), "other": 2})
     tensor([1.])
+    >>> read_outputs("example", None, (torch.zeros(2), torch.ones(())))
+    tensor(1.)
     """
-    if callable(loss) or isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor) or (callable(loss) and not _takes_tensors(loss)):
         return outputs
     key = "loss" if loss is None else "logits"
-    found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
-    if isinstance(found, Tensor):
+    found = member(outputs, key)
+    if found is not None:
         return found
-    what = f"one tensor, or an object or dict with {key!r}"
+    what = f"one tensor, an object or dict with {key!r}, or a tuple with one {'number' if loss is None else 'tensor of them'}"
     if loss is None:
         remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
     else:
         remedy = "pass a callable loss=f(outputs, target), which is given the whole of it, or wrap the module"
     raise InputError(f"{who}: the module returned {_describe(outputs, key)}, expected {what}; {remedy}")
+
+
+def member(outputs: Any, key: str) -> Tensor | None:
+    """Return the tensor ``loss`` or ``logits`` of what a module returned, by name, or in a tuple by its axes: none or some.
+
+    >>> member((torch.ones(2), None), "logits"), member((torch.ones(2), torch.ones(2)), "logits") is None
+    (tensor([1., 1.]), True)
+    """
+    if isinstance(outputs, (tuple, list)) and not hasattr(outputs, key):
+        found = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
+        return found[0] if len(found) == 1 else None
+    value = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _takes_tensors(loss: Loss) -> bool:
+    """Tell whether a loss is one of torch's modules or functions, which read no objects."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return getattr(function, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
 def _describe(outputs: Any, key: str) -> str:
@@ -223,29 +265,17 @@ def known_count(loss: Loss, target: Any) -> float | None:
         return float(kept.numel())
     if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < weight.numel()):
         return math.nan  # the loss itself says what is wrong with the labels
-    return float(weight.to(torch.float64)[kept].sum())
+    return float(weight.to(torch.float64)[kept.long()].sum())
 
 
 def check_module(who: str, module: nn.Module) -> None:
     """Refuse modules that cannot be traced as they are, or whose loss is random.
 
     Raises:
-        InputError: A compiled, scripted or quantised module; dropout or batch norm in training mode.
+        InputError: A scripted or quantised module; dropout in training mode.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = getattr(dynamo, "OptimizedModule", ())
     for name, child in module.named_modules():
         what = f"{name!r}" if name else "the module"
-        if isinstance(child, compiled):
-            remedy = f"replace {what} by its ._orig_mod" if name else "pass module._orig_mod"
-            raise InputError(
-                f"{who}: {what} is compiled (torch.compile), which hides its operations; {remedy}, which has the same parameters"
-            )
-        if getattr(child, "_compiled_call_impl", None) is not None:
-            raise InputError(
-                f"{who}: {what} was compiled in place by .compile(), which hides its operations; call hessiankit before, "
-                "or on a copy.deepcopy of the module from before"
-            )
         if isinstance(child, torch.jit.ScriptModule):
             raise InputError(f"{who}: {what} is a TorchScript module, which cannot be traced; pass the Python module behind it")
         if type(child).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
@@ -262,11 +292,6 @@ def check_module(who: str, module: nn.Module) -> None:
             raise InputError(
                 f"{who}: {what} has a dropout layer for its attention weights (dropout={child.dropout}) and is in training mode, "
                 "so the loss is random; call module.eval() first"
-            )
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
-            raise InputError(
-                f"{who}: {what} is a batch norm in training mode, which couples the samples and changes its buffers; "
-                "call module.eval() first"
             )
     for name, p in module.named_parameters():
         if not p.is_floating_point() and not p.is_complex():
@@ -303,11 +328,14 @@ def one_kind(
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
     odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
     if odd is not None:
-        raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
+        raise InputError(
+            f"{who}: the parameters are {odd}; expected real ones, such as the real and imaginary parts, which forward puts "
+            "together by torch.complex"
+        )
     for name, x in everything:
-        check_dense(who, name, x)
+        check_dense(who, name, x, constant=name in buffers)
     for name, x in everything:
-        if x.is_floating_point() and spoiled_at(x, mask=name in buffers) is not None:
+        if x.is_floating_point() and spoiled_at(strided_parts(x)[-1], mask=name in buffers) is not None:
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )
@@ -370,21 +398,27 @@ def check_tensor(
         raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
     if x.device != device:
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_dense(who, name, x)
+    check_dense(who, name, x, constant=True)
     if x.is_complex():
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
         if dtype is not None and x.dtype != dtype:
             raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
-        where = spoiled_at(x, mask=mask)
+        where = spoiled_at(strided_parts(x)[-1], mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
 
 
-def check_dense(who: str, name: str, x: Tensor) -> None:
-    """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
+    if x.is_nested:
+        raise InputError(
+            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
+            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
+        )
+    sparse = str(x.layout).startswith("torch.sparse")
+    if x.layout != torch.strided and not (sparse and constant):
+        kind = str(x.layout).removeprefix("torch.")
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 

@@ -119,8 +119,11 @@ def check_kind(kind: str, seed: int, draws: int) -> None:
 
 def check_fits(task: Task, kind: str) -> None:
     """Raise InputError if a kind does not fit the loss of a task."""
-    if kind != "hessian" and (task.loss is None or task.whole):
-        raise InputError(f"kind={kind!r} needs the module's output as one tensor; pass loss=... that compares one tensor")
+    if kind != "hessian" and (task.loss is None or task.whole) and not task.by_logits:
+        raise InputError(
+            f"kind={kind!r} needs the module's output as one tensor, or its 'logits' and a loss that nothing else of the module "
+            "enters; pass loss=... that compares one tensor"
+        )
     if kind.startswith("fisher") and not isinstance(task.loss, str):
         raise InputError(f"kind={kind!r} needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
 

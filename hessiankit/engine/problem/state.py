@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy as shallow
 from functools import partial
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import same_values, write_values
 
 FIXED = (str, int, float, bytes, type(None))
 """What nothing can be written into."""
@@ -36,6 +37,7 @@ class ModuleState:
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
         modes: Whether each submodule is in training mode, by name.
+        written: The buffers that a call of the module gives other values, such as the running statistics of a batch norm.
         is_present: Whether the module is as it was, now.
 
     >>> layer = nn.Linear(2, 1)
@@ -56,6 +58,7 @@ class ModuleState:
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
         self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
         self.modes = {name: m.training for name, m in module.named_modules()}
+        self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
@@ -79,22 +82,27 @@ class ModuleState:
             return
         now = self._held if self._held.changed() is None else Held(self.module, *self.others)
         before = self.is_present
-        behind = [(x, x.data, x.data.clone() if values else None) for x, _ in self._tensors.values()]
+        dense = {name: x.layout is torch.strided for name, (x, _) in self._tensors.items()}  # others cannot change their memory
+        behind = [
+            (x, x.data if dense[name] else None, x.data.clone() if values or not dense[name] else None)
+            for name, (x, _) in self._tensors.items()
+        ]
         try:
             self._held.restore()
             for name, (x, copy) in self._tensors.items():
-                if values is None:
-                    x.data = copy
+                if values is None and dense[name]:
+                    x.data = copy.clone() if name in self.written else copy
                 else:
-                    x.data.copy_(values.get(name, copy))
+                    write_values(x, copy if values is None else values.get(name, copy))
             self.is_present = values is None
             yield
         finally:
             self.is_present = before
             for x, data, kept in behind:
-                x.data = data
+                if data is not None:
+                    x.data = data
                 if kept is not None:
-                    data.copy_(kept)
+                    write_values(x, kept)
             now.restore()
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -106,7 +114,7 @@ class ModuleState:
         """Take over the values that the module's tensors have now, in the memory of the copies."""
         with torch.no_grad():
             for _, x, values in self.tensors():
-                values.copy_(x)
+                write_values(values, x)
         self._held.refresh({id(x) for _, x, _ in self.tensors()})
 
     def copied(self) -> ModuleState:
@@ -121,14 +129,19 @@ class ModuleState:
         """Tell whether a tensor is one of the module's own."""
         return any(x is own for own, _ in self._tensors.values())
 
-    def changed_tensor(self) -> str | None:
-        """Return the parameter or buffer that has been given other values since; None if none has."""
-        for kind, found in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
-            for name, x in found:
-                same = name in self.values and same_values(x, self.values[name])
-                if not same or (name in self._marks and _mark(x) != self._marks[name]):
-                    return f"{kind} {name!r}"
-        return None
+    def changed_parameters(self) -> Iterator[str]:
+        """Yield the names of parameters that have been given other values since."""
+        yield from self._changed(self.module.named_parameters())
+
+    def changed_buffers(self) -> Iterator[str]:
+        """Yield the names of buffers that have been given other values since."""
+        yield from self._changed(self.module.named_buffers())
+
+    def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        for name, x in tensors:
+            same = name in self.values and same_values(x, self.values[name])
+            if not same or (name in self._marks and _mark(x) != self._marks[name]):
+                yield name
 
     def check_shared(self, who: str) -> None:
         """Raise an error if a parameter that is shared has been given other values since."""
@@ -150,7 +163,7 @@ class ModuleState:
         self._held.restore()
         for x, copy in self._tensors.values():
             if not same_values(x, copy):
-                x.data.copy_(copy)
+                write_values(x, copy)
 
 
 class Held:
@@ -254,13 +267,6 @@ def _mark(x: Tensor) -> int:
     """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
-
-
-def same_values(x: Tensor, copy: Tensor) -> bool:
-    """Tell whether two tensors are of one kind and have the same entries, NaN where the other has NaN."""
-    if (x.shape, x.dtype, x.device) != (copy.shape, copy.dtype, copy.device):
-        return False
-    return torch.equal(x, copy) or bool(((x == copy) | ((x != x) & (copy != copy))).all())
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -53,6 +53,7 @@ class Task:
         state: The module as it was.
         keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
+        by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
         first: The number of the first sample in the whole data, by which labels are drawn.
     """
@@ -65,6 +66,7 @@ class Task:
     state: ModuleState
     keywords: tuple[str, ...] = ()
     whole: bool = False
+    by_logits: bool = False
     reference: OwnGradient | None = None
     first: int = 0
 
@@ -140,7 +142,7 @@ class Task:
         """Call the module on the inputs, as it is now."""
         split = len(self.inputs) - len(self.keywords)
         keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
-        with ordinary_path():
+        with ordinary_path(self.module):
             return self.module(*self.inputs[:split], **keywords)
 
     def read(self) -> Any:
