@@ -172,3 +172,12 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
         of_mean.append(torch.kron(G @ G.T, torch.eye(n).to(G)) if m <= n else torch.kron(torch.eye(m).to(G), G.T @ G))
     assert error(shampoo @ shampoo, torch.block_diag(*left_and_right)) <= 1e-9  # it has the root of each factor
     assert error(muon, torch.block_diag(*of_mean)) <= EXACT
+
+
+def test_a_condition_number_that_has_converged_is_not_called_a_lower_bound() -> None:
+    module = network([(False, 3)], 2, 0)
+    x, y, batches = drawn("mse", 2, [6, 5], (), 1)
+    own = {"loss": "mse", "against": "ggn", "of": ["diagonal"], "damping": 0.5}
+    products, dense = (hk.approximations(module, batches, method=method, **own) for method in ("products", "dense"))
+    assert products["diagonal"].measures.condition == pytest.approx(dense["diagonal"].measures.condition, rel=1e-5)
+    assert not any("lower bounds" in note for note in products.notes)
