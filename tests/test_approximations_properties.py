@@ -176,7 +176,7 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
 
 def test_a_condition_number_that_has_converged_is_not_called_a_lower_bound() -> None:
     module = network([(False, 3)], 2, 0)
-    x, y, batches = drawn("mse", 2, [6, 5], (), 1)
+    _, _, batches = drawn("mse", 2, [6, 5], (), 1)
     own = {"loss": "mse", "against": "ggn", "of": ["diagonal"], "damping": 0.5}
     products, dense = (hk.approximations(module, batches, method=method, **own) for method in ("products", "dense"))
     assert products["diagonal"].measures.condition == pytest.approx(dense["diagonal"].measures.condition, rel=1e-5)
