@@ -13,15 +13,15 @@ Closed forms are imported (``uses``); a formula that is wrong in print is writte
 the printed value, a reference and the corrected value. References share nothing with what they judge (``autodiff.py``) and are
 confirmed by differences, and a verdict has to be found again from any seed.
 
->>> import hessiankit
->>> print(hessiankit.claims(id="hybridnorm/eq19")[0].verdict)
+>>> import papers
+>>> print(papers.claims(id="hybridnorm/eq19")[0].verdict)
 HOLDS
 """
 
-from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Paper, Verdict
-from hessiankit.ledger.ledger import Ledger, claims
-from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
-from hessiankit.ledger.registry import claim
+from papers.claim import PAPERS, VERDICTS, Claim, Evidence, Paper, Verdict
+from papers.ledger import Ledger, claims
+from papers.ledger_report import LedgerReport, LedgerRow
+from papers.registry import claim
 
 __all__ = [
     "PAPERS",

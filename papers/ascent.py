@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
-from hessiankit.ledger.drawing import Draw
+from papers.drawing import Draw
 
 Point = TypeVar("Point")
 

@@ -9,10 +9,10 @@ from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from hessiankit.ledger.autodiff import confirmations
-from hessiankit.ledger.digests import digests, unchanged
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import as_text
+from papers.autodiff import confirmations
+from papers.digests import digests, unchanged
 
 Verdict: TypeAlias = Literal[
     "HOLDS",
@@ -36,7 +36,7 @@ VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
 Shows: TypeAlias = Literal[
     "agreement", "bound", "error", "violation", "condition", "looseness", "readings", "measurement", "figure", "nothing"
 ]
-"""What a computation shows; see ``hessiankit.ledger.evidence``."""
+"""What a computation shows; see ``papers.evidence``."""
 
 CONFIRMED = 1e-5
 """Of a derivative by autograd against central differences."""
@@ -173,7 +173,7 @@ class Claim(WithDict):
         if not second:
             raise TypeError(
                 f"{self.id}: its verdict is WRONG AS PRINTED and one route gives the reference; expected second=..., or a "
-                "derivative by hessiankit.ledger.autodiff, which is compared with differences"
+                "derivative by papers.autodiff, which is compared with differences"
             )
         good = found.reproduced and max(errors, default=0.0) <= CONFIRMED
         return self._as_read(replace(found, second=second, reproduced=good), seed)

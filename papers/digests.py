@@ -1,7 +1,7 @@
 """What was once read from the papers: a digest of the printed side of each row at seed 0.
 
 A wrong formula stays wrong under almost any slip of transcription, and a bound that holds stays true with a larger constant: the
-verdict does not protect them. After a formula has been read against the paper anew, ``python tests/ledger/test_rows.py`` writes
+verdict does not protect them. After a formula has been read against the paper anew, ``python tests/papers/test_rows.py`` writes
 them again.
 
 >>> digest({"printed": [1.0, 2.0], "reference": 3.0})[1::2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from hessiankit.ledger.claim import PAPERS, Claim
-from hessiankit.ledger.ledger_report import LedgerRow
-from hessiankit.ledger.pages import evidence_text, markdown_text, without_rounding
+from papers.claim import PAPERS, Claim
+from papers.ledger_report import LedgerRow
+from papers.pages import evidence_text, markdown_text, without_rounding
 
 
 class Errata(NamedTuple):
@@ -128,7 +128,7 @@ def errata_page(paper: str, rows: Mapping[str, Claim], ran: Mapping[str, LedgerR
         row, found = rows[f"{paper}/{name}"], ran[f"{paper}/{name}"]
         lines += ["", f"### {k}. {markdown_text(row.place)}", "", f"Printed: {markdown_text(row.statement)}.", "", wrong, ""]
         lines += [f"Correct: {markdown_text(row.corrected or '')}.", "", f"Counterexample: {counterexample(found)}.", ""]
-        lines += ["```bash", f"hessiankit claims --show {row.id}", "```"]
+        lines += ["```bash", f"python -m papers show {row.id}", "```"]
     return "\n".join(lines) + "\n"
 
 

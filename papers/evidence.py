@@ -1,7 +1,7 @@
 r"""Checkers: what the computation of a row shows, and whether its verdict was found again.
 
 Errors are relative to the largest entry of the reference; ratios are the left side over the right side of an inequality, so that
-more than 1 is a violation. What was compared stays with the evidence and is printed by ``hessiankit claims --show``.
+more than 1 is a violation. What was compared stays with the evidence and is printed by ``python -m papers show``.
 
 >>> print(agrees(torch.ones(2), torch.ones(2), "f against autograd"))
 relative error 0; f against autograd
@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.ledger.ascent import ATTAINED, WorstRatio
-from hessiankit.ledger.claim import Evidence
+from papers.ascent import ATTAINED, WorstRatio
+from papers.claim import Evidence
 
 TOLERANCE = 1e-10
 """Of a closed form in float64 against another route, relative to the largest entry."""

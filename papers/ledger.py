@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, overload
 
-from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Verdict
-from hessiankit.ledger.errata import ERRATA, errata_page
-from hessiankit.ledger.ledger_report import LedgerReport, run_rows
-from hessiankit.ledger.pages import html_page, markdown_page, plain
-from hessiankit.ledger.registry import rows
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import unknown
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
+from papers.claim import PAPERS, VERDICTS, Claim, Verdict
+from papers.errata import ERRATA, errata_page
+from papers.ledger_report import LedgerReport, run_rows
+from papers.pages import html_page, markdown_page, plain
+from papers.registry import rows
 
 HEADERS = ("id", "place", "verdict", "statement")
 
@@ -123,5 +123,5 @@ def claims(*, paper: str | None = None, verdict: str | None = None, id: str | No
     chosen = rows(paper)
     found = [row for row in chosen if id is None or fnmatchcase(row.id, id)]
     if id is not None and not found:
-        raise unknown("claims", "id", id, [row.id for row in chosen], "`hessiankit claims`")
+        raise unknown("claims", "id", id, [row.id for row in chosen], "`python -m papers list`")
     return Ledger(tuple(row for row in found if verdict is None or row.verdict == verdict.upper()))

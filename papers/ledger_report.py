@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from hessiankit.ledger.claim import Claim, Evidence
 from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
+from papers.claim import Claim, Evidence
 
 HEADERS = ("id", "place", "verdict", "reproduced", "evidence", "seconds")
 

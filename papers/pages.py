@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim
-from hessiankit.ledger.ledger_report import LedgerReport, LedgerRow
+from papers.claim import PAPERS, VERDICTS, Claim
+from papers.ledger_report import LedgerReport, LedgerRow
 
 HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
 INTRODUCTION = (
-    "Statements of four papers, each with a verdict and the computation that finds it again: `hessiankit claims --run` "
-    "runs all, `hessiankit claims --show ID` prints one row with what was compared. The corrections that matter most, "
+    "Statements of four papers, each with a verdict and the computation that finds it again: `python -m papers run` "
+    "runs all, `python -m papers show ID` prints one row with what was compared. The corrections that matter most, "
     "paper by paper: [errata](errata/curvature-gap.md). Statement by statement, with formula and code: [the "
     "papers](papers/index.md)."
 )
@@ -131,7 +131,10 @@ code { font-size: 13px; background: #f2f4f7; padding: 0 .2rem; }
 def html_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]], report: LedgerReport | None) -> str:
     """Return the rows, and what a run of them found, as one HTML page without scripts."""
     ran = _ran(report)
-    parts = ["<!doctype html><html lang='en'><meta charset='utf-8'><title>hessiankit claims</title>", f"<style>{STYLE}</style>"]
+    parts = [
+        "<!doctype html><html lang='en'><meta charset='utf-8'><title>The papers' statements</title>",
+        f"<style>{STYLE}</style>",
+    ]
     parts.append("<h1>The papers' statements, with verdicts</h1>")
     if report is not None:
         parts.append(f"<p>{html.escape(report.summary)}</p>")

@@ -12,8 +12,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hessiankit.ledger.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
-from hessiankit.ledger.evidence import at_small_scale, not_run
+from papers.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
+from papers.evidence import at_small_scale, not_run
 
 _ROWS: dict[str, Claim] = {}
 
@@ -39,7 +39,7 @@ def claim(
         raise ValueError(f"claim: {id}: unknown verdict {verdict!r}; expected one of {', '.join(VERDICTS)}")
 
     def enter(compute: Callable[[int], Evidence]) -> Callable[[int], Evidence]:
-        package = compute.__module__.removeprefix("hessiankit.ledger.").split(".")[0]
+        package = compute.__module__.removeprefix("papers.").split(".")[0]
         name = id if "/" in id else f"{next((paper for paper in PAPERS if PAPERS[paper].package == package), '')}/{id}"
         if name in _ROWS:
             raise ValueError(f"claim: the id {name!r} is taken; ids are unique")
@@ -56,7 +56,7 @@ def claim(
             if not parts.get(part):
                 what = "a statement" if part == "statement" else f"a paragraph that begins with '{part}:'"
                 raise ValueError(f"claim: {id}: {verdict} needs {what} in its docstring")
-        chapter = compute.__module__.removeprefix("hessiankit.ledger.")
+        chapter = compute.__module__.removeprefix("papers.")
         sources = tuple(f"{f.__module__}.{f.__qualname__}" for f in uses)
         correct, needs = parts.get("Correct"), parts.get("Needs")
         _ROWS[name] = Claim(name, place, parts["statement"], verdict, compute, correct, needs, sources, chapter)
@@ -119,10 +119,10 @@ def _not_run() -> tuple[Claim, ...]:
 @cache
 def _load(paper: str) -> tuple[str, ...]:
     """Import the chapters of a paper's package and return their names; rows of "ours" stand in any of them."""
-    package = importlib.import_module(f"hessiankit.ledger.{PAPERS[paper].package}")
+    package = importlib.import_module(f"papers.{PAPERS[paper].package}")
     chapters = tuple(f"{PAPERS[paper].package}.{chapter}" for chapter in package.CHAPTERS)
     for chapter in chapters:
-        importlib.import_module(f"hessiankit.ledger.{chapter}")
+        importlib.import_module(f"papers.{chapter}")
     return chapters
 
 

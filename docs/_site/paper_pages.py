@@ -1,6 +1,6 @@
 """The pages of the papers, docs/papers/: every numbered statement with the call that gives it, its formula, and its verdicts.
 
-``python docs/_site/papers.py`` makes them anew from ``papers.toml``, ``hessiankit.derive`` and the rows of the ledger.
+``python docs/_site/paper_pages.py`` makes them anew from ``papers.toml``, ``hessiankit.derive`` and the rows of the ledger.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from derivations.matrix import Matrix, dimensions  # noqa: E402
-from hessiankit import claims  # noqa: E402
 from hessiankit.formulas import Derivation  # noqa: E402
 from hessiankit.formulas.page import as_math  # noqa: E402
 from hessiankit.formulas.symbols import SizeName  # noqa: E402
 from hessiankit.formulas.theorems import find  # noqa: E402
-from hessiankit.ledger import PAPERS, Claim  # noqa: E402
-from hessiankit.ledger.pages import markdown_text  # noqa: E402
+from papers import PAPERS, Claim, claims  # noqa: E402
+from papers.pages import markdown_text  # noqa: E402
 
 FOLDER = ROOT / "docs" / "papers"
 SIZES = {"p": 5, "q": 7, "r": 11, "m": 13, "n": 17}
@@ -144,7 +143,7 @@ def page(paper: str) -> str:
     lines = [f"# {known.title}", "", f"{source.rstrip('.')}. {found.about}", ""]
     lines += [
         "Each numbered statement: the call that gives it, the formula as it holds, and the verdicts on its print; "
-        f"`hessiankit claims --show ID` runs the counterexample of a row, `{paper}/` and its name. "
+        f"`python -m papers show ID` runs the counterexample of a row, `{paper}/` and its name. "
         f"All {count} rows: [the ledger](../claims.md#{paper}); what matters most: "
         f"[corrections](../errata/{paper}.md). {found.more}".rstrip(),
         "",
@@ -180,7 +179,7 @@ def index() -> str:
     lines += [
         "",
         'A statement on a derivative is a formula that computes: `hessiankit.derive("curvature-gap/thm3")`, or with its verdicts',
-        "`hessiankit derive curvature-gap/thm3` on the command line. `hessiankit claims --show curvature-gap/thm3-full` runs the",
+        "`hessiankit derive curvature-gap/thm3` on the command line. `python -m papers show curvature-gap/thm3-full` runs the",
         "counterexample. Figures of the papers, drawn again: [gallery](../gallery.md).",
     ]
     return "\n".join(lines) + "\n"

@@ -12,14 +12,14 @@ from torch import Tensor
 from hessiankit.blocks import PLACEMENTS, Transformer, initialise
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.initialisation import WeightPlace, deepnorm, olmo, olmo_printed
-from hessiankit.ledger import second as again
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import make_block, make_stack, stream
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, readings, wrong
-from hessiankit.ledger.notation import rms_norm
-from hessiankit.ledger.registry import claim
+from papers import second as again
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.curse_of_depth.stacks import make_block, make_stack, stream
+from papers.drawing import Draw
+from papers.evidence import agrees, readings, wrong
+from papers.notation import rms_norm
+from papers.registry import claim
 
 
 def angle(x: Tensor, y: Tensor) -> Tensor:

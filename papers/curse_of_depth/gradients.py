@@ -12,14 +12,14 @@ from derivations.attention import AttentionAt
 from derivations.gradient_bounds import pre_norm_gradient_bounds
 from derivations.normalization import LayerNormAt
 from hessiankit.blocks import TransformerBlock
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import StackSizes, attention_head, make_stack, stream
-from hessiankit.ledger.curse_of_depth.variance import grown
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, measured, violated, wrong
-from hessiankit.ledger.notation import layer_norm, rms_norm, spectral
-from hessiankit.ledger.registry import claim
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.curse_of_depth.stacks import StackSizes, attention_head, make_stack, stream
+from papers.curse_of_depth.variance import grown
+from papers.drawing import Draw
+from papers.evidence import assumed, bounded, measured, violated, wrong
+from papers.notation import layer_norm, rms_norm, spectral
+from papers.registry import claim
 
 
 class AttentionBranch:

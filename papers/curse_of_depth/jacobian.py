@@ -14,10 +14,10 @@ from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt, RMSNormAt
 from hessiankit.blocks import TransformerBlock
-from hessiankit.ledger.ascent import worst
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import (
+from papers.ascent import worst
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.curse_of_depth.stacks import (
     Network,
     StackSizes,
     attention_head,
@@ -28,11 +28,11 @@ from hessiankit.ledger.curse_of_depth.stacks import (
     make_stack,
     stream,
 )
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import bounded, loose, measured, readings, relative_error, violated, wrong
-from hessiankit.ledger.notation import dense, layer_norm, rms_norm, spectral
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.second import largest_singular_value
+from papers.drawing import Draw
+from papers.evidence import bounded, loose, measured, readings, relative_error, violated, wrong
+from papers.notation import dense, layer_norm, rms_norm, spectral
+from papers.registry import claim
+from papers.second import largest_singular_value
 
 SMALL: dict[str, Any] = {"d_model": 6, "d_ff": 8, "n_heads": 1}
 

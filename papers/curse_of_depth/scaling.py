@@ -10,15 +10,15 @@ from torch import Tensor
 
 from derivations.feedforward import FeedForwardAt
 from hessiankit.blocks import TransformerBlock
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import Network, StackSizes, block_jacobian, exponent, layers, log_product, make_block
-from hessiankit.ledger.curse_of_depth.variance import constants_multiply, grown, recurrence, var
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, loose, measured, small, violated, wrong
-from hessiankit.ledger.notation import dense, rms_norm
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.second import variance
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.curse_of_depth.stacks import Network, StackSizes, block_jacobian, exponent, layers, log_product, make_block
+from papers.curse_of_depth.variance import constants_multiply, grown, recurrence, var
+from papers.drawing import Draw
+from papers.evidence import assumed, loose, measured, small, violated, wrong
+from papers.notation import dense, rms_norm
+from papers.registry import claim
+from papers.second import variance
 
 DEPTHS = [1, 4, 16, 64]
 

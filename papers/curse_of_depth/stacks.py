@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import TransformerBlock, initialise
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.drawing import Draw
+from papers.autodiff import jacobian_of
+from papers.drawing import Draw
 
 
 def make_block(seed: int, layer: int = 1, placement: str = "pre", **options: Any) -> TransformerBlock:

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import placements as eq
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.definitions import angle
-from hessiankit.ledger.curse_of_depth.stacks import block_jacobian, make_stack, stream
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import bounded, measured, readings, small, violated, wrong
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.second import as_printed
+from papers.claim import Evidence
+from papers.curse_of_depth.definitions import angle
+from papers.curse_of_depth.stacks import block_jacobian, make_stack, stream
+from papers.drawing import Draw
+from papers.evidence import bounded, measured, readings, small, violated, wrong
+from papers.registry import claim
+from papers.second import as_printed
 
 TABLE_1 = {
     "Post-LN": (26.95, 1409.79, 1368.33, 1390.75),

@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curse_of_depth.stacks import Network, layers
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, small, violated, wrong
-from hessiankit.ledger.notation import rms_norm
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.second import variance
+from papers.claim import Evidence
+from papers.curse_of_depth.stacks import Network, layers
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, bounded, loose, small, violated, wrong
+from papers.notation import rms_norm
+from papers.registry import claim
+from papers.second import variance
 
 
 def var(X: Tensor) -> float:

@@ -12,14 +12,14 @@ from torch import Tensor
 from derivations.attention import AttentionAt
 from derivations.attention_point import shuffle
 from derivations.composition import GaussNewton
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import global_minimum
-from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, BlockSizes, misprint, point, points, same
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
-from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, spectral, turn
-from hessiankit.ledger.registry import claim, claims_of
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention_problems import global_minimum
+from papers.curvature_gap.point import ATTENTION_PAIRS, BlockPoint, BlockSizes, misprint, point, points, same
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, relative_error, wrong
+from papers.notation import dense, eye, if_it_conforms, kron, spectral, turn
+from papers.registry import claim, claims_of
 
 
 @claim("l2-hf", "Lemma 2", "WRONG AS PRINTED", uses=[GaussNewton])

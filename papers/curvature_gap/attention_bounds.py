@@ -22,9 +22,9 @@ from derivations.bounds import (
 )
 from derivations.bounds.attention_printed import functional_printed, outer_printed
 from derivations.softmax import SoftmaxAt
-from hessiankit.ledger.autodiff import hessian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import (
+from papers.autodiff import hessian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention_problems import (
     AttentionProblem,
     global_minimum,
     half_on_itself,
@@ -34,10 +34,10 @@ from hessiankit.ledger.curvature_gap.attention_problems import (
     two_attended_tokens,
     worst_of,
 )
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, loose, readings, violated, wrong
-from hessiankit.ledger.notation import dense, spectral
-from hessiankit.ledger.registry import claim, claims_of
+from papers.drawing import Draw
+from papers.evidence import assumed, bounded, loose, readings, violated, wrong
+from papers.notation import dense, spectral
+from papers.registry import claim, claims_of
 
 
 @cache

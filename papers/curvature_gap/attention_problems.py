@@ -20,11 +20,11 @@ from derivations.bounds.attention_printed import (
     theorem_1_appendix_printed,
     theorem_1_printed,
 )
-from hessiankit.ledger.ascent import WorstRatio, worst
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
-from hessiankit.ledger.curvature_gap.point import attention
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.notation import spectral
+from papers.ascent import WorstRatio, worst
+from papers.autodiff import hessian_of, jacobian_of, kept
+from papers.curvature_gap.point import attention
+from papers.drawing import Draw
+from papers.notation import spectral
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,10 +15,10 @@ from derivations.matrix import Dense
 from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
 from derivations.vecr import slice_transpose
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention import printed_phi
-from hessiankit.ledger.curvature_gap.point import (
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention import printed_phi
+from papers.curvature_gap.point import (
     ATTENTION,
     ATTENTION_PAIRS,
     PAIRS,
@@ -29,9 +29,9 @@ from hessiankit.ledger.curvature_gap.point import (
     point,
     points,
 )
-from hessiankit.ledger.evidence import agrees, assumed, relative_error, wrong
-from hessiankit.ledger.notation import dense, eye, if_it_conforms, kron, ones, turn, vec_eye
-from hessiankit.ledger.registry import claim, claims_of
+from papers.evidence import agrees, assumed, relative_error, wrong
+from papers.notation import dense, eye, if_it_conforms, kron, ones, turn, vec_eye
+from papers.registry import claim, claims_of
 
 
 @claim("thm4", "Theorem 4", "HOLDS", uses=[PostNormBlockAt.jacobian])

@@ -19,15 +19,15 @@ from derivations.bounds.block_printed import (
     sigma_min_printed,
 )
 from derivations.transformer import PostNormBlockAt
-from hessiankit.ledger.ascent import WorstRatio, worst
-from hessiankit.ledger.autodiff import hessian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import AttentionProblem, over, sample, two_attended_tokens
-from hessiankit.ledger.curvature_gap.point import ATTENTION_PAIRS, PAIRS, WEIGHTS, BlockPoint, BlockSizes, attention, point
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, violated
-from hessiankit.ledger.notation import dense, eye, spectral
-from hessiankit.ledger.registry import claim, claims_of
+from papers.ascent import WorstRatio, worst
+from papers.autodiff import hessian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention_problems import AttentionProblem, over, sample, two_attended_tokens
+from papers.curvature_gap.point import ATTENTION_PAIRS, PAIRS, WEIGHTS, BlockPoint, BlockSizes, attention, point
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, bounded, loose, violated
+from papers.notation import dense, eye, spectral
+from papers.registry import claim, claims_of
 
 SIZES = (BlockSizes(3, 4, 2, 5), BlockSizes(2, 3, 2, 4), BlockSizes(3, 3, 3, 3))
 

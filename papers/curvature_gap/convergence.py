@@ -18,15 +18,15 @@ from derivations.bounds import (
     theorem_7_corrected,
     theorem_7_printed,
 )
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.curvature_gap.attention_problems import AttentionProblem, column, global_minimum, sample
-from hessiankit.ledger.curvature_gap.block_bounds import closed_form
-from hessiankit.ledger.curvature_gap.point import BlockPoint, BlockSizes, point
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, measured, small, violated
-from hessiankit.ledger.notation import eye, layer_norm
-from hessiankit.ledger.registry import claim
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention_problems import AttentionProblem, column, global_minimum, sample
+from papers.curvature_gap.block_bounds import closed_form
+from papers.curvature_gap.point import BlockPoint, BlockSizes, point
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, measured, small, violated
+from papers.notation import eye, layer_norm
+from papers.registry import claim
 
 
 def running_means(losses: Tensor) -> Tensor:

@@ -12,13 +12,13 @@ from derivations.bounds import lemma_4_hessian_printed, lemma_4_jacobian_printed
 from derivations.bounds.block_printed import sigma_min_printed
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
 from derivations.normalization import LayerNormAt
-from hessiankit.ledger.ascent import worst
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, loose, relative_error, violated, wrong
-from hessiankit.ledger.notation import basis_pairs, dense, eye, if_it_conforms, kron, layer_norm, ones, spectral, turn, vec_eye
-from hessiankit.ledger.registry import claim, claims_of
+from papers.ascent import worst
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, loose, relative_error, violated, wrong
+from papers.notation import basis_pairs, dense, eye, if_it_conforms, kron, layer_norm, ones, spectral, turn, vec_eye
+from papers.registry import claim, claims_of
 
 GENERIC, EQUAL = (3, 4), (3, 3)
 """L x d_V."""

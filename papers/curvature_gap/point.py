@@ -17,11 +17,11 @@ from torch import Tensor
 
 from derivations.attention import AttentionAt
 from derivations.transformer import PostNormBlockAt
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of, kept
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, relative_error, wrong
-from hessiankit.ledger.notation import if_it_conforms, layer_norm
+from papers.autodiff import hessian_of, jacobian_of, kept
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, relative_error, wrong
+from papers.notation import if_it_conforms, layer_norm
 
 WEIGHTS = ("1", "2", "K", "Q", "V")
 """The five weights in the order of Theorem 6."""

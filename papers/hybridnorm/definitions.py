@@ -18,8 +18,8 @@ from derivations.normalization import RMSNormAt
 from derivations.stage import Stage
 from hessiankit.blocks import TransformerBlock
 from hessiankit.formulas.block_at import BlockAt, attention_stage, input_stage
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.notation import rms_norm
+from papers.drawing import Draw
+from papers.notation import rms_norm
 
 LETTERS = ("W_Q", "W_K", "W_V", "W_O")
 

@@ -7,12 +7,12 @@ import math
 import torch
 
 from hessiankit.blocks import Transformer
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import measured
-from hessiankit.ledger.hybridnorm.definitions import HeadPoint
-from hessiankit.ledger.hybridnorm.theorem_pre import pre_norm_norms, qkv_norm_norms, ratios
-from hessiankit.ledger.registry import claim
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import measured
+from papers.hybridnorm.definitions import HeadPoint
+from papers.hybridnorm.theorem_pre import pre_norm_norms, qkv_norm_norms, ratios
+from papers.registry import claim
 
 LAYERS = 32
 

@@ -13,13 +13,13 @@ from derivations.normalization import RMSNormAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
 from derivations.vecr import sandwich
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, wrong
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
-from hessiankit.ledger.notation import dense, eye, rms_norm
-from hessiankit.ledger.registry import claim, claims_of
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, wrong
+from papers.hybridnorm.definitions import LETTERS, HeadPoint
+from papers.notation import dense, eye, rms_norm
+from papers.registry import claim, claims_of
 
 
 def printed_pre_norm(head: HeadPoint, letter: str) -> Tensor:

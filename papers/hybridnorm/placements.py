@@ -10,13 +10,13 @@ from torch import Tensor
 from hessiankit.blocks import TransformerBlock
 from hessiankit.blocks import placements as eq
 from hessiankit.blocks.initialisation import WeightPlace, normal
-from hessiankit.ledger import second as again
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, small, wrong
-from hessiankit.ledger.hybridnorm.definitions import mha, swiglu
-from hessiankit.ledger.notation import rms_norm
-from hessiankit.ledger.registry import claim
+from papers import second as again
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import assumed, small, wrong
+from papers.hybridnorm.definitions import mha, swiglu
+from papers.notation import rms_norm
+from papers.registry import claim
 
 HEADS = 2
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from hessiankit.blocks import Transformer
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.evidence import counts, small, wrong
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.second import as_printed
+from papers.claim import Evidence
+from papers.evidence import counts, small, wrong
+from papers.registry import claim
+from papers.second import as_printed
 
 Rows: TypeAlias = Mapping[str, tuple[float, ...]]
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from derivations.bounds import softmax_jacobian_bound
 from derivations.gradient_bounds import AttentionGradientBounds, pre_norm_gradient_bounds
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, loose, readings
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
-from hessiankit.ledger.hybridnorm.jacobians import printed_pre_norm, printed_qkv_norm
-from hessiankit.ledger.notation import spectral
-from hessiankit.ledger.registry import claim, claims_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import assumed, bounded, loose, readings
+from papers.hybridnorm.definitions import LETTERS, HeadPoint
+from papers.hybridnorm.jacobians import printed_pre_norm, printed_qkv_norm
+from papers.notation import spectral
+from papers.registry import claim, claims_of
 
 
 def pre_norm_norms(head: HeadPoint) -> AttentionGradientBounds:

@@ -13,13 +13,13 @@ from torch import Tensor
 from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, pre_norm_gradient_bounds, qkv_norm_gradient_bounds
 from derivations.normalization import RMSNormAt
 from derivations.stage import Stage
-from hessiankit.ledger.ascent import worst
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import assumed, bounded, relative_error, small, violated, wrong
-from hessiankit.ledger.hybridnorm.definitions import LETTERS, HeadPoint
-from hessiankit.ledger.hybridnorm.theorem_pre import (
+from papers.ascent import worst
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import assumed, bounded, relative_error, small, violated, wrong
+from papers.hybridnorm.definitions import LETTERS, HeadPoint
+from papers.hybridnorm.theorem_pre import (
     equal_tokens,
     opposite_tokens,
     printed_qkv_norm_bounds,
@@ -29,8 +29,8 @@ from hessiankit.ledger.hybridnorm.theorem_pre import (
     sigma_of_product,
     sigma_of_weight,
 )
-from hessiankit.ledger.notation import dense, rms_norm, spectral
-from hessiankit.ledger.registry import claim, claims_of
+from papers.notation import dense, rms_norm, spectral
+from papers.registry import claim, claims_of
 
 
 def sharp(head: HeadPoint) -> AttentionGradientBounds:

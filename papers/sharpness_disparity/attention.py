@@ -16,14 +16,14 @@ from derivations.bounds import AttentionGradientNorms, NormedInput, theorem_4_2
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
-from hessiankit.ledger import second as again
-from hessiankit.ledger.ascent import WorstRatio, worst
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, bounded, loose, small, violated, wrong
-from hessiankit.ledger.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import AttentionSublayer
+from papers import second as again
+from papers.ascent import WorstRatio, worst
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, bounded, loose, small, violated, wrong
+from papers.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
+from papers.registry import claim
+from papers.sharpness_disparity.points import AttentionSublayer
 
 VOCABULARY = 9
 """d of the paper, which is not the width D."""

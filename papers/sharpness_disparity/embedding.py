@@ -13,14 +13,14 @@ from derivations.bounds import EmbeddingNorms, theorem_4_3
 from derivations.embedding import TokenEmbeddingAt
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
-from hessiankit.ledger import second as again
-from hessiankit.ledger.ascent import worst
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, relative_error, violated, wrong
-from hessiankit.ledger.notation import dense, eye, ones
-from hessiankit.ledger.registry import claim
+from papers import second as again
+from papers.ascent import worst
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, bounded, loose, relative_error, violated, wrong
+from papers.notation import dense, eye, ones
+from papers.registry import claim
 
 
 @dataclass(frozen=True)

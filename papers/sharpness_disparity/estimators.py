@@ -14,13 +14,13 @@ from torch import Tensor
 from derivations.loss import CrossEntropyAt
 from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, readings, relative_error, small
-from hessiankit.ledger.notation import dense
-from hessiankit.ledger.registry import claim
 from hessiankit.optim import block_types
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, bounded, readings, relative_error, small
+from papers.notation import dense
+from papers.registry import claim
 
 
 @dataclass(frozen=True)

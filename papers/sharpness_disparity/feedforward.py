@@ -14,15 +14,15 @@ from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
 from derivations.norms import matrix_norm
 from hessiankit.blocks import TransformerBlock, initialise
-from hessiankit.ledger import second as again
-from hessiankit.ledger.ascent import worst
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, bounded, loose, relative_error, small, violated, wrong
-from hessiankit.ledger.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.points import FeedForwardPoint
+from papers import second as again
+from papers.ascent import worst
+from papers.autodiff import jacobian_of
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, bounded, loose, relative_error, small, violated, wrong
+from papers.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
+from papers.registry import claim
+from papers.sharpness_disparity.points import FeedForwardPoint
 
 VOCABULARY = 9
 """d of the paper, which is not the width D."""

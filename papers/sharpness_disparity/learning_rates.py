@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, counts, relative_error, small, violated, wrong
-from hessiankit.ledger.registry import claim
-from hessiankit.ledger.sharpness_disparity.principle import ORDER, RATES
 from hessiankit.optim import block_types
 from hessiankit.partition.fused import named_slices
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, counts, relative_error, small, violated, wrong
+from papers.registry import claim
+from papers.sharpness_disparity.principle import ORDER, RATES
 
 STEPS = 50_000
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
-from hessiankit.ledger.autodiff import jacobian_of
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.notation import dense, layer_norm
+from papers.autodiff import jacobian_of
+from papers.drawing import Draw
+from papers.notation import dense, layer_norm
 
 SLOPE = 0.01
 """Of Leaky ReLU."""

@@ -14,12 +14,12 @@ from torch import Tensor
 from derivations.normalization import LayerNormAt
 from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.ledger import second as again
-from hessiankit.ledger.claim import Evidence
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.evidence import agrees, assumed, measured, wrong
-from hessiankit.ledger.registry import claim
 from hessiankit.optim import PRESETS, block_types
+from papers import second as again
+from papers.claim import Evidence
+from papers.drawing import Draw
+from papers.evidence import agrees, assumed, measured, wrong
+from papers.registry import claim
 
 ORDER = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. 1, from flat to sharp."""

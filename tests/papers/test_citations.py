@@ -6,11 +6,10 @@ import re
 from functools import cache
 from pathlib import Path
 
-from hessiankit import claims
 from hessiankit.formulas.theorems import find
-from hessiankit.ledger import PAPERS
+from papers import PAPERS, claims
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = [
     path for folder in ("derivations", "hessiankit", "docs", "figures", "benchmarks", "notebooks") for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".md") and path.parent.name not in PAPERS

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hessiankit.ledger.autodiff import confirmations, hessian_of, jacobian_of, kept
-from hessiankit.ledger.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
-from hessiankit.ledger.notation import if_it_conforms
+from papers.autodiff import confirmations, hessian_of, jacobian_of, kept
+from papers.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
+from papers.notation import if_it_conforms
 
 
 def test_a_function_that_does_not_depend_on_its_argument():

@@ -1,6 +1,6 @@
 """Every row of the ledger: its verdict is found again, from one seed, and with ``-m exhaustive`` from another, and its printed side is the one once read from the paper.
 
-``python tests/ledger/test_rows.py`` keeps the printed sides, after a formula has been read against the paper anew.
+``python tests/papers/test_rows.py`` keeps the printed sides, after a formula has been read against the paper anew.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import json
 
 import pytest
 
-from hessiankit.ledger import claims
-from hessiankit.ledger.digests import FILE, digest, digests, unchanged
-from hessiankit.ledger.ledger_report import run_row
+from papers import claims
+from papers.digests import FILE, digest, digests, unchanged
+from papers.ledger_report import run_row
 
 
 @pytest.mark.slow

@@ -6,13 +6,13 @@ import math
 
 import pytest
 
-from hessiankit.ledger.curse_of_depth.stacks import attention_head, exponent, layers
-from hessiankit.ledger.curse_of_depth.variance import grown, var
-from hessiankit.ledger.curvature_gap.point import point
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.hybridnorm.tables import TABLE_4_BLOCKS, TABLE_4_OURS
-from hessiankit.ledger.notation import norm, rms_norm, spectral
-from hessiankit.ledger.sharpness_disparity.points import FeedForwardPoint
+from papers.curse_of_depth.stacks import attention_head, exponent, layers
+from papers.curse_of_depth.variance import grown, var
+from papers.curvature_gap.point import point
+from papers.drawing import Draw
+from papers.hybridnorm.tables import TABLE_4_BLOCKS, TABLE_4_OURS
+from papers.notation import norm, rms_norm, spectral
+from papers.sharpness_disparity.points import FeedForwardPoint
 
 SEEDS = range(3)
 

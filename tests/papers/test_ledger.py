@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import hessiankit
-from hessiankit.cli.main import main
-from hessiankit.ledger import PAPERS, VERDICTS, Claim, Ledger, claim, claims
-from hessiankit.ledger import evidence as show
-from hessiankit.ledger.autodiff import hessian_of, jacobian_of
-from hessiankit.ledger.claim import SUPPORTED
-from hessiankit.ledger.drawing import Draw
-from hessiankit.ledger.errata import ERRATA, errata_page, without_counterexamples
-from hessiankit.ledger.ledger_report import run_row
-from hessiankit.ledger.pages import without_evidence
 from hessiankit.support.errors import InputError
+from papers import PAPERS, VERDICTS, Claim, Ledger, claim, claims
+from papers import evidence as show
+from papers.__main__ import main
+from papers.autodiff import hessian_of, jacobian_of
+from papers.claim import SUPPORTED
+from papers.drawing import Draw
+from papers.errata import ERRATA, errata_page, without_counterexamples
+from papers.ledger_report import run_row
+from papers.pages import without_evidence
 
-PAGE = Path(__file__).parents[1] / "docs" / "claims.md"
+PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 ones = torch.ones(3, dtype=torch.float64)
 
 
@@ -230,7 +229,6 @@ def test_incomplete_rows_are_refused(everything, fields, message):
 
 
 def test_choosing_rows(everything):
-    assert hessiankit.claims is claims
     some = claims(paper="hybridnorm", verdict="wrong as printed", id="hybridnorm/eq3*")
     assert len(some) >= 3
     assert {c.verdict for c in some} == {"WRONG AS PRINTED"}
@@ -284,7 +282,7 @@ def test_latex_survives_a_markdown_table():
 
 def test_the_page_in_docs_is_true(everything):
     page = PAGE.read_text(encoding="utf-8")
-    command = "hessiankit claims --run --markdown docs/claims.md"
+    command = "python -m papers run --markdown docs/claims.md"
     assert without_evidence(page) == without_evidence(everything.markdown()), f"run: {command}"
     assert "not reproduced" not in page
     assert all(line.rsplit(" | ", 1)[1] != " |" for line in page.splitlines() if line.startswith("| <a id"))
@@ -296,7 +294,7 @@ def test_the_pages_of_corrections_are_true(everything, paper):
     blank = {name: run_row(row(lambda seed: show.small(0.0))) for name in rows}
     page = (PAGE.parent / "errata" / f"{paper}.md").read_text(encoding="utf-8")
     expected = without_counterexamples(errata_page(paper, rows, blank))
-    assert without_counterexamples(page) == expected, "run: hessiankit claims --errata docs/errata"
+    assert without_counterexamples(page) == expected, "run: python -m papers errata --out docs/errata"
     assert "not reproduced" not in page
     for name, _ in ERRATA[paper].wrong:
         assert rows[f"{paper}/{name}"].verdict == "WRONG AS PRINTED", name
@@ -311,34 +309,34 @@ def test_a_wrong_row_keeps_what_it_compared(everything):
 
 
 def test_errata_of_some_rows_only(tmp_path, capsys):
-    assert main(["claims", "--paper", "hybridnorm", "--errata", str(tmp_path / "pages")]) == 0
-    assert [p.name for p in (tmp_path / "pages").iterdir()] == ["hybridnorm.md"]
+    assert main(["errata", "--out", str(tmp_path / "pages")]) == 0
+    assert sorted(p.name for p in (tmp_path / "pages").iterdir()) == sorted(f"{paper}.md" for paper in ERRATA)
     assert "Counterexample: " in (tmp_path / "pages" / "hybridnorm.md").read_text(encoding="utf-8")
 
 
 def test_command_line(tmp_path, capsys):
     files = {name: tmp_path / f"claims.{name}" for name in ("json", "html", "markdown")}
     options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    assert main(["claims", "--paper", "hybridnorm", "--id", "hybridnorm/eq2[0-3]", "--run", "--seed", "3", *options]) == 0
+    assert main(["run", "--paper", "hybridnorm", "--id", "hybridnorm/eq2[0-3]", "--seed", "3", *options]) == 0
     assert "4 of 4 verdicts reproduced; seed 3" in capsys.readouterr().out
-    assert len(json.loads(files["json"].read_text(encoding="utf-8"))["rows"]) == 4
+    assert len(json.loads(files["json"].read_text(encoding="utf-8"))) == 4
     assert "hybridnorm-eq21" in files["markdown"].read_text(encoding="utf-8")
     assert files["html"].read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert main(["claims", "--show", "hybridnorm/eq19"]) == 0
+    assert main(["show", "hybridnorm/eq19"]) == 0
     printed = capsys.readouterr().out
     assert "reproduced  yes (seed 0" in printed
     assert "derivations.softmax.SoftmaxAt" in printed
-    assert main(["claims", "--verdict", "vague"]) == 0
+    assert main(["list", "--verdict", "vague"]) == 0
     assert "VAGUE" in capsys.readouterr().out
 
 
 def test_command_line_when_a_verdict_is_not_found_again(monkeypatch, capsys):
     broken = row(lambda seed: show.small(1.0, "broken on purpose"))
-    monkeypatch.setattr("hessiankit.ledger.ledger.rows", lambda paper: (broken,))
-    assert main(["claims"]) == 0
-    assert main(["claims", "--run"]) == 1
+    monkeypatch.setattr("papers.ledger.rows", lambda paper: (broken,))
+    assert main(["list"]) == 0
+    assert main(["run"]) == 1
     assert "ours/made-up (here): HOLDS NOT reproduced: relative error 1; broken on purpose" in capsys.readouterr().out
-    assert main(["claims", "--show", "ours/*"]) == 1
+    assert main(["show", "ours/*"]) == 1
     assert "reproduced  NO" in capsys.readouterr().out
 
 
