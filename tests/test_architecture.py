@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("derivations", "hessiankit", "figures", "benchmarks")
+PACKAGES = ("derivations", "hessiankit", "papers", "figures", "benchmarks")
 LINES = 500
 
 
@@ -64,6 +64,11 @@ def test_imports_go_down() -> None:
     up = [(a, b) for a, b in up if not (room(b) in floor and floor[room(b)] < floor[room(a)])]
     assert up == []
     assert [(a, b) for a in FILES if a.startswith("derivations") for b in imported(a) if not b.startswith("derivations")] == []
+
+
+def test_only_figures_import_the_papers() -> None:
+    importers = {name for name in FILES if any(other.split(".")[0] == "papers" for other in imported(name))}
+    assert {name.split(".")[0] for name in importers} <= {"papers", "figures"}
 
 
 def test_no_circles() -> None:
