@@ -119,6 +119,8 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
         found[f"ddp {name}"] = own(hd.sharpness(nn.parallel.DistributedDataParallel(model(dtype)), data, **options))
         spread = sharded(model(dtype))
         spread.embedding.W_E.grad = torch.ones_like(spread.embedding.W_E)
+        with torch.no_grad():
+            spread(sequences()[0][:1])  # after which the outermost parameters are whole
         found[f"fsdp {name}"] = own(hd.sharpness(spread, data, parts=some_cut(plain), **options))
         kept = spread.embedding.W_E.grad
         found[f"gradients kept {name}"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training

@@ -413,3 +413,19 @@ def test_weights_of_experts_that_an_index_chooses_and_an_output_after_integers()
     experts = {name: {"FFN"} for name in "ubdc"}
     ends = {"a.weight": {"Emb"}, "a.bias": {"Emb"}, "h.weight": {"Head"}, "h.bias": {"Head"}, "r.weight": {"Other"}}
     assert said == {**experts, **ends}
+
+
+def test_the_flow_decides_on_a_fused_layer_whose_order_is_only_supposed() -> None:
+    class Unsized(nn.Module):
+        """Values first, and no number of heads by which one could tell."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.c_attn, self.c_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+        def forward(self, x: Tensor) -> Tensor:
+            v, q, k = self.c_attn(x).chunk(3, -1)
+            return x + self.c_proj(F.scaled_dot_product_attention(q, k, v))
+
+    types = hk.block_types(Unsized(), inputs=torch.randn(2, 3, D))
+    assert [types[f"c_attn.weight[{at}]"] for at in ("0:8", "8:16", "16:24")] == ["VO", "QK", "QK"]

@@ -50,11 +50,12 @@ def check_same_function(
     """
     calls = _Calls(named, data_only=sharded)
 
-    if sharded:
-        with ranks.exchange():
-            run(calls)
-    else:
-        ranks.together(lambda: run(calls))
+    with torch.compiler.set_stance("force_eager"):  # compiled code shows no operations
+        if sharded:
+            with ranks.exchange():
+                run(calls)
+        else:
+            ranks.together(lambda: run(calls))
     held = ranks.gather([zlib.crc32(line.encode()) for line in calls.lines])
     other = next((rank for rank, lines in enumerate(held) if lines != held[0]), None)
     if other is None:
@@ -92,8 +93,13 @@ def forward_of(
     return run, [*own, *named_tensors(one.inputs)]
 
 
+_PLAIN = (int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+
+
 class _Calls(TorchDispatchMode):
     """The operations that run, a line each; tensors by the number of the operation that made their memory."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, named: Iterable[tuple[str, Tensor]], *, data_only: bool) -> None:
         super().__init__()
@@ -128,7 +134,7 @@ class _Calls(TorchDispatchMode):
             return f"a constant {shape}" + (f" of digest {fingerprint(x):x}" if dense else "")
         if isinstance(x, (list, tuple)):
             return f"({', '.join(map(self._said, x))})"
-        return "" if isinstance(x, (torch.device, torch.Generator)) else str(x)
+        return str(x) if isinstance(x, _PLAIN) else type(x).__name__  # a device, a generator, a function may be a rank's own
 
 
 def _address(x: Tensor) -> int:
