@@ -28,7 +28,6 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.diagnostics.sharpness import sharpness
     from hessiankit.formulas import derive
     from hessiankit.landscape import loss_slices, spectrum
-    from hessiankit.ledger import claims
     from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.partition import block_types, named_slices
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError

@@ -141,3 +141,23 @@ def test_a_target_of_zero_is_a_constant() -> None:
     target = torch.tensor([[0.0, 0.5, 0.5, 0, 0]] * 4, dtype=torch.float64)
     module, x = Units(lambda h: F.kl_div(h.log_softmax(-1), target, reduction="sum")), data()
     assert hk.hessian(module, x, loss=None).matrix.allclose(twice(module, x), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_entry_near_a_kink_is_dead_all_the_same(dtype: torch.dtype) -> None:
+    def f(h: Tensor) -> Tensor:
+        return F.relu(h - h.detach() - 1e-3) ** 1.5 + h.sin()
+
+    module, x = Units(f, dtype), data(dtype)
+    expected = twice(Units(torch.sin), data())
+    assert (hk.hessian(module, x, loss=None).matrix - expected).abs().max() < (1e-12 if dtype == torch.float64 else 1e-4)
+
+
+def test_beside_an_operation_that_is_not_defined_nearby() -> None:
+    def f(h: Tensor) -> Tensor:
+        factor = torch.linalg.cholesky(torch.diag_embed(F.relu(h).sum(-1) + 1e-9) * 1e-3 - h.sum() * 0)
+        return F.relu(h) ** 1.5 * factor.diagonal().unsqueeze(1)
+
+    module, x = Units(f), data()
+    expected = twice(module, x)
+    assert hk.hessian(module, x, loss=None).matrix.allclose(expected, rtol=0, atol=1e-11 * float(expected.abs().max()))

@@ -463,3 +463,28 @@ def test_straight_through_by_detach_is_what_torch_differentiates(digits: float, 
     expected = reverse_over_reverse(module.to(dtype), x.to(dtype), target.to(dtype), mse)
     found = hk.hessian(module, x.to(dtype), target.to(dtype)).matrix
     assert (found - expected).abs().max() < (1e-13 if dtype == torch.float64 else 1e-5) * expected.abs().max()
+
+
+@pytest.mark.parametrize("like", [torch.empty_like, torch.rand_like, torch.zeros_like, lambda y: y.new_empty(3, 4)])
+def test_a_function_whose_shape_is_read_first(like: Callable[[Tensor], Tensor]) -> None:
+    """Torch makes a tensor of the shape of another one beneath autograd."""
+
+    def f(s: Formula, x: Tensor) -> Tensor:
+        y = CubeOfItsOwn.apply(x @ s.W)
+        return y * like(y).fill_(2.0)
+
+    module, x, target = Formula(f, W=(3, 4)), draw(3, 3), draw(3, 4, seed=2)
+    expected = reverse_over_reverse(module, x, target, mse)
+    assert hk.hessian(module, x, target).matrix.allclose(expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+class CubeOfItsOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return 3 * x * x * adjoint

@@ -109,3 +109,16 @@ def test_what_is_wrong_with_a_sparse_tensor_is_said(layout: str) -> None:
     with pytest.raises(hk.InputError, match="a call of the module changes its buffer 'adjacency'"):
         hk.hessian(module, X, TARGET)
     assert module.adjacency.to_dense().equal(ADJACENCY)
+
+
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_writing_in_place_beside_a_sparse_tensor(layout: str) -> None:
+    def product(A: Tensor, z: Tensor) -> Tensor:
+        y = A @ z
+        y[1] = z[0] * 2
+        y += 1
+        return y
+
+    expected = reverse_over_reverse(Graph(product, ADJACENCY), X, TARGET, mse)
+    found = hk.hessian(Graph(product, LAYOUTS[layout](ADJACENCY)), X, TARGET).matrix
+    assert found.allclose(expected, rtol=0, atol=1e-13)

@@ -62,7 +62,9 @@ def known_tests(root: Path) -> Mapping[str, tuple[str, ...]]:
     of its neighbours in the folder.
     """
     sources = {
-        path.relative_to(root).as_posix(): path for top in ("hessiankit", "derivations") for path in (root / top).rglob("*.py")
+        path.relative_to(root).as_posix(): path
+        for top in ("hessiankit", "derivations", "papers")
+        for path in (root / top).rglob("*.py")
     }
     tests: dict[str, set[str]] = {name: set() for name in sources}
     for mutant in every():

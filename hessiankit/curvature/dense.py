@@ -237,10 +237,10 @@ def hessian(
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
-            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output: one tensor, or the
-            ``logits`` of an object or dict. A callable ``(outputs, target) -> scalar``, such as
-            ``nn.CrossEntropyLoss(label_smoothing=0.1)``: it is given exactly what the module returns.
-            None: the module returns the loss, as a scalar or as ``loss`` of an object or dict.
+            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output, as torch's own losses do,
+            such as ``nn.CrossEntropyLoss(label_smoothing=0.1)``: one tensor, the ``logits`` of an object or dict, or the only
+            tensor of a tuple that is no scalar. Another callable ``(outputs, target) -> scalar`` is given exactly what the module
+            returns. None: the module returns the loss: a scalar, ``loss`` of an object or dict, or the only scalar of a tuple.
         params: What to take: a name, a pattern such as ``"*.attn.*"``, a parameter of the module, ``"name[index]"`` (the
             whole parameter, of which :meth:`Hessian.block` can return the part), or several of them. All that require
             grad by default; those that do not are constants.

@@ -51,8 +51,8 @@ SHARED = 0.5
 WIDER = 1.25
 """Of an entry of the diagonal, whose covariances would take k^2 numbers each: its errors are 1.0 to 1.25 times what s^2 / k says,
 and sqrt(P / (P - k)) times more where k is not far below P."""
-FEW = 40  # products, below which a result says how often its intervals hold
-COVERAGE = "an interval of 95 % held 90 to 98 % of the time where that was measured: see docs/intervals.md"
+FEW, HELD = 20, (75, 90)
+"""Products, and the least share in % of intervals of 95 % that held with fewer and with as many, of docs/intervals.md."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class ScalarEstimates(Printed):
         """The reliability of the numbers, in words."""
         if self.products == self.diagonal.numel():
             return f"exact up to rounding, from {self.products:,} products"
-        few = f", of few products: {COVERAGE}" if self.products < FEW else ""
-        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals{few}"
+        held = f"those of 95 % held {HELD[self.products >= FEW]} to 100 % of the time where that was measured, docs/intervals.md"
+        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals ({held})"
 
     def _headline(self) -> str:
         what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
@@ -125,8 +125,8 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
     Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
-    them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. How often they hold is measured in
-    ``docs/intervals.md``: least with 10 or 20 products, and for matrices of which a few entries are nearly all. Where
+    them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. Those of 95 % held 90 to 100 % of the time on
+    the matrices of ``docs/intervals.md``, with 10 products 75 % for entries of a diagonal of which three are nearly all. Where
     ``products`` is P or more, or P at most 32, P products with the unit vectors give everything exactly. Memory: about four times
     as many vectors (P,) in float64 as products.
 

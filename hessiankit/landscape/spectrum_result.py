@@ -172,7 +172,8 @@ class Spectrum(Printed, WithDict):
                 ranked="largest |eigenvalue|",
             )
         if self.method == "lanczos":
-            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions")
+            wide = "wider where one eigenvalue is most of a sum (docs/intervals.md)"
+            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions, {wide}")
 
 
 _GROUP = ("group", "parameters", "largest", "smallest", "trace", "effective rank")

@@ -7,7 +7,7 @@ trace gets what a careful author writes,
 
     y = where(dead, y0, f(where(dead, c, x))),          y0 = f(x) at this point, f smooth at c,
 
-for entries that are dead: those that do not change when the parameters move by a little, or that the loss does not read there.
+for entries that are dead: those that do not change with the parameters around this point, or that the loss does not read there.
 An entry that moves keeps its derivative, and the result says that it is not finite.
 """
 
@@ -60,31 +60,44 @@ def without_dead_entries(trace: Trace) -> None:
 
 
 class _Nearby:
-    """A trace's values after a small step of the parameters, and which entries of each change with the step or its opposite."""
+    """Which entries of a trace's values change with the parameters, and values near these, which take the same branches.
+
+    An entry counts as one that changes if an operation changes it when those of its inputs that change do, each by a thousandth
+    of itself or, where it is zero, of the largest. What is small or cancels on the way from the parameters thus does not count
+    as constant, and a unit that is dead by more than a thousandth does.
+    """
 
     def __init__(self, trace: Trace) -> None:
-        generator = torch.Generator().manual_seed(0)
-        points = here, self.values, opposite = [list(trace.values) for _ in range(3)]
-        self.moves: dict[int, Tensor] = {}
-
-        def move(at: int) -> None:
-            """Add numbers of either sign and about one size, small beside the largest entry."""
-            x = here[at]
-            drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5
-            size = (float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0) or 1.0
-            step = (drawn + drawn.sign()) * (size * torch.finfo(x.dtype).eps ** 0.5)
-            self.values[at], opposite[at] = x + step, x - step
-
+        self._generator = torch.Generator().manual_seed(0)
+        self.moves = {at: torch.ones_like(trace.values[at], dtype=torch.bool) for at in trace.parameters.values()}
+        self.values, opposite = list(trace.values), list(trace.values)
         for at in trace.parameters.values():
-            move(at)
+            self._step(at, opposite)
         for a in trace.applications:
-            for values in points:
-                values[a.output] = a.primitive.value(*(None if at is None else values[at] for at in a.inputs))  # type: ignore[arg-type]
-            if a.primitive.has_one_value:
-                move(a.output)
-            x = here[a.output]
-            changed = [(x != y) & ~(x.isnan() & y.isnan()) for y in (self.values[a.output], opposite[a.output])]
-            self.moves[a.output] = changed[0] | changed[1]
+            here, there, back = (_value(a, values) for values in (trace.values, self.values, opposite))
+            if a.primitive.has_one_value or here is None or there is None or back is None:
+                self.moves[a.output] = torch.ones_like(trace.values[a.output], dtype=torch.bool)
+            else:
+                changed = [(here != x) & ~(here.isnan() & x.isnan()) for x in (there, back)]
+                self.moves[a.output] = changed[0] | changed[1]
+            self._step(a.output, opposite)
+
+    def _step(self, at: int, opposite: list[Tensor]) -> None:
+        """Move the entries of a value that change, by numbers of either sign and of about one size."""
+        x = self.values[at]
+        drawn = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x) - 0.5
+        sizes = x.abs().nan_to_num(0, 0, 0)
+        sizes = torch.where(sizes == 0, (float(sizes.max()) if x.numel() else 0.0) or 1.0, sizes)
+        step = (drawn + drawn.sign()) * sizes * self.moves[at] / 1024
+        self.values[at], opposite[at] = x + step, x - step
+
+
+def _value(a: Application, values: list[Tensor]) -> Tensor | None:
+    """Return what an application gives; None where it is not defined, as a factorisation of a matrix that is not definite."""
+    try:
+        return a.primitive.value(*(None if at is None else values[at] for at in a.inputs))  # type: ignore[arg-type]
+    except RuntimeError:
+        return None
 
 
 def _kept_apart(trace: Trace, a: Application, dead: Tensor) -> list[Application]:

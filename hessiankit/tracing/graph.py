@@ -306,6 +306,7 @@ class GraphBuilder:
         self.bare: set[int] = set()
         self.edges = Edges(self.nodes, self.kept, self.cut, self.stale, self.bare)
         self.differentiable = True
+        self.keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
     def placeholder(self, x: Tensor) -> None:
         """Note an argument."""
@@ -401,8 +402,8 @@ class GraphBuilder:
             return before.node  # another tensor object for the same value
         boundary, names = ({start: before.node}, ()) if before is not None else self.edges.boundary(start)
         node = graph.add("segment", ", ".join(names), tuple(boundary.values()), name="segment")
-        with torch._C._DisablePythonDispatcher(), torch.enable_grad():
-            root = x.clone()  # of its own, whatever is written into x later
+        with torch._C._DisablePythonDispatcher(), torch._C._ForceDispatchKeyGuard(*self.keys), torch.enable_grad():
+            root = x.clone()  # of its own, whatever is written into x later; also beneath autograd, as within empty_like
         edges = tuple(GradientEdge(*edge) for edge in boundary)
         leaves = tuple((leaf, leaf.detach(), leaf._version) for leaf in self.edges.leaves(start))
         self.recording.unseen[node] = Unseen(root, edges, names, leaves)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import TraceError
+from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.graph import Node
 
 
@@ -129,8 +130,8 @@ def _written(node: Node) -> list[Node]:
 
 
 def _reads(value: Any, memory: Collection[int]) -> bool:
-    leaves = torch.utils._pytree.tree_leaves(value)
-    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() in memory for leaf in leaves)
+    leaves = (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+    return any(part.untyped_storage().data_ptr() in memory for leaf in leaves for part in strided_parts(leaf))
 
 
 @cache

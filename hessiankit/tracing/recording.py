@@ -215,6 +215,7 @@ def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` stands on."""
     needed = (
         (_INTERNALS, "_DisablePythonDispatcher"),
+        (_INTERNALS, "_ForceDispatchKeyGuard"),
         (_INTERNALS, "_is_any_autocast_enabled"),
         (getattr(_INTERNALS, "DispatchKey", None), "PreDispatch"),
         (getattr(_INTERNALS, "_TorchDispatchModeKey", None), "PROXY"),
