@@ -66,7 +66,7 @@ def test_scale(factor):
     x = chi_square(3, 4, freedom=5)
     plain, scaled = interval(x, ONE.repeat(3) / 3), interval(factor * x, ONE.repeat(3) / 3)
     for name in ("value", "standard_error", "low", "high", "data_standard_error"):
-        assert getattr(scaled, name) == pytest.approx(factor * getattr(plain, name), rel=1e-9)
+        assert getattr(scaled, name) == pytest.approx(factor * getattr(plain, name), rel=1e-9, abs=0)
 
 
 def test_interval_lies_around_the_value_and_grows_with_confidence():
