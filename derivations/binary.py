@@ -58,10 +58,21 @@ def _at_least(a: Tensor, b: Tensor) -> Slopes:
     return Slopes(chosen, 1 - chosen)
 
 
+def _xlogy(a: Tensor, b: Tensor) -> Slopes:
+    r = 1 / b
+    return Slopes(torch.log(b), a * r, None, r, -a * r * r)
+
+
+def _xlog1py(a: Tensor, b: Tensor) -> Slopes:
+    return _xlogy(a, 1 + b)._replace(a=torch.log1p(b))
+
+
 KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Slopes]]] = {
     "power": (torch.pow, _power),
     "atan2": (torch.atan2, _atan2),
     "logaddexp": (torch.logaddexp, _logaddexp),
+    "xlogy": (torch.xlogy, _xlogy),
+    "xlog1py": (torch.special.xlog1py, _xlog1py),
     "maximum": (torch.maximum, _maximum),
     "minimum": (torch.minimum, lambda a, b: _maximum(-a, -b)),
     "at_least": (torch.maximum, _at_least),
@@ -72,6 +83,10 @@ KINDS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Ten
 }
 
 
+POLES = ("power", "atan2", "xlogy", "xlog1py")
+"""The kinds of which a derivative is not finite somewhere."""
+
+
 @dataclass(frozen=True)
 class Binary(Primitive):
     """N = f(A, B), entry by entry with broadcasting; inputs (A, B).
@@ -79,6 +94,7 @@ class Binary(Primitive):
         power      a^b                     b a^(b-1), a^b log a        b (b-1) a^(b-2), a^(b-1) (1 + b log a), a^b log^2 a
         atan2      angle of (b, a)         b r, -a r                   -2ab r^2, (a^2 - b^2) r^2, 2ab r^2,  r = 1/(a^2 + b^2)
         logaddexp  log(e^a + e^b)          s, 1 - s                    s (1 - s) times 1, -1, 1,            s = 1/(1 + e^(b-a))
+        xlogy      a log b                     log b, a/b                  0, 1/b, -a/b^2;                      xlog1py: of 1 + b
         maximum    the larger (minimum: the smaller), each half of the slope where they are equal
         at_least   the larger (at_most: the smaller), with the slope of a where they are equal, as a clamp has
         remainder  a - b floor(a/b)        1, -floor(a/b)
@@ -102,8 +118,16 @@ class Binary(Primitive):
         if self.kind not in KINDS:
             raise ValueError(f"Binary: there is no kind {self.kind!r}; the kinds are {', '.join(KINDS)}")
 
+    regular = (1.0, 1.0)
+
     def value(self, *inputs: Tensor) -> Tensor:
         return KINDS[self.kind][0](*inputs)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        if self.kind not in POLES:
+            return None
+        slopes = torch.stack([slope for slope in self._slopes(inputs) if slope is not None])
+        return ~torch.isfinite(slopes).all(0)
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         slopes = self._slopes(inputs)

@@ -59,6 +59,13 @@ KINDS: dict[str, Callable[..., Derivatives]] = {
 }
 
 
+POLES = (
+    "log", "log1p", "log2", "log10", "logit", "special_entr", "sqrt", "rsqrt", "reciprocal", "power", "asin", "acos", "acosh",
+    "atanh", "erfinv",
+)  # fmt: skip
+"""The kinds of which a derivative is not finite somewhere."""
+
+
 @dataclass(frozen=True)
 class Elementwise(Entrywise):
     """N = f(X), entry by entry; inputs (X,).
@@ -105,6 +112,18 @@ class Elementwise(Entrywise):
     def derivatives(self, x: Tensor) -> Derivatives:
         return KINDS[self.kind](x, *self.constants)
 
+    @property
+    def regular(self) -> tuple[float, ...]:  # type: ignore[override]
+        """A number at which every kind is smooth; arcosh is beyond 1 only."""
+        return (2.0 if self.kind == "acosh" else 0.5,)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        if self.kind not in POLES or (self.kind == "power" and self.constants[0] in (0, 1, 2)):
+            return None
+        _, first, second = self.derivatives(inputs[0])
+        finite = torch.isfinite(first)
+        return ~finite if second is None else ~(finite & torch.isfinite(second))
+
 
 @dataclass(frozen=True)
 class Divide(Primitive):
@@ -115,8 +134,14 @@ class Divide(Primitive):
     [[0.75]]
     """
 
+    regular = (1.0, 1.0)
+
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] / inputs[1]
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        zero = inputs[1] == 0
+        return zero.expand(output.shape) if bool(zero.any()) else None
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         return Multiply().jvp(*self._as_product(inputs, tangents))

@@ -37,6 +37,16 @@ class Primitive(metaclass=Kind):
     is_linear: bool = False
     """True when phi is affine in all its inputs together, so that its second derivative vanishes."""
 
+    has_one_value: bool = False
+    """True when :meth:`value` is that of one point, whatever the inputs."""
+
+    regular: tuple[float, ...] = ()
+    """For each input a number at which the derivatives are finite, for entries that :meth:`singular` finds."""
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        """Return the entries of the output at which a first or second derivative is not finite; None where there are none."""
+        return None
+
     @property
     def reads_values(self) -> bool:
         """Whether the derivatives depend on the values of the inputs, and not on their shapes alone."""

@@ -39,6 +39,7 @@ SMOOTH: dict[str, Callable[..., Derivatives]] = {
     "atanh": lambda x: (torch.atanh(x), r := 1 / ((1 - x) * (1 + x)), 2 * x * r * r),
     "erfc": lambda x: (torch.erfc(x), first := -2 / math.sqrt(math.pi) * torch.exp(-x * x), -2 * x * first),
     "erfinv": lambda x: (y := torch.erfinv(x), first := math.sqrt(math.pi) / 2 * torch.exp(y * y), 2 * y * first * first),
+    "special_entr": lambda x: (torch.special.entr(x), -1 - torch.log(x), -1 / x),
     "mish": _mish,
 }
 """
@@ -53,6 +54,7 @@ SMOOTH: dict[str, Callable[..., Derivatives]] = {
     atanh        atanh x         r = 1/(1 - x^2)           2 x r^2
     erfc         1 - erf x       g = -2 e^(-x^2)/sqrt(pi)  -2 x g
     erfinv       y, erf y = x    g = sqrt(pi) e^(y^2)/2    2 y g^2
+    special_entr -x log x          -1 - log x                -1/x
     mish         x t             t + x u                   u (2 + x (1 - s - 2 t s)),    t = tanh log(1 + e^x), u = (1 - t^2) s
 """
 

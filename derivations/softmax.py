@@ -131,8 +131,14 @@ class Softmax(ByLinearising):
 
     dim: int = -1
 
+    regular = (0.0,)
+
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.softmax(inputs[0], self.dim)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        """Return the rows of minus infinity only, of which torch makes NaN."""
+        return output.isnan()
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         return LinearisedSoftmax(self, inputs, adjoint, self._axis(inputs[0]))
@@ -269,8 +275,14 @@ class LogSoftmax(Primitive):
 
     dim: int = -1
 
+    regular = (0.0,)
+
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.log_softmax(inputs[0], self.dim)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        """Return the rows of minus infinity only, of which torch makes NaN."""
+        return output.isnan()
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])

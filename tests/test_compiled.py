@@ -324,6 +324,45 @@ def test_digits_do_not_depend_on_threads() -> None:
     assert hessiankit.hessian(block, x, y).matrix.equal(hessiankit.hessian(block, x, y).matrix)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind", ["negated", "zero"])
+def test_tensors_whose_entries_are_not_in_memory(kind: str, dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    plain = torch.randn(3, 4, 5, generator=rng, dtype=dtype)
+    odd = torch._neg_view(plain) if kind == "negated" else torch._efficientzerotensor(3, 4, 5, dtype=dtype)
+    entries = -plain if kind == "negated" else torch.zeros_like(plain)
+    b = torch.randn(3, 5, 2, generator=rng, dtype=dtype)
+    assert multiply(odd, b).allclose(torch.einsum("rmk,rkn->rmn", entries, b))
+    w = WeightJacobian("w", None, torch.randn(3, 6, generator=rng, dtype=dtype), 4, False)
+    K, into = odd[:, :, :4], torch.zeros(24, 24, dtype=dtype)
+    assert compiled_sum(w, w, K, into, same=False) is None  # left to torch, which knows what the entries are
+
+
+class _Norm(torch.nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.second, self.kind = torch.nn.Linear(8, 6), torch.nn.Linear(6, 5), kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "imaginary part of a conjugate":
+            return self.second(self.first(torch.fft.fft(x, dim=-1).conj().imag)).pow(4).mean()
+        y = self.second(self.first(x))
+        return torch.linalg.matrix_norm(y, float(self.kind)) ** 2 if self.kind != "nuc" else torch.linalg.matrix_norm(y, "nuc")
+
+
+@pytest.mark.parametrize("kind", ["imaginary part of a conjugate", "1", "-1", "inf", "2", "nuc"])
+def test_modules_in_which_torch_makes_such_tensors(kind: str) -> None:
+    torch.manual_seed(0)
+    module, x = _Norm(kind).double(), torch.randn(4, 8, dtype=torch.float64)
+    found = hessiankit.hessian(module, x, loss=None).matrix
+    parameters = list(module.parameters())
+    slopes = torch.autograd.grad(module(x), parameters, create_graph=True)
+    flat = torch.cat([slope.flatten() for slope in slopes])
+    rows = [torch.autograd.grad(entry, parameters, retain_graph=True, materialize_grads=True) for entry in flat]
+    expected = torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    assert found.sub(expected).abs().max() < 1e-10 * expected.abs().max()
+
+
 def test_none_where_somebody_looks_on() -> None:
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

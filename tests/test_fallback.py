@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from differences_reference import by_differences
 from readings import assert_readings
 from torch import Tensor
@@ -275,3 +275,56 @@ def test_a_point_where_a_derivative_is_infinite_is_named():
         module.W[0, 0] = 0.0
     with pytest.raises(hk.HessiankitError, match="NaN or infinite: the operation 'special_entr'"):
         hk.hessian(module, draw(1), draw(2, 2))
+
+
+GRID = torch.linspace(-0.83, 0.79, 84, dtype=torch.float64).reshape(1, 6, 7, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("padding", ["zeros", "border", "reflection"])
+@pytest.mark.parametrize("mode", ["bilinear", "nearest", "bicubic"])
+def test_an_operation_with_kinks_and_one_route(mode: str, padding: str, dtype: torch.dtype) -> None:
+    """Forward mode does not exist; differences with large steps meet the borders of pixels, which small ones do not."""
+
+    def sampled(s: Formula, x: Tensor) -> Tensor:
+        grid = GRID.to(x) + s.W
+        return torch.nn.functional.grid_sample(x * s.V, grid, mode, padding, align_corners=False)
+
+    module, x, target = Formula(sampled, W=(6, 7, 2), V=(5, 4)), draw(1, 2, 5, 4), draw(1, 2, 6, 7, seed=2)
+    expected = reverse_over_reverse(module, x, target, mse)
+    found = hk.hessian(module.to(dtype), x.to(dtype), target.to(dtype)).matrix
+    assert (found - expected).abs().max() < (1e-12 if dtype == torch.float64 else 3e-5) * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-2])
+def test_two_routes_that_are_both_right_but_for_digits(size: float, dtype: torch.dtype) -> None:
+    """The determinant near the identity: the two routes differ by more than rounding, each by little from the truth."""
+
+    def determinant(s: Formula, x: Tensor) -> Tensor:
+        return torch.linalg.det(torch.eye(3, dtype=s.W.dtype) + size * s.W) + s.W.square().sum() * size**2
+
+    def written_out(s: Formula, x: Tensor) -> Tensor:
+        a, b, c = (torch.eye(3, dtype=s.W.dtype) + size * s.W).unbind(0)
+        return torch.dot(a, torch.linalg.cross(b, c)) + s.W.square().sum() * size**2
+
+    expected = reverse_over_reverse(Formula(written_out, W=(3, 3)), draw(1), None, None)
+    found = hk.hessian(Formula(determinant, W=(3, 3)).to(dtype), draw(1).to(dtype), loss=None).matrix
+    assert (found - expected).abs().max() <= (1e-9 if dtype == torch.float64 else 1e-5) * size**2
+
+
+def test_a_point_that_is_a_vector_drawn_from_a_seed() -> None:
+    """A function of the direction alone has no derivative along its argument: generic vectors must not be the argument."""
+    for seed in range(4):
+        x = torch.randn(2, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        unit = AutomaticDifferentiation(lambda a: a / a.norm(), "unit")
+        assert close(unit.jvp((x,), (TA,)), (TA - x * (TA * x).sum((1, 2), keepdim=True) / x.norm() ** 2) / x.norm())
+        assert unit.curvature((x,), ADJOINT, (TA,))[0] is not None
+
+
+@pytest.mark.parametrize("call", [hk.hessian, hk.hessian_diagonal, hk.hessian_operator])
+def test_two_routes_that_agree_and_are_both_wrong(call: Callable[..., Any]) -> None:
+    """Singular values that are zero: torch takes any vectors of the null space for theirs."""
+    module = Formula(lambda s, x: torch.linalg.svdvals(s.W @ x).sum(), W=(5, 3))
+    with pytest.raises(hk.TraceError, match=r"linalg_svdvals.*its two routes agree: .* from central differences of its value"):
+        call(module, draw(3, 6), loss=None)

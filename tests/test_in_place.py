@@ -188,3 +188,21 @@ def test_writing_beside_a_detached_reader_is_refused():
     with pytest.raises(hk.TraceError, match=r"aten\.add_\.Tensor writes into memory") as caught:
         hk.hessian(Formula(read_without_gradient, W=(4, 4), V=(4, 4)), draw(4, 4), draw(4, 4))
     assert "returns a new tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3), (9, 2), (8, 2), (1, 4), (3, 3, 3), (2, 2, 2, 2)])
+def test_a_filled_diagonal(shape: tuple[int, ...], wrap: bool) -> None:
+    seen = torch.zeros(shape).fill_diagonal_(1.0, wrap)
+
+    def filled(s: Formula, x: Tensor) -> Tensor:
+        z = s.W * x
+        z.fill_diagonal_(0.5, wrap)
+        return z.exp()
+
+    module = Formula(filled, W=shape)
+    masked = Formula(lambda s, x: torch.where(seen == 1, 0.5, s.W * x).exp(), W=shape)
+    target = draw(*shape, seed=4)
+    expected = hk.hessian(masked, draw(1), target).matrix
+    assert hk.hessian(module, draw(1), target).matrix.equal(expected)
+    assert_exact(module, draw(1), target)

@@ -46,6 +46,7 @@ FUNCTIONS = {
     "fmod": lambda y: torch.fmod(y, 0.3),
     "nan_to_num": torch.nan_to_num,
     "clip": lambda y: y.clip(-0.3, 0.4),
+    "entr": lambda y: torch.special.entr(y + 2),
 }
 
 BINARIES = {
@@ -60,6 +61,8 @@ BINARIES = {
     "power, both moving": lambda y: (y + 2) ** y,
     "atan2": lambda y: torch.atan2(y, OTHER),
     "logaddexp": lambda y: torch.logaddexp(y, y[0] * OTHER),
+    "xlogy of numbers": lambda y: torch.xlogy(2.0, y + 2) + torch.special.xlogy(y, 3.0),
+    "xlog1py": lambda y: torch.special.xlog1py(y, y[:1] * 0.2) + torch.special.xlog1py(2.0, 0.3 * y),
     "copysign": lambda y: torch.copysign(y, OTHER),
     "remainder": lambda y: torch.remainder(y, OTHER.abs()),
     "fmod": lambda y: torch.fmod(y, OTHER),

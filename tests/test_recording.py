@@ -309,9 +309,10 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
     ),
     "reentrant checkpoint": (by_reentrant_checkpoint, "a reentrant checkpoint hides .* pass use_reentrant=False"),
     "other data": (moved_is_given_data, "is given other .data"),
-    "random numbers": (module_of_its_own, "draws random numbers"),
-    "sparse": (lambda s, x: torch.sparse.mm(x.to_sparse(), s.W) * s.v, "works on sparse tensors"),
-    "sparse rows": (lambda s, x: (x.to_sparse_csr() @ s.W) * s.v, "works on sparse tensors"),
+    "sparse": (
+        lambda s, x: torch.sparse.mm((x @ s.W).to_sparse(), s.W) * s.v,
+        "works on sparse tensors that the parameters reach",
+    ),
     "an array": (
         lambda s, x: torch.tanh(x @ s.W) * s.v * torch.from_numpy((s.v * 2).numpy()),
         r"raised RuntimeError: Can't call numpy",

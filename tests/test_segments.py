@@ -427,3 +427,39 @@ def test_ordinary_traces_keep_nothing_of_autograd():
     trace = hk.trace_module(lambda p: FUNC.functional_call(module, p, (X,)), dict(module.named_parameters()), ())
     assert probe_segments(trace) is None
     assert not any(value.requires_grad for value in trace.values)
+
+
+class Rounded(torch.autograd.Function):
+    """A straight-through function: rounded on the way forward, the identity on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, digits: float) -> Tensor:
+        return (x * digits).round() / digits
+
+    @staticmethod
+    def backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor, None]:
+        return adjoint, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("call", [hk.hessian, hk.hessian_operator, hk.hessian_diagonal])
+@pytest.mark.parametrize("digits", [1, 8, 64])
+def test_a_straight_through_function_is_refused_in_every_precision(
+    digits: float, call: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    module = Formula(lambda s, x: Rounded.apply(x @ s.W, digits).tanh() @ s.V, W=(3, 4), V=(4, 2)).to(dtype)
+    with pytest.raises(hk.TraceError, match=r"derivative of the loss is off|do not settle"):
+        call(module, draw(6, 3).to(dtype), draw(6, 2, seed=2).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("digits", [1, 8, 1024])
+def test_straight_through_by_detach_is_what_torch_differentiates(digits: float, dtype: torch.dtype) -> None:
+    def f(s: Formula, x: Tensor) -> Tensor:
+        z = x @ s.W
+        return (z + ((z * digits).round() / digits - z).detach()).tanh() @ s.V
+
+    module, x, target = Formula(f, W=(3, 4), V=(4, 2)), draw(6, 3), draw(6, 2, seed=2)
+    expected = reverse_over_reverse(module.to(dtype), x.to(dtype), target.to(dtype), mse)
+    found = hk.hessian(module, x.to(dtype), target.to(dtype)).matrix
+    assert (found - expected).abs().max() < (1e-13 if dtype == torch.float64 else 1e-5) * expected.abs().max()

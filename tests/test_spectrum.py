@@ -319,7 +319,7 @@ def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pyt
         hk.spectrum(operator, k=1)
 
 
-def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_jackknife_error_of_a_mean(operator: HessianOperator) -> None:
+def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_error_of_a_mean(operator: HessianOperator) -> None:
     one = hk.spectrum(aslinearoperator(np.eye(30)), k=2, bottom=0, method="lanczos", directions=2, steps=2)
     assert (one.trace.value, one.effective_rank.value) == (pytest.approx(30), pytest.approx(30))
     found = hk.spectrum(operator, k=2, method="lanczos", directions=4, steps=6)
@@ -330,5 +330,35 @@ def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_jackknife_error_
 def test_a_measure_of_one_direction_has_no_error() -> None:
     one = torch.ones(1, 1, **DOUBLE)
     found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), one, one, 1e-16)
-    estimate = found.estimate(found.sums(lambda t: t))
+    estimate = found.estimate(lambda t: t)
     assert (estimate.value, math.isnan(estimate.half_width)) == (3.0, True)
+
+
+def test_an_eigenvalue_that_few_directions_see_is_in_the_error() -> None:
+    """Directions with equal and tiny shares of one eigenvalue 7 have no spread; n q^2 has the variance 2 (n - 1) / (n + 2)."""
+    nodes = torch.tensor([[0.0, 7.0]], **DOUBLE).repeat(4, 1)
+    share = torch.tensor([[0.999, 0.001]], **DOUBLE).repeat(4, 1)
+    found = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, share, 1e-16).estimate(lambda t: t)
+    assert found.value == pytest.approx(18 + 10 * 0.007)
+    assert found.half_width == pytest.approx(1.959963985 * 7 * math.sqrt(2 * 9 / 12) / 2, rel=1e-9)
+    spread = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], **DOUBLE)
+    wide = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, spread, 1e-16).estimate(lambda t: t)
+    assert wide.half_width == pytest.approx(3.182446305 * 70 * math.sqrt(1 / 3) / 2, rel=1e-8)  # Student, 3, of 0, 70, 0, 70
+    unseen = torch.tensor([[0.0, 100.0]], **DOUBLE).repeat(4, 1), torch.tensor([[1.0, 0.0]], **DOUBLE).repeat(4, 1)
+    assert SpectralMeasure(12, torch.zeros(0, **DOUBLE), *unseen, 1e-16).estimate(lambda t: t).half_width == 0.0
+
+
+def test_the_error_of_the_effective_rank_is_that_of_its_linearisation() -> None:
+    """A small change of the nodes' weights moves the ratio by the sum of 2 r |t| - r^2 t^2, r = sum |t| / sum t^2."""
+    found = hk.spectrum(aslinearoperator(np.diag(np.linspace(-1.0, 3.0, 60))), k=2, method="lanczos", directions=6, steps=30)
+    sums = torch.stack([found.measure.sums(torch.abs), found.measure.sums(torch.square)])
+    means, change = sums.mean(1), sums - sums.mean(1, keepdim=True)
+
+    def rank(at: torch.Tensor) -> torch.Tensor:
+        return at[0] ** 2 / at[1]
+
+    slopes = torch.autograd.functional.jacobian(rank, means)
+    spread = float((slopes @ change).std())
+    assert found.effective_rank.value == pytest.approx(float(rank(means)))
+    assert found.effective_rank.half_width >= 2.570581836 * spread / math.sqrt(6) * (1 - 1e-9)  # Student, 5
+    assert found.effective_rank.half_width <= 2.570581836 * spread / math.sqrt(6) * 3

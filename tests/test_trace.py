@@ -138,12 +138,6 @@ REFUSED: dict[str, tuple[Callable[..., object], str]] = {
     "no tensor": (lambda s, x: None, "not one tensor"),
     "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),
     "detached": (lambda s, x: (x @ s.W).detach(), "does not depend on the parameters"),
-    "dropout": (lambda s, x: torch.dropout(x @ s.W, 0.5, True), r"aten\.dropout\.default draws random numbers"),
-    "noise of its own": (
-        lambda s, x: x @ s.W + torch.randn(3, 2, generator=torch.Generator().manual_seed(0)),
-        r"aten\.randn\.generator draws random numbers",
-    ),
-    "noise": (lambda s, x: x @ s.W + torch.randn(3, 2), r"aten\.randn\.default draws random numbers"),
 }
 
 

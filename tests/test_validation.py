@@ -19,12 +19,6 @@ def linear() -> nn.Linear:
     return nn.Linear(4, 3).double()
 
 
-def compiled_in_place() -> nn.Module:
-    module = nn.Sequential(linear())
-    module.compile()
-    return module
-
-
 def quantised() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -59,9 +53,6 @@ def with_nan_buffer() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "compiled": (lambda: torch.compile(linear()), r"the module is compiled \(torch.compile\), .* pass module._orig_mod"),
-    "compiled inside": (lambda: nn.Sequential(torch.compile(linear())), "'0' is compiled .* replace '0' by its ._orig_mod"),
-    "compiled in place": (compiled_in_place, r"the module was compiled in place by .compile\(\)"),
     "scripted": (scripted, "the module is a TorchScript module"),
     "quantised": (quantised, "'0' is a Linear with quantised weights"),
     "integer weights": (with_integer_weights, "the parameter 'packed' is torch.int8: quantised or integer"),
@@ -85,9 +76,6 @@ def test_refused_module(call: Callable[..., object], name: str) -> None:
 
 
 def test_what_the_messages_advise_works() -> None:
-    expected = hk.hessian(linear(), X, T)
-    again = hk.hessian(torch.compile(linear())._orig_mod, X, T)
-    assert (again.names, again.shapes) == (expected.names, expected.shapes)
     attention = Formula(lambda m, x: m.a(x, x, x)[0][:, :3], a=nn.MultiheadAttention(4, 2, dropout=0.1)).eval()
     assert hk.hessian(attention, X, T).matrix.isfinite().all()
 

@@ -24,7 +24,7 @@ from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -361,7 +361,10 @@ def hessian_operator(
             the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
             losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
             mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels in place of drawn
-            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error.
+            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error:
+            of N rows with C entries, which are N samples where the output has two axes, the empirical matrix is
+            sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
+            g_n g_n^T with the gradients of the mean over a row.
         seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
         draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
@@ -437,10 +440,8 @@ def linearised(
     made = requests(
         WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
     )
-    before = 0
     for given, count in made:
-        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws, before=before))
-        before += rows_of(tasks[-1])
+        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws))
         with torch.no_grad():
             batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)

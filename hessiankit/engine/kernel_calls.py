@@ -160,8 +160,7 @@ def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, 
         None if there are no kernels for this, or all axes are too short.
     """
     sizes = (u.X.shape[1], K.shape[1], v.X.shape[1], K.shape[2])
-    alike = all(x.is_cpu and x.dtype == into.dtype for x in (into, u.X, v.X, K)) and into.dtype in SINGLE
-    if kernels() is None or not alike or max(sizes) < NARROW:
+    if kernels() is None or not _are_plain(into, u.X, v.X, K) or max(sizes) < NARROW:
         return None
     (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
     out = [step for w, step in zip((u, v), into.stride(), strict=True) for step in _strides(w, step)]
@@ -209,5 +208,14 @@ def multiply_into(library: ctypes.CDLL, into: Tensor, a: Tensor, b: Tensor) -> N
 def _pays(a: Tensor, b: Tensor) -> bool:
     """Tell whether there is a kernel for a product, and it pays."""
     graph = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    alike = a.dtype == b.dtype and a.dtype in SINGLE and a.is_cpu and b.is_cpu
-    return not graph and alike and 0 < a.shape[-2] * a.shape[-1] * b.shape[-1] <= LARGEST and a.numel() * b.numel() > 0
+    return not graph and _are_plain(a, b) and 0 < a.shape[-2] * a.shape[-1] * b.shape[-1] <= LARGEST and a.numel() * b.numel() > 0
+
+
+def _are_plain(*tensors: Tensor) -> bool:
+    """Tell whether all are of one type that the kernels know, and their entries are what lies in this processor's memory.
+
+    A tensor whose negative bit is set (``z.conj().imag``) has other entries than its memory; torch's zero tensors have none.
+    """
+    dtype = tensors[0].dtype
+    in_memory = all(x.is_cpu and x.dtype == dtype and not x.is_neg() and not x._is_zerotensor() for x in tensors)
+    return dtype in SINGLE and in_memory

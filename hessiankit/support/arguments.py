@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from numbers import Integral, Real
@@ -36,6 +37,8 @@ def checked(
     who: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
+
+    A module that torch.compile returned is replaced by its original.
 
     Checked are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and the elements of lists and
     tuples; other annotations are left to the function. Too many or unknown arguments raise a TypeError that names the nearest
@@ -84,6 +87,7 @@ def checked(
             if strange is not None and not any_other:
                 near = did_you_mean(strange, known) or f"; it takes {', '.join(known)}"
                 raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{near}")
+            args, kwargs = tuple(map(original, args)), {name: original(x) for name, x in kwargs.items()}  # type: ignore[assignment]
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
@@ -104,6 +108,14 @@ def checked(
         return called
 
     return decorate
+
+
+def original(x: Any) -> Any:
+    """Return the module that torch.compile was called with, for what it returned; anything else as it is."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", ())
+    while isinstance(x, compiled):
+        x = x._orig_mod
+    return x
 
 
 def allowed(annotation: str) -> dict[str, str] | None:

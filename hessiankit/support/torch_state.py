@@ -7,13 +7,13 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 
@@ -56,6 +56,35 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
+def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that a sparse one consists of, its values last; of an ordinary one itself.
+
+    >>> [part.tolist() for part in strided_parts(torch.eye(2).to_sparse())]
+    [[[0, 1], [0, 1]], [1.0, 1.0]]
+    """
+    if x.layout is torch.strided:
+        return (x,)
+    if x.layout is torch.sparse_coo:
+        return x._indices(), x._values()
+    if x.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return x.crow_indices(), x.col_indices(), x.values()
+    return x.ccol_indices(), x.row_indices(), x.values()
+
+
+def same_values(x: Tensor, copy: Tensor) -> bool:
+    """Tell whether two tensors are of one kind and have the same entries, NaN where the other has NaN."""
+    if (x.shape, x.dtype, x.device, x.layout) != (copy.shape, copy.dtype, copy.device, copy.layout):
+        return False
+    pairs = zip(strided_parts(x), strided_parts(copy), strict=True)
+    return all(a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())) for a, b in pairs)
+
+
+def write_values(x: Tensor, values: Tensor) -> None:
+    """Write the entries of one tensor into another of its kind; a sparse one keeps its pattern."""
+    for part, other in zip(strided_parts(x), strided_parts(values), strict=True):
+        part.data.copy_(other)
+
+
 @contextmanager
 def preserved_buffers(model: nn.Module) -> Iterator[None]:
     """Restore the values of every buffer afterwards; one that did not change is not written: graphs with it stay valid."""
@@ -65,8 +94,8 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for buffer, value in buffers:
-                if buffer.shape != value.shape or buffer.dtype != value.dtype or not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                if not same_values(buffer, value):
+                    write_values(buffer, value)
 
 
 @contextmanager
@@ -171,12 +200,23 @@ def without_autocast() -> Iterator[None]:
 
 
 @contextmanager
-def ordinary_path() -> Iterator[None]:
-    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches."""
-    with TORCH_LOCK:
+def ordinary_path(*callables: Any) -> Iterator[None]:
+    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches.
+
+    Modules among ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
+    """
+    with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         before = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _is_compiled(x: Any) -> bool:
+    """Tell whether torch.compile has made something of a module or of a part of it."""
+    compiled = getattr(sys.modules.get("torch._dynamo.eval_frame"), "OptimizedModule", None)
+    if compiled is None or not isinstance(x, nn.Module):
+        return False
+    return any(isinstance(m, compiled) or m._compiled_call_impl is not None for m in x.modules())

@@ -21,8 +21,10 @@ from torch import Tensor
 from derivations.primitive import Covectors, Inputs
 from hessiankit.support.errors import TraceError
 
-STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3)
-"""Steps of central differences, relative to the size of what moves: a larger one truncates, a smaller one rounds."""
+STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6)
+"""Steps of central differences, relative to the size of what moves: a larger one truncates or meets kinks, a smaller rounds."""
+FEWER_STEPS = (1e-3, 1e-5)
+"""Steps that show whether two routes that agree are both off."""
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
 """Of f(x + k h) - f(x - k h), k = 1 ... 4: the first derivative to order eight."""
 FEWER_WEIGHTS = (2 / 3, -1 / 12)
@@ -38,9 +40,13 @@ def rounding(eps: float) -> float:
     return max(eps**0.5, 32 * eps)
 
 
+APART = 0x3C6EF372FE94F82B
+"""Added to the seeds of generic vectors: no parameter that was drawn from a seed of its user's is one of these vectors."""
+
+
 def generic(like: Tensor, seed: int) -> Tensor:
     """Return numbers drawn at random, the same ones in every process, of the shape, dtype and device of a tensor."""
-    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(APART + seed), dtype=torch.float64)
     return drawn.to(device=like.device, dtype=like.dtype)
 
 
@@ -93,7 +99,11 @@ def batch_difference(batch: Covectors, alone: Covectors) -> float:
 
 
 def central_differences(
-    function: Callable[[tuple[Tensor, ...]], Covectors], inputs: Inputs, tangents: Sequence[Tensor]
+    function: Callable[[tuple[Tensor, ...]], Covectors],
+    inputs: Inputs,
+    tangents: Sequence[Tensor],
+    steps: Sequence[float] = STEPS,
+    weights: Sequence[float] = WEIGHTS,
 ) -> tuple[Covectors, float]:
     """Return the derivative of a function along tangents, and how far two steps of different length leave it open.
 
@@ -103,7 +113,7 @@ def central_differences(
     >>> abs(float(found[0]) - 12) < 1e-9, open_ < 1e-9
     (True, True)
     """
-    return settled(estimates(function, inputs, tangents))
+    return settled(estimates(function, inputs, tangents, steps, weights))
 
 
 def estimates(

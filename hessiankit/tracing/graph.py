@@ -226,7 +226,9 @@ def memory(x: Tensor) -> int:
 
 def place(x: Tensor) -> tuple[Any, ...]:
     """Return where a tensor lies in memory, and how."""
-    return (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.layout is torch.strided and x.numel() else (id(x),)
+    if x.layout is not torch.strided or not x.numel():
+        return (id(x),)
+    return (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg())
 
 
 def _all_behind(function: Any) -> dict[Edge, None]:

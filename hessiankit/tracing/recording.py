@@ -201,6 +201,16 @@ def line_of_step(function: Callable[[], Any], leaves: Sequence[Tensor], step: in
     return ""
 
 
+def may_draw(operation: Any) -> bool:
+    """Tell whether an operation draws random numbers, at least with some arguments."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
+def _random_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    own = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return [*own, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
 def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` stands on."""
     needed = (
@@ -273,9 +283,17 @@ class _Recorder(ProxyTorchDispatchMode):
         if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
             with self, without_autocast():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
+        states = _random_states(args, kwargs) if may_draw(operation) else []
         with torch._C._DisablePythonDispatcher():
+            if states:
+                self.builder.edges.look()
             node = self.builder.call(operation, args, kwargs)
             value = func(*args, **kwargs)
+            if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
+                self.builder.recording.graph.remove_last()  # to run it again would give other numbers
+                self.builder.add_untraced(value)
+                self.builder.write_untraced(overwritten(operation, args, kwargs))
+                return value
             same = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
             if same and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
                 self.builder.recording.graph.remove_last()
@@ -333,6 +351,15 @@ class _Recorder(ProxyTorchDispatchMode):
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
+if (_cond := getattr(torch.ops.higher_order, "cond", None)) is not None:
+
+    @_cond.py_impl(_Recorder)
+    def _branch(recorder: _Recorder, condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any) -> Any:
+        """Run the branch of ``torch.cond`` that is taken at this point, as Python's ``if`` does."""
+        with recorder:
+            return (true if bool(condition) else false)(*operands)
+
+
 def _mark_read(x: Tensor) -> None:
     """Read one number that has another value where an entry has: the sum, for integers a hash."""
     if x.is_floating_point() or x.is_complex():
@@ -356,6 +383,11 @@ class _FunctionMode(TorchFunctionMode):
         """Call through."""
         if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
             return value
+        if "nested" in getattr(func, "__name__", ""):
+            raise TraceError(
+                "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
+                "pad the rows to one length and mask the padding, or call the module on one sequence at a time, a batch each"
+            )
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func in _SILENT_READS:

@@ -99,4 +99,13 @@ def _batched(function: Callable[..., Covectors], stacks: Sequence[Tensor]) -> Co
         rows = [without_none(*(stack[i] for stack in stacks)) for i in range(length)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     given = iter(columns)
-    return tuple(next(given) if there else None for there in present)
+    return tuple(with_memory(next(given)) if there else None for there in present)
+
+
+def with_memory(x: Tensor) -> Tensor:
+    """Return a tensor itself, or ordinary zeros for one of torch's zero tensors, which have no memory and cannot be written into.
+
+    >>> with_memory(torch._efficientzerotensor(2)).add_(1).tolist()
+    [1.0, 1.0]
+    """
+    return torch.zeros(x.shape, dtype=x.dtype, device=x.device) if x._is_zerotensor() else x

@@ -47,6 +47,7 @@ class Segment(Primitive):
     leaves: tuple[tuple[Tensor, Tensor, int], ...] = ()
     is_linear: bool = False
     reads_values = False  # the graph has them
+    has_one_value = True
     _proven: set[int] = field(default_factory=set, init=False, repr=False)
 
     def value(self, *inputs: Tensor) -> Tensor:

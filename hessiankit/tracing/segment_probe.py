@@ -14,11 +14,14 @@ from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, difference, estim
 from hessiankit.tracing.segment import Segment
 from hessiankit.tracing.trace import Trace
 
-COARSE = 1e-4
-"""What rounding may explain of a difference where a module computes in less than float64: differences need not settle there."""
+UNSETTLED = 0.1
+"""Of the largest entry: central differences that are open by more confirm nothing, unless rounding alone explains it."""
 
 STEPS = (1e-2, 4e-3)
 """Of the central differences of the whole loss, relative to the size of the parameters: eight gradients."""
+
+FINER_STEPS = ((1e-4, 1e-5), (1e-3, 3e-4))
+"""The same where those do not settle, as beside kinks of a ReLU; the second where the first are lost in rounding."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,12 @@ def verify_segments(
         given = ((found[name], x) for name, x in point.items())
         return (*(torch.zeros_like(x) if g is None else g for g, x in given), at[0].new_tensor([loss]).double())
 
+    size, steep = (max((float(x.abs().max()) for x in kind if x.numel()), default=0.0) for kind in (product, gradients))
+    noise = 64 * (allowed / 100) ** 2 * steep  # of the gradient's rounding errors, before they are divided by a step
     found = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
+    finer = next((steps for steps in FINER_STEPS if noise / min(steps) < UNSETTLED * size), ())
+    if not settled([values[:-1] for values in found])[1] <= UNSETTLED:
+        found += estimates(call, tuple(point.values()), tangents, finer, FEWER_WEIGHTS)
     terms = torch.cat([(g * t).double().flatten() for g, t in zip(gradients, tangents, strict=True)])
     change, unsure = settled([values[-1:] for values in found])
     off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
@@ -100,7 +108,7 @@ def verify_segments(
     gap = difference(product, theirs) if theirs else float("inf")
     if gap > max(3 * unsure, allowed):
         raise _differs("second", gap, unsure, "its gradient", names)
-    if not unsure <= 0.1 and allowed < COARSE:
+    if not unsure <= UNSETTLED and noise / min(STEPS) < UNSETTLED * size:
         raise TraceError(
             f"trace: central differences of the loss's gradient do not settle (known to {unsure:.1g}), so that the derivative of "
             f"{'; '.join(names)}, of which only a backward is known, cannot be confirmed: the loss is not smooth around here. "

@@ -33,7 +33,7 @@ from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
 from hessiankit.tracing.one_dtype import converted, widest
 from hessiankit.tracing.primitives import RULES
-from hessiankit.tracing.recording import record
+from hessiankit.tracing.recording import may_draw, record
 from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import at_line, first_line
 
@@ -42,9 +42,8 @@ WITHOUT_DERIVATIVE = frozenset(
     {aten.detach.default, aten.new_empty.default, aten.new_full.default, aten.empty_like.default, aten.full_like.default}
 )
 """Operations that take no derivative, or no values, over from their input."""
-DRAWS = torch.Tag.nondeterministic_seeded
-ORDINARY = frozenset(operation for operation in RULES if DRAWS not in getattr(operation, "tags", ()))
-"""Operations that do not have to show that they run by themselves, and draw no numbers: what they returned is taken over."""
+ORDINARY = frozenset(operation for operation in RULES if not may_draw(operation))
+"""Operations that do not have to show that they run by themselves: what they returned is taken over."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ def _record(
     value: Any = ran
     if ran is None:
         args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
-        value = _run(target, args, kwargs)
+        value = target(*args, **kwargs)
     if target is not node.target:
         value = in_kind(node, value, known)
     if not differentiable or target in WITHOUT_DERIVATIVE:
@@ -292,8 +291,12 @@ def _record(
     known[node] = value
     if not moving or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
         return []
-    if any(x.layout is not torch.strided for x in (value, *(known[n] for n in source.all_input_nodes)) if isinstance(x, Tensor)):
-        raise TraceError(f"trace: operation {source.target} works on sparse tensors, which are not supported; use dense ones")
+    is_sparse = [isinstance(known[n], Tensor) and known[n].layout is not torch.strided for n in source.all_input_nodes]
+    if value.layout is not torch.strided or any(s and n in ids for s, n in zip(is_sparse, source.all_input_nodes, strict=True)):
+        raise TraceError(
+            f"trace: operation {source.target} works on sparse tensors that the parameters reach, which are not supported; use "
+            "dense ones there, e.g. to_dense(). Constants may be sparse"
+        )
     if value.is_complex():
         raise TraceError(f"trace: operation {source.target} returns complex numbers, which are not supported; use real ones")
     if not value.is_floating_point() or not value.numel():
@@ -302,7 +305,7 @@ def _record(
     run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
     found: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
-    if found is not None:
+    if found is not None and not any(is_sparse):
         wanted = _names(found)
         args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
         match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
@@ -369,25 +372,6 @@ def _overwrite(node: Node, result: Trace, ids: dict[Node, int], known: dict[Node
         ids.pop(reader, None)
         if taken in result.moving:
             ids[reader] = taken
-
-
-def _run(target: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operation, and refuse one that draws random numbers."""
-    may_draw = DRAWS in getattr(target, "tags", ())
-    before = _random_states(kwargs) if may_draw else []
-    value = target(*args, **kwargs)
-    after = _random_states(kwargs) if may_draw else []
-    if not all(torch.equal(old, new) for old, new in zip(before, after, strict=True)):
-        raise TraceError(
-            f"trace: operation {target} draws random numbers, so the loss is random; "
-            "call module.eval(), or pass the numbers as an input"
-        )
-    return value
-
-
-def _random_states(kwargs: Mapping[str, Any]) -> list[Tensor]:
-    given = [value.get_state() for value in kwargs.values() if isinstance(value, torch.Generator)]
-    return [*given, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> AutomaticDifferentiation:

@@ -90,7 +90,8 @@ def check(
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Seed of all random numbers.
         dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
-            are cast; None keeps the module's own.
+            are cast; None keeps the module's own. Where the loss is finite in the module's own dtype only, that one is kept, and
+            the report says so.
         directions: Directions a parameter to compare along; by default every entry is compared up to 400 parameters
             and 4 directions a parameter beyond; 0 for every entry at any size. Beyond 5,000 parameters (20,000 where
             ``directions`` is given) no matrix is formed: products of ``hessian_operator`` are compared along that many
@@ -117,20 +118,43 @@ def check(
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     names = None if params is None else list(select("check", block_or_module, params))
     options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, progress)
-    with preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
-        drawn = " and inputs and target drawn from it" if inputs is None else ""
-        if inputs is None:
-            inputs, target = generic_example(block_or_module, loss, seed)
-        else:
-            several, pairs = batches("check", inputs, target, loss)
-            if several:
-                raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
-            inputs, target = (ordinary(part) for part in next(pairs))
-        if dtype is not None:
-            inputs, target = (cast(x, dtype) for x in (inputs, target))
-        report = _report(block_or_module, inputs, target, options)  # refuses a module without parameters
-        words = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(inputs)}, {_dtype(block_or_module)}"
-        return replace(report, asked=f"{words}, seed {seed}{drawn}")
+    drawn = " and inputs and target drawn from it" if inputs is None else ""
+    if inputs is not None:
+        several, pairs = batches("check", inputs, target, loss)
+        if several:
+            raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
+        inputs, target = (ordinary(part) for part in next(pairs))
+
+    def report_in(dtype: torch.dtype | None) -> CheckReport:
+        with preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
+            given, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
+            if dtype is not None:
+                given, labels = (cast(x, dtype) for x in (given, labels))
+            report = _report(block_or_module, given, labels, options)  # refuses a module without parameters
+            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(given)}"
+            return replace(report, asked=f"{kinds}, {_dtype(block_or_module)}, seed {seed}{drawn}")
+
+    try:
+        return report_in(dtype)
+    except InputError:
+        if dtype is None or inputs is None or not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
+            raise
+        kind = next(block_or_module.parameters()).dtype
+        note = f"the loss is not finite in {dtype}, as where a mask of finfo.min is cast to a narrower type: compared in {kind}"
+        report = report_in(None)
+        return replace(report, remarks=(*report.remarks, note))
+
+
+def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype) -> bool:
+    """Tell whether a module's loss is finite in its own dtype, and not in another."""
+    finite = []
+    for kind in (None, dtype):
+        with preserved(module, loss), converted((module, loss), kind):
+            given, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
+            problem = Problem(module, given, labels, loss)
+            with problem.at():
+                finite.append(bool(problem.call().isfinite()))
+    return finite == [True, False]
 
 
 @dataclass(frozen=True)

@@ -159,7 +159,8 @@ class CheckReport(Printed, WithDict):
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-            return f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+            said = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+            return said + "".join(f". Note: {r}" for r in self.remarks)
         if not self.identities:
             return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
         unequal = [row for row in self.exact if not row.passed]

@@ -298,6 +298,8 @@ class Following:
             bias = self._leg(a, 2)
             fixed = bias is None and len(a.inputs) > 2 and a.inputs[2] is not None  # added, and does not follow the weight
             return [replace(self._space(a, (weight, "weight"), (bias, "bias")), summed=fixed)]
+        if isinstance(a.primitive, Linear):  # by a weight that is computed, which enters with its rows and columns exchanged
+            return self._read([c for position in range(len(a.inputs)) for c in self._of(a, position)])
         pair = self._pair(left, [c for c in right if constant_along(c.columns, -1) is not None], turned=False)
         if pair is not None:
             self._logits[a.output] = pair

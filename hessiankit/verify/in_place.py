@@ -99,13 +99,21 @@ def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None
         for x, data, gradient, wanted in changed:
             if gradient is not None:
                 x.grad = None
-            x.data = data.to(wanted)
+            _hold(x, data.to(wanted))
         yield
     finally:
         for x, data, gradient, _ in changed:
-            x.data = data
+            _hold(x, data)
             if gradient is not None:
                 x.grad = gradient
+
+
+def _hold(x: Tensor, data: Tensor) -> None:
+    """Let a tensor hold other data; a sparse one takes the place of another object, since its memory cannot be exchanged."""
+    if x.layout is torch.strided:
+        x.data = data
+    else:
+        torch.utils.swap_tensors(x, data.clone())
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

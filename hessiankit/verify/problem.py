@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.calling import arguments, as_one_argument, read_outputs
@@ -145,8 +147,8 @@ class Problem:
         One thread at a time. What calls can change is put back: random states, modes, buffers, ``.grad``.
         """
         values = self.params if point is None else point
-        moved = placed((self.own[name], value) for name, value in values.items())
-        with ordinary_path(), preserved(self.module, self.loss), torch.inference_mode(False), torch.enable_grad(), moved:
+        moved, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
+        with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), moved:
             yield
 
     def near(self, params: dict[str, Tensor]) -> Problem:
@@ -231,7 +233,7 @@ class Problem:
 
         held = Held(self.module)  # functional_call does not put back the parameters of a module that has two names
         try:
-            with differentiable_attention(), warnings.catch_warnings():
+            with plain_formulas(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
                 return _call(module, inputs, target, self.loss)
         finally:
@@ -278,10 +280,59 @@ def _call(module: Callable[..., Any], inputs: Any, target: Any, loss: Loss) -> T
 
 
 @contextmanager
-def differentiable_attention() -> Iterator[None]:
-    """Run attention by its plain formula: the fused kernels have neither a second derivative nor a forward mode."""
-    with ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+def plain_formulas() -> Iterator[None]:
+    """Run attention and some other operations by plain formulas: their kernels lack a second derivative or a forward mode."""
+    with ordinary_path(), sdpa_kernel(SDPBackend.MATH), _PlainFormulas():
         yield
+
+
+class _PlainFormulas(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function, or its plain formula."""
+        plain = PLAIN.get(func, func)
+        return plain(*args, **(kwargs or {}))
+
+
+def _gated(x: Tensor, dim: int = -1) -> Tensor:
+    value, gate = x.chunk(2, dim)
+    return value * gate.sigmoid()
+
+
+def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+def _bags(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Return the sum or mean of the rows of each bag, one bag after the other."""
+    ends = list(range(0, input.numel() + 1, input.shape[1])) if offsets is None else offsets.tolist()
+    ends = ends if offsets is None or include_last_offset else [*ends, input.numel()]
+    shares = None if per_sample_weights is None else per_sample_weights.reshape(-1)
+    found = []
+    for start, end in pairwise(ends):
+        at = [k for k in range(start, end) if padding_idx is None or int(input.reshape(-1)[k]) != padding_idx % len(weight)]
+        rows = weight[input.reshape(-1)[at]] if shares is None else weight[input.reshape(-1)[at]] * shares[at].unsqueeze(1)
+        found.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
+    return torch.stack(found)
+
+
+PLAIN: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.glu: _gated,
+    torch._weight_norm: _weight_norm,
+    torch.nn.functional.embedding_bag: _bags,
+}
+"""Functions of torch that have kernels without a second derivative or forward mode, and what they are in other operations."""
 
 
 def mean_square(outputs: Tensor, target: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.verify.problem import IGNORED_LABEL, Problem, differentiable_attention, outputs_of
+from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, in_chunks, typed_line
 from hessiankit.verify.torch_routes import ROUTES, GradientGraph
 from hessiankit.verify.traits import NO_GRAD, traits
@@ -42,7 +42,7 @@ class ReverseOverReverse(Reference):
             v = [rows[..., problem.slices[n]].reshape(*lead, *p.shape) for n, p in problem.params.items()]
             return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
 
-        with problem.at(), differentiable_attention():
+        with problem.at(), plain_formulas():
             graph = GradientGraph(problem.call(), list(problem.own.values()))
             if not graph.parts:
                 what = "gradient" if graph.loss.requires_grad else "loss"
@@ -53,7 +53,7 @@ class ReverseOverReverse(Reference):
     @contextmanager
     def along(self, problem: Problem) -> Iterator[Product]:
         """Return products along one direction after the other, from one graph of the gradient."""
-        with problem.at(), differentiable_attention():
+        with problem.at(), plain_formulas():
             graph = GradientGraph(problem.call(), list(problem.own.values()))
 
             def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
@@ -117,7 +117,7 @@ class JvpOfGrad(Reference):
     @contextmanager
     def _carrying(problem: Problem) -> Iterator[None]:
         """Have copies in the place of the parameters: the storage of the user's own is never written into."""
-        with problem.at({n: p.clone() for n, p in problem.params.items()}), differentiable_attention():
+        with problem.at({n: p.clone() for n, p in problem.params.items()}), plain_formulas():
             yield
 
     @staticmethod
@@ -281,7 +281,7 @@ class Curvlinops(Reference):
             raise Unsupported(self.name, f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
 
         target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
-        with problem.at(), differentiable_attention():
+        with problem.at(), plain_formulas():
             operator = HessianLinearOperator(
                 _OneBatch(problem.module, problem.loss),
                 losses[problem.loss],

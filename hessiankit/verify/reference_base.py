@@ -7,15 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.progress import silent
 from hessiankit.verify.probes import Probes
-from hessiankit.verify.problem import Problem, differentiable_attention
+from hessiankit.verify.problem import Problem, plain_formulas
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (directions done, directions in all)."""
@@ -196,13 +197,13 @@ def typed_line(error: Exception) -> str:
 def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
     """Return how many directions fit together."""
     low, high = CHUNK_RANGE
-    with problem.at(), differentiable_attention():
+    with problem.at(), plain_formulas():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
     return max(low, min(high, memory // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
-    """Return about how many bytes a direction takes while it is pushed: three times what the gradient's graph keeps.
+    """Return about how many bytes a direction takes while it is pushed: twice what the loss and its gradient compute.
 
     >>> bytes_per_direction(lambda x: (x**3).sum(), torch.zeros(2)) % (2 * 4)  # whole copies of two float32 numbers
     0
@@ -212,15 +213,21 @@ def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
 
 
 def _pushed_bytes(loss: Callable[[], Tensor], parameters: list[Tensor]) -> int:
-    saved = 0
-
-    def count(value: Tensor) -> Tensor:
-        nonlocal saved
-        saved += value.numel() * value.element_size()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(count, lambda value: value):
+    with _Allocations() as counted:
         value = loss()
         if value.requires_grad:
             torch.autograd.grad(value, parameters, create_graph=True, allow_unused=True)
-    return max(1, 3 * saved)
+    return max(1, 2 * counted.bytes)
+
+
+class _Allocations(TorchDispatchMode):
+    """Counts the bytes of what operations return, views left out; also beneath transforms of torch.func, which allow no hooks."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        result = func(*args, **(kwargs or {}))
+        made = () if func.is_view else (x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor))
+        self.bytes += sum(x.numel() * x.element_size() for x in made)
+        return result

@@ -16,6 +16,7 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
+from hessiankit.tracing.derivative_tests import central_differences, generic
 from hessiankit.verify.check_report import MODULE, ROUNDING, ZERO, CheckRow
 from hessiankit.verify.comparison import FLOOR, SAFETY, BlockMaxima, RoundingNoise, perturbed
 from hessiankit.verify.health import Health
@@ -132,7 +133,10 @@ class DenseComparison:
             return operator
 
         def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
-            yield from self._gradient(operator, seconds)
+            gradients = list(self._gradient(operator, seconds))
+            if not all(row.passed for row in gradients):
+                remarks.extend(self._wrong_slope(operator.gradient))
+            yield from gradients
             yield from self._products(operator, seed, seconds)
 
         compare("operator", "gradient and operator", symmetric_operator, of_operator)
@@ -149,6 +153,25 @@ class DenseComparison:
         own, mine = (self.problem.unflatten(g) for g in (self.problem.flat_gradient(), operator.gradient))
         for name, error in gradient_errors(own, mine, self.precision, self.rtol, self._gradient_noise).items():
             yield CheckRow(f"gradient: {name}", MODULE, error, error <= self.rtol, seconds, self._method)
+
+    def _wrong_slope(self, mine: Tensor) -> Iterator[str]:
+        """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
+        problem, theta = self.problem, self.problem.theta.double()
+        along = generic(theta, 0) * theta.abs().max()
+        slope, unsure = central_differences(
+            lambda at: (torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64),),
+            (theta,),
+            (along,),
+        )
+        if not slope or slope[0] is None or problem.dtype != torch.float64:
+            return
+        terms = [gradient.double() * along for gradient in (problem.flat_gradient(), mine)]
+        torch_s, closed = (float((t.sum() - slope[0]).abs() / t.abs().sum()) for t in terms)
+        if torch_s > 10 * max(closed, unsure * float(slope[0].abs() / terms[0].abs().sum())):
+            yield (
+                f"torch's own gradient is {torch_s:.1e} off central differences of its loss along a generic direction, and that "
+                f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
+            )
 
     def _gradient_noise(self) -> dict[str, float]:
         """The rounding noise of a gradient that vanishes (see ``RoundingNoise``)."""

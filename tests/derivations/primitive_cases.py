@@ -157,6 +157,7 @@ ELEMENTWISE = {  # kind: reference, where, constants
     "atanh": (torch.atanh, INSIDE, ()),
     "erfc": (lambda x: 1 - torch.erf(x), X, ()),
     "erfinv": (torch.erfinv, INSIDE, ()),
+    "special_entr": (lambda x: -x * torch.log(x), POSITIVE, ()),
     "mish": (lambda x: x * torch.tanh(F.softplus(x)), X, ()),
     "elu": (by_cases(lambda x: x > 0, lambda x: x, lambda x: torch.exp(x.clamp(max=0)) - 1), X, ()),
     "elu, three constants": (
@@ -179,6 +180,8 @@ BINARY = {
     "power": lambda a, b: torch.exp(b * torch.log(a)),
     "atan2": torch.atan2,
     "logaddexp": lambda a, b: torch.log(torch.exp(a) + torch.exp(b)),
+    "xlogy": lambda a, b: a * torch.log(b),
+    "xlog1py": lambda a, b: a * torch.log(1 + b),
     "maximum": lambda a, b: torch.where(a > b, a, b),
     "minimum": lambda a, b: torch.where(a < b, a, b),
     "at_least": lambda a, b: torch.where(a > b, a, b),
@@ -194,7 +197,8 @@ for name, (f, x, constants) in ELEMENTWISE.items():
 for kind, f in BINARY.items():
     for a, b in (((2, 3, 4), (2, 3, 4)), ((4,), (2, 3, 1)), ((2, 3), ())):
         x, y = draw(a, b, seed=65)
-        case(f"binary {kind} {a} {b}", Binary(kind), f, x.abs() + 0.2 if kind == "power" else x, y)
+        x, y = (x.abs() + 0.2 if kind == "power" else x), (y.abs() + 0.2 if kind.startswith("xlog") else y)
+        case(f"binary {kind} {a} {b}", Binary(kind), f, x, y)
 case("cast", Cast(torch.float64), lambda x: x * 1, X)
 
 # Entries moved -------------------------------------------------------------------------------------------------------

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import hypothesis
 import pytest
 import torch
 from curvature_reference import draw, reverse_over_reverse
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -127,3 +130,47 @@ def test_weights_that_are_not_numbers_are_refused() -> None:
     Q, K, V = SAME
     with pytest.raises(ValueError, match="the attention weights are not numbers"):
         TiledAttention(ScaledDotProductAttention(), [Q * torch.inf, K, V], None, None).push([Q.unsqueeze(0), None, None])
+
+
+@st.composite
+def masked_by_tiles(draws: st.DrawFn) -> tuple[Tensor, int]:
+    """An additive mask (L, S), each tile of which is zero, hidden, or of numbers, and a seed; no query sees nothing."""
+    L, S = draws(st.integers(1, 8)), draws(st.integers(1, 10))
+    mask, seed = torch.zeros(L, S, dtype=torch.float64), draws(st.integers(0, 9))
+    for i, j in itertools.product(range(0, L, 3), range(0, S, 4)):
+        tile = mask[i : i + 3, j : j + 4]
+        kind = draws(st.sampled_from(["zero", "hidden", "numbers", "some hidden"]))
+        numbers = draw(*tile.shape, seed=seed + 10 * i + j)
+        if kind != "zero":
+            tile.copy_(
+                {"hidden": numbers * 0 - torch.inf, "numbers": numbers}.get(kind, numbers.masked_fill(numbers > 0, -torch.inf))
+            )
+    mask[mask.isneginf().all(1), draws(st.integers(0, S - 1))] = 0
+    return mask, seed
+
+
+@hypothesis.given(masked_by_tiles())
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_masks_whose_tiles_are_zero_or_hidden(case: tuple[Tensor, int]) -> None:
+    """The first two derivatives, beside those of the formula written out, by torch."""
+    mask, seed = case
+    L, S = mask.shape
+    inputs, tangents = ([draw(n, 3, seed=seed + k) for k, n in enumerate((L, S, S))] for seed in (seed, seed + 50))
+    adjoint, bar = draw(L, 3, seed=seed + 70), draw(L, 3, seed=seed + 71)
+
+    def plain(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
+        weights = (Q @ K.mT / 3**0.5 + mask).exp()
+        return weights / weights.sum(1, keepdim=True) @ V
+
+    tiled = TiledAttention(ScaledDotProductAttention(mask=mask), inputs, adjoint, [True] * 3)
+    pushed = torch.func.jvp(plain, tuple(inputs), tuple(tangents))[1]
+    assert (tiled.push([t.unsqueeze(0) for t in tangents])[0] - pushed).abs().max() < 1e-12 * (1 + pushed.abs().max())
+
+    def slope(*at: Tensor) -> tuple[Tensor, ...]:
+        return torch.func.vjp(plain, *at)[1](adjoint)  # type: ignore[no-any-return]
+
+    pulled, bent = torch.func.vjp(plain, *inputs)[1](bar), torch.func.jvp(slope, tuple(inputs), tuple(tangents))[1]
+    found = tiled.pull(bar.unsqueeze(0), [t.unsqueeze(0) for t in tangents])
+    for covector, first, second in zip(found, pulled, bent, strict=True):
+        assert covector is not None
+        assert (covector[0] - first - second).abs().max() < 1e-11 * (1 + first.abs().max() + second.abs().max())

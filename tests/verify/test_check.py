@@ -267,3 +267,107 @@ def test_identities_of_a_module_of_the_user() -> None:
         ("linear maps", "1.weight, 1.bias | 3.weight"),
         ("row mean", "3.weight, 3.bias"),
     }
+
+
+class Derivative(nn.Module):
+    """A network and its derivative in the inputs, by transforms of torch.func, as in physics-informed losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(torch.func.jacrev(self.net))(x).square().mean() + self.net(x).mean()
+
+
+def test_transforms_of_torch_func_in_forward() -> None:
+    assert hk.check(Derivative(), torch.randn(5, 3, dtype=torch.float64), loss=None)
+
+
+class Cut(nn.Module):
+    """Attention as some libraries write it: a mask of the dtype's lowest number, and a softmax in single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.W = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tensor([[True, True, True], [False, True, True], [False, False, True]])
+        scores = (x @ self.W @ x.mT).masked_fill(hidden, torch.finfo(x.dtype).min)
+        return (torch.softmax(scores, -1, dtype=torch.float32).to(x.dtype) @ x).sum(-1)
+
+
+def test_a_conversion_that_makes_the_loss_infinite_is_not_made() -> None:
+    report = hk.check(Cut(), torch.randn(3, 3), torch.randn(3))
+    assert report
+    assert {row.method for row in report.rows if row.method} == {"float32"}
+    note = "not finite in torch.float64, as where a mask of finfo.min is cast to a narrower type: compared in torch.float32"
+    assert note in " ".join(report.remarks)
+    with pytest.raises(hk.InputError, match="every key of that query is masked"):
+        hk.check(Cut().double(), torch.randn(3, 3).double(), torch.randn(3).double())
+
+
+@pytest.mark.parametrize("activation", [nn.CELU(0.6), nn.Hardsigmoid()])
+def test_a_gradient_of_torch_that_lost_digits_is_named(activation: nn.Module) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), activation, nn.Linear(4, 2)).double()
+    report = hk.check(module, torch.randn(6, 3).double(), torch.randn(6, 2).double())
+    assert not report
+    assert "Note: torch's own gradient is " in report.verdict
+
+
+def test_nothing_is_said_of_torch_where_it_is_right() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.CELU(0.5), nn.Linear(4, 2)).double()
+    report = hk.check(module, torch.randn(6, 3).double(), torch.randn(6, 2).double())
+    assert report
+    assert not any("torch's own gradient" in remark for remark in report.remarks)
+
+
+class Bags(nn.Module):
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.bags, self.last = nn.EmbeddingBag(7, 3, **options).double(), nn.Linear(3, 2).double()  # type: ignore[arg-type]
+
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        return self.last(self.bags(*inputs).tanh())
+
+
+TOKENS, OFFSETS = torch.tensor([0, 1, 2, 3, 4, 4, 6, 2]), torch.tensor([0, 2, 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("options", "inputs"),
+    [
+        ({}, (TOKENS, OFFSETS)),
+        ({"mode": "sum"}, (TOKENS, OFFSETS)),
+        ({"padding_idx": 4}, (TOKENS, OFFSETS)),
+        ({"mode": "sum", "include_last_offset": True}, (TOKENS, torch.tensor([0, 2, 3, 3, 8]))),
+        ({}, (TOKENS.reshape(4, 2),)),
+        ({"mode": "sum"}, (TOKENS, OFFSETS, torch.linspace(-1, 1, 8, dtype=torch.float64))),
+    ],
+    ids=str,
+)
+def test_bags_of_embeddings_are_verified(options: dict[str, object], inputs: tuple[torch.Tensor, ...]) -> None:
+    assert hk.check(Bags(**options), inputs, torch.randn(4, 2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dim", [0, 1, None])
+def test_weight_norm_is_verified(dim: int | None) -> None:
+    torch.manual_seed(0)
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    module = nn.Sequential(
+        weight_norm(nn.Linear(3, 4), dim=dim), nn.Tanh(), nn.Linear(4, 4), weight_norm(nn.Linear(4, 4), dim=dim)
+    )
+    module.append(weight_norm(nn.Linear(4, 2))).double()
+    assert hk.check(module, torch.randn(6, 3).double(), torch.randint(2, (6,)), loss="cross_entropy")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_gated_units_are_verified_in_every_precision(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 8), nn.GLU(), nn.Linear(4, 2)).to(dtype)
+    assert hk.check(module, torch.randn(6, 3).to(dtype), torch.randint(2, (6,)), loss="cross_entropy", dtype=None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import sys
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import source_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
@@ -272,22 +272,10 @@ def check_module(who: str, module: nn.Module) -> None:
     """Refuse modules that cannot be traced as they are, or whose loss is random.
 
     Raises:
-        InputError: A compiled, scripted or quantised module; dropout in training mode.
+        InputError: A scripted or quantised module; dropout in training mode.
     """
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    compiled = getattr(dynamo, "OptimizedModule", ())
     for name, child in module.named_modules():
         what = f"{name!r}" if name else "the module"
-        if isinstance(child, compiled):
-            remedy = f"replace {what} by its ._orig_mod" if name else "pass module._orig_mod"
-            raise InputError(
-                f"{who}: {what} is compiled (torch.compile), which hides its operations; {remedy}, which has the same parameters"
-            )
-        if getattr(child, "_compiled_call_impl", None) is not None:
-            raise InputError(
-                f"{who}: {what} was compiled in place by .compile(), which hides its operations; call hessiankit before, "
-                "or on a copy.deepcopy of the module from before"
-            )
         if isinstance(child, torch.jit.ScriptModule):
             raise InputError(f"{who}: {what} is a TorchScript module, which cannot be traced; pass the Python module behind it")
         if type(child).__module__.startswith(("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")):
@@ -345,9 +333,9 @@ def one_kind(
             "together by torch.complex"
         )
     for name, x in everything:
-        check_dense(who, name, x)
+        check_dense(who, name, x, constant=name in buffers)
     for name, x in everything:
-        if x.is_floating_point() and spoiled_at(x, mask=name in buffers) is not None:
+        if x.is_floating_point() and spoiled_at(strided_parts(x)[-1], mask=name in buffers) is not None:
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )
@@ -410,23 +398,28 @@ def check_tensor(
         raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
     if x.device != device:
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_dense(who, name, x)
+    check_dense(who, name, x, constant=True)
     if x.is_complex():
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
         if dtype is not None and x.dtype != dtype:
             raise InputError(f"{who}: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
-        where = spoiled_at(x, mask=mask)
+        where = spoiled_at(strided_parts(x)[-1], mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
 
 
-def check_dense(who: str, name: str, x: Tensor) -> None:
-    """Raise InputError for a sparse, nested or other tensor whose entries are not laid out in memory one by one."""
-    if x.layout != torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
-        dense = f"torch.nested.to_padded_tensor({name}, 0.0) and a mask" if x.is_nested else f"{name}.to_dense()"
-        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {dense}")
+def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
+    if x.is_nested:
+        raise InputError(
+            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
+            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
+        )
+    sparse = str(x.layout).startswith("torch.sparse")
+    if x.layout != torch.strided and not (sparse and constant):
+        kind = str(x.layout).removeprefix("torch.")
+        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
 def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:

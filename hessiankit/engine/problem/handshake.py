@@ -183,6 +183,14 @@ class Handshake:
 
     def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
         name = max(different, key=lambda n: (n != "", different[n]))
+        slope = own.gradient[name] if name else None
+        if slope is not None and not bool(torch.isfinite(slope).all()):
+            return (
+                f"trace: the module's own gradient in {name!r} is NaN or infinite where that of the trace is not: torch "
+                "multiplies an infinite derivative by zero, in an entry that does not move or is not read; keep its inputs away "
+                "from such a point (torch.where or clamp before the operation as well as after it). handshake=False leaves the "
+                "comparison out"
+            )
         what = f"the gradient in {name!r}" if name else "the loss"
         seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
         return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
@@ -193,8 +201,6 @@ class Handshake:
             return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
         if leaf is not None and own.gradient[name] is None:
             return "autograd does not reach the parameter there (detach, .data, or requires_grad turned off in forward)"
-        if leaf is not None and not bool(torch.isfinite(own.gradient[name]).all()):  # type: ignore[arg-type]
-            return "there it is NaN or infinite, at a point where torch's derivative of some operation is not finite"
         return (
             "a custom backward that is not the derivative of its forward, a hook that changes a gradient, a copy of a parameter "
             "made before the call, requires_grad switched in forward, something that is done only where nobody watches; or the "

@@ -15,6 +15,7 @@ from derivations.primitive import Primitive
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
+from hessiankit.tracing.dead_entries import without_dead_entries
 from hessiankit.tracing.recording import record
 from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
 
@@ -30,8 +31,9 @@ class LossTrace:
     output: int | None
 
     def __post_init__(self) -> None:
-        """Bring the values to one type."""
+        """Bring the values to one type, and take out derivatives that are not finite where they do not matter."""
         in_one_dtype(self.trace)
+        without_dead_entries(self.trace)
 
 
 def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTrace:

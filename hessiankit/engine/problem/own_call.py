@@ -34,11 +34,11 @@ from hessiankit.engine.problem.calling import (
     spoiled_at,
 )
 from hessiankit.engine.problem.selection import ParameterSelection, select
-from hessiankit.engine.problem.state import Held, ModuleState, same_values
+from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values, write_values
 from hessiankit.tracing.source_line import at_line, first_line
 
 
@@ -280,7 +280,7 @@ class _Data:
             held.restore()
             for x, copy in self._pairs(kind):
                 if not same_values(x, copy):
-                    x.data.copy_(copy)
+                    write_values(x, copy)
 
 
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:

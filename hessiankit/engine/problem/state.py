@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import same_values, write_values
 
 FIXED = (str, int, float, bytes, type(None))
 """What nothing can be written into."""
@@ -81,22 +82,27 @@ class ModuleState:
             return
         now = self._held if self._held.changed() is None else Held(self.module, *self.others)
         before = self.is_present
-        behind = [(x, x.data, x.data.clone() if values else None) for x, _ in self._tensors.values()]
+        dense = {name: x.layout is torch.strided for name, (x, _) in self._tensors.items()}  # others cannot change their memory
+        behind = [
+            (x, x.data if dense[name] else None, x.data.clone() if values or not dense[name] else None)
+            for name, (x, _) in self._tensors.items()
+        ]
         try:
             self._held.restore()
             for name, (x, copy) in self._tensors.items():
-                if values is None:
+                if values is None and dense[name]:
                     x.data = copy.clone() if name in self.written else copy
                 else:
-                    x.data.copy_(values.get(name, copy))
+                    write_values(x, copy if values is None else values.get(name, copy))
             self.is_present = values is None
             yield
         finally:
             self.is_present = before
             for x, data, kept in behind:
-                x.data = data
+                if data is not None:
+                    x.data = data
                 if kept is not None:
-                    data.copy_(kept)
+                    write_values(x, kept)
             now.restore()
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -108,7 +114,7 @@ class ModuleState:
         """Take over the values that the module's tensors have now, in the memory of the copies."""
         with torch.no_grad():
             for _, x, values in self.tensors():
-                values.copy_(x)
+                write_values(values, x)
         self._held.refresh({id(x) for _, x, _ in self.tensors()})
 
     def copied(self) -> ModuleState:
@@ -157,7 +163,7 @@ class ModuleState:
         self._held.restore()
         for x, copy in self._tensors.values():
             if not same_values(x, copy):
-                x.data.copy_(copy)
+                write_values(x, copy)
 
 
 class Held:
@@ -261,13 +267,6 @@ def _mark(x: Tensor) -> int:
     """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
-
-
-def same_values(x: Tensor, copy: Tensor) -> bool:
-    """Tell whether two tensors are of one kind and have the same entries, NaN where the other has NaN."""
-    if (x.shape, x.dtype, x.device) != (copy.shape, copy.dtype, copy.device):
-        return False
-    return torch.equal(x, copy) or bool(((x == copy) | ((x != x) & (copy != copy))).all())
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

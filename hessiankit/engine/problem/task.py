@@ -55,6 +55,7 @@ class Task:
         whole: The loss, a callable, reads an output object, so that the two are one function.
         by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
+        first: The number of the first sample in the whole data, by which labels are drawn.
     """
 
     module: nn.Module
@@ -67,6 +68,7 @@ class Task:
     whole: bool = False
     by_logits: bool = False
     reference: OwnGradient | None = None
+    first: int = 0
 
     @property
     def slices(self) -> dict[str, slice]:
@@ -140,7 +142,7 @@ class Task:
         """Call the module on the inputs, as it is now."""
         split = len(self.inputs) - len(self.keywords)
         keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
-        with ordinary_path():
+        with ordinary_path(self.module):
             return self.module(*self.inputs[:split], **keywords)
 
     def read(self) -> Any:

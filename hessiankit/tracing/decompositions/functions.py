@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,13 +31,6 @@ def _leaky_by_channel(x: Tensor, slope: Tensor) -> Tensor:
     if slope.numel() > 1 and x.ndim > 1:
         slope = slope.reshape(1, -1, *(1,) * (x.ndim - 2))
     return torch.where(x > 0, x, slope * x)
-
-
-@decomposes(aten.xlogy.Tensor)
-def _times_logarithm(a: Tensor, b: Tensor) -> Tensor:
-    """a log b, and zero with all derivatives where a is zero and b is not positive."""
-    void = (a == 0) & (b <= 0)
-    return torch.where(void, 0.0, a * torch.log(torch.where(void, 1.0, b)))
 
 
 @decomposes(aten.clamp.Tensor, aten.clip.Tensor)
@@ -72,3 +66,18 @@ for _fill, _name in ((0, "zeros"), (1, "ones")):
     @decomposes(getattr(aten, f"new_{_name}").default)
     def _new(x: Tensor, size: Sequence[int], *, dtype: Any = None, device: Any = None, fill: float = _fill, **_: Any) -> Tensor:
         return _constant(x, size, fill, dtype, device)
+
+
+@decomposes(aten.fill_diagonal_.default)
+def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
+    """In place. In a tall matrix the diagonal goes on after an empty row with ``wrap``, and ends without."""
+    step = sum(math.prod(x.shape[k + 1 :]) for k in range(x.ndim))
+    at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
+    hit = at % step == 0
+    return x.masked_fill_(hit if wrap and x.ndim == 2 else hit & (at < min(x.shape) * step), number)
+
+
+@decomposes(aten.dropout.default, when=lambda x, p, train: train and 0 < p < 1)
+def _dropped(x: Tensor, p: float, train: bool) -> Tensor:
+    """The kept entries, drawn as torch draws them on a processor from a seed of the module's own, are constants."""
+    return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)

@@ -32,6 +32,14 @@ def _binary(kind: str) -> Rule:
     return match
 
 
+def _times_logarithm(kind: str) -> Rule:
+    def match(a: Any, b: Any) -> Match:
+        a, b = (x if isinstance(x, Tensor) else y.new_full((), x) for x, y in ((a, b), (b, a)))
+        return _binary(kind)(a, b)
+
+    return match
+
+
 def _step(x: Any, *rest: Any, result: Tensor, **options: Any) -> Match:
     """A function whose derivative is zero off its jumps: its result stands still."""
     return Reshape(tuple(result.shape)), (result,)
@@ -115,3 +123,9 @@ RULES |= {
     getattr(aten, kind).default: _step for kind in ["ceil", "floor", "floor_divide", "heaviside", "round", "sgn", "sign", "trunc"]
 }
 RULES[aten.round.decimals] = _step
+_XLOGY = (
+    aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other,
+    aten.special_xlogy.default, aten.special_xlogy.self_scalar, aten.special_xlogy.other_scalar,
+)  # fmt: skip
+_XLOG1PY = (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar)
+RULES |= dict.fromkeys(_XLOGY, _times_logarithm("xlogy")) | dict.fromkeys(_XLOG1PY, _times_logarithm("xlog1py"))

@@ -1,0 +1,124 @@
+"""Entries at which a derivative is not finite and does not matter, taken out of a trace.
+
+The root of a dead unit, ``F.relu(h) ** 1.5`` or the norm of a row of zeros behind a ReLU, has a derivative that is not finite
+where the unit does not move; ``torch.where(h > 0, torch.log(h), 0)`` has one that is not read. Zero times infinity is then not
+a number in a chain of products, although the loss is smooth there. Torch's own backward formulas mask many of these; here the
+trace gets what a careful author writes,
+
+    y = where(dead, y0, f(where(dead, c, x))),          y0 = f(x) at this point, f smooth at c,
+
+for entries that are dead: those that do not change when the parameters move by a little, or that the loss does not read there.
+An entry that moves keeps its derivative, and the result says that it is not finite.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from derivations.directions import unbroadcast
+from derivations.indexing import Where
+from derivations.linear import MaskedFill
+from derivations.primitive import Inputs
+from hessiankit.support.errors import TraceError
+from hessiankit.tracing.trace import Application, Trace
+
+
+@torch.no_grad()
+def without_dead_entries(trace: Trace) -> None:
+    """Rewrite, in place, the applications of a trace whose derivatives are not finite at dead entries."""
+    singular: dict[int, Tensor] = {}
+    for a in trace.applications:
+        mask = a.primitive.singular(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
+        if mask is not None and bool(mask.any()):
+            singular[a.output] = mask
+    if not singular:
+        return
+    point = _Nearby(trace)
+    adjoints: dict[int, Tensor] = {trace.output: torch.ones_like(trace.values[trace.output])}
+    rewritten: list[Application] = []
+    for a in reversed(trace.applications):
+        adjoint, moving = adjoints.get(a.output), [at is not None and at in trace.moving for at in a.inputs]
+        inputs: Inputs = [None if at is None else point.values[at] for at in a.inputs]  # type: ignore[misc]
+        parts = [a]
+        if a.output in singular:
+            unread = torch.ones_like(singular[a.output]) if adjoint is None else adjoint == 0
+            dead = singular[a.output] & (unread | ~point.moves[a.output])
+            if bool(dead.any()):
+                parts = _kept_apart(trace, a, dead)
+                inputs = [_filled(x, dead, c) for x, c in zip(inputs, a.primitive.regular, strict=True)]  # type: ignore[misc]
+                adjoint = None if adjoint is None else adjoint.masked_fill(dead, 0)
+        rewritten += reversed(parts)
+        if adjoint is None:
+            continue
+        for at, moves, covector in zip(a.inputs, moving, _pulled(a, inputs, adjoint), strict=True):
+            if at is not None and moves and covector is not None:
+                adjoints[at] = adjoints[at] + covector if at in adjoints else covector
+    trace.applications[:] = reversed(rewritten)
+
+
+class _Nearby:
+    """A trace's values after a small step of the parameters, and which entries of each change with the step or its opposite."""
+
+    def __init__(self, trace: Trace) -> None:
+        generator = torch.Generator().manual_seed(0)
+        points = here, self.values, opposite = [list(trace.values) for _ in range(3)]
+        self.moves: dict[int, Tensor] = {}
+
+        def move(at: int) -> None:
+            """Add numbers of either sign and about one size, small beside the largest entry."""
+            x = here[at]
+            drawn = torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5
+            size = (float(x.abs().nan_to_num(0, 0, 0).max()) if x.numel() else 0.0) or 1.0
+            step = (drawn + drawn.sign()) * (size * torch.finfo(x.dtype).eps ** 0.5)
+            self.values[at], opposite[at] = x + step, x - step
+
+        for at in trace.parameters.values():
+            move(at)
+        for a in trace.applications:
+            for values in points:
+                values[a.output] = a.primitive.value(*(None if at is None else values[at] for at in a.inputs))  # type: ignore[arg-type]
+            if a.primitive.has_one_value:
+                move(a.output)
+            x = here[a.output]
+            changed = [(x != y) & ~(x.isnan() & y.isnan()) for y in (self.values[a.output], opposite[a.output])]
+            self.moves[a.output] = changed[0] | changed[1]
+
+
+def _kept_apart(trace: Trace, a: Application, dead: Tensor) -> list[Application]:
+    """Return the applications that give an output's dead entries as constants, and the others as before."""
+    inputs, parts = list(a.inputs), list[Application]()
+    for k, (at, c) in enumerate(zip(a.inputs, a.primitive.regular, strict=True)):
+        if at is None:
+            continue
+        x = trace.values[at]
+        if at in trace.moving:
+            fill = MaskedFill(_of_shape(dead, x), c)
+            inputs[k] = trace.add_value(fill.value(x), moving=True)
+            parts.append(Application(fill, (at,), inputs[k], f"{a.name}_alive"))  # type: ignore[arg-type]
+        else:
+            inputs[k] = trace.add_value(_filled(x, dead, c))  # type: ignore[arg-type]
+    y = trace.values[a.output]
+    alive = trace.add_value(a.primitive.value(*(None if at is None else trace.values[at] for at in inputs)), moving=True)  # type: ignore[arg-type]
+    parts.append(replace(a, inputs=tuple(inputs), output=alive))
+    parts.append(Application(Where(dead), (trace.add_value(y), alive), a.output, f"{a.name}_dead"))
+    return parts
+
+
+def _filled(x: Tensor | None, dead: Tensor, c: float) -> Tensor | None:
+    return None if x is None else x.masked_fill(_of_shape(dead, x), c)
+
+
+def _of_shape(dead: Tensor, x: Tensor) -> Tensor:
+    """Return the entries of an input that enter dead entries of the output alone."""
+    return unbroadcast((~dead).to(x.dtype).unsqueeze(0), x.shape)[0] == 0
+
+
+def _pulled(a: Application, inputs: Inputs, adjoint: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the covectors of an adjoint; NaN, which counts as read, where a nearby point has none."""
+    try:
+        return tuple(None if c is None else c[0] for c in a.primitive.vjp(inputs, adjoint.unsqueeze(0)))
+    except TraceError:
+        return tuple(None if x is None else torch.full_like(x, torch.nan) for x in inputs)

@@ -1,0 +1,143 @@
+"""Derivatives that are not finite at entries that do not move, or are not read, beside torch and central differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hessiankit as hk
+
+ABSENT = torch.tensor([[False] * 5, [True] * 5, [False, True, True, False, True], [False] * 5])
+COLUMN = torch.tensor([False, False, False, True, False])
+DEAD: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm of rows of zeros": lambda h: F.relu(h - 50 * ABSENT[:, :1]).norm(dim=-1),
+    "norm of order 3": lambda h: F.relu(h - 50 * ABSENT[:, :1]).norm(p=3, dim=-1) + h.sum(-1),
+    "deviation of rows of zeros": lambda h: F.relu(h - 50 * ABSENT[:, :1]).std(-1),
+    "power 1.5": lambda h: F.relu(h) ** 1.5,
+    "root": lambda h: F.relu(h).sqrt(),
+    "root of two": lambda h: torch.hypot(F.relu(h), F.relu(-h)),
+    "angle": lambda h: torch.where(h > 0, torch.atan2(F.relu(h), F.relu(h) ** 2), 0.0),
+    "power of a tensor": lambda h: F.relu(h) ** (h * 0 + 1.5).detach(),
+    "logarithm not read": lambda h: torch.where(h > 0, torch.log(h.clamp_min(0)), 0 * h),
+    "logarithm filled": lambda h: F.relu(h).log().masked_fill(h <= 0, 0.0),
+    "quotient not read": lambda h: torch.where(h > 0, 2 / (F.relu(h) + (h > 0)), h),
+    "infinity replaced": lambda h: (z := 1 / F.relu(h)).masked_fill(z.isinf(), 0.0),
+    "x log x": lambda h: torch.xlogy(F.relu(h), F.relu(h)),
+    "x log (1 + y)": lambda h: torch.special.xlog1py(F.relu(h), F.relu(h) - 1),
+    "entropy": lambda h: torch.special.entr(F.relu(h)),
+    "arcosine": lambda h: torch.acos(1 - F.relu(h).clamp(max=0.5)),
+    "arcosh": lambda h: torch.acosh(1 + F.relu(h)),
+    "masked softmax": lambda h: h.masked_fill(ABSENT, -torch.inf).softmax(-1).nan_to_num() * h,
+    "masked log softmax": lambda h: h.masked_fill(ABSENT, -torch.inf).log_softmax(-1).nan_to_num(neginf=0.0),
+    "softmax over rows": lambda h: (z := h.masked_fill(COLUMN, -torch.inf).softmax(0)).masked_fill(z.isnan(), 1),
+}
+
+
+class Units(nn.Module):
+    """Units of which one is dead for every sample and others for some."""
+
+    def __init__(self, f: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.lin, self.f = nn.Linear(3, 5), f
+        nn.init.constant_(self.lin.bias[:1], -20.0)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = self.f(self.lin(x))
+        return (z.sin() + z * z).sum()
+
+
+def data(dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(4, 3, generator=torch.Generator().manual_seed(5), dtype=torch.float64).to(dtype)
+
+
+def gradient(module: nn.Module, x: Tensor, at: Tensor, *, create_graph: bool = False) -> Tensor:
+    parameters = list(module.parameters())
+    with torch.no_grad():
+        nn.utils.vector_to_parameters(at, parameters)
+    slopes = torch.autograd.grad(module(x), parameters, create_graph=create_graph)
+    return torch.cat([slope.flatten() for slope in slopes])
+
+
+def central(module: nn.Module, x: Tensor) -> Tensor:
+    """The Hessian by central differences of torch's gradient, to order four."""
+    at = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    columns = []
+    for e in torch.eye(len(at), dtype=at.dtype) * 1e-4:
+        near, far = (gradient(module, x, at + k * e) - gradient(module, x, at - k * e) for k in (1, 2))
+        columns.append((8 * near - far) / 12e-4)
+    gradient(module, x, at)
+    return torch.stack(columns, 1)
+
+
+def twice(module: nn.Module, x: Tensor) -> Tensor:
+    """The Hessian by torch's double backward."""
+    at = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    flat, parameters = gradient(module, x, at, create_graph=True), list(module.parameters())
+    rows = [torch.autograd.grad(g, parameters, retain_graph=True, materialize_grads=True) for g in flat]
+    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_entries_that_do_not_move_or_are_not_read(name: str) -> None:
+    module, x = Units(DEAD[name]), data()
+    expected, by_torch = central(module, x), twice(module, x)
+    found, size = hk.hessian(module, x, loss=None).matrix, expected.abs().max()
+    assert (found - expected).abs().max() < 1e-6 * size
+    if bool(by_torch.isfinite().all()):
+        assert (found - by_torch).abs().max() < 1e-12 * size
+        assert hk.check(module, x, loss=None)
+    assert hk.hessian_operator(module, x, loss=None).to_matrix().allclose(found, rtol=0, atol=1e-12 * float(size))
+    assert hk.hessian_diagonal(module, x, loss=None).flat.allclose(found.diagonal(), rtol=0, atol=1e-12 * float(size))
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_in_single_precision(name: str) -> None:
+    expected = hk.hessian(Units(DEAD[name]), data(), loss=None).matrix
+    found = hk.hessian(Units(DEAD[name], torch.float32), data(torch.float32), loss=None).matrix
+    assert (found - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+MOVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": lambda h: h.norm(dim=-1),
+    "root": lambda h: h.abs().sqrt(),
+    "power 1.5": lambda h: F.relu(h) ** 1.5,
+    "root that cancels": lambda h: (h * h).sqrt(),
+    "square of a root": lambda h: (h * h).sqrt() ** 2,
+    "x log x": lambda h: torch.xlogy(h * h, h * h),
+    "entropy": lambda h: torch.special.entr(h * h),
+    "arcosine": lambda h: torch.acos(1 - h * h),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_an_entry_that_moves_is_refused_by_all(name: str) -> None:
+    module, x = Units(MOVING[name]), data()
+    x[1] = 0
+    nn.init.zeros_(module.lin.bias)
+    for call in (
+        lambda: hk.hessian(module, x, loss=None, handshake=False),
+        lambda: hk.hessian(module, x, loss=None),
+        lambda: hk.hessian_operator(module, x, loss=None).to_matrix(),
+        lambda: hk.hessian_diagonal(module, x, loss=None),
+        lambda: hk.check(module, x, loss=None),
+    ):
+        with pytest.raises(hk.HessiankitError, match="NaN or infinite"):
+            call()
+
+
+def test_torch_s_own_gradient_that_is_not_a_number_is_named() -> None:
+    module = Units(lambda h: torch.where(h > 0, h.cos() / F.relu(h), h))
+    with pytest.raises(hk.TraceError, match="own gradient in 'lin\\.weight' is NaN or infinite where that"):
+        hk.hessian(module, data(), loss=None)
+
+
+def test_a_target_of_zero_is_a_constant() -> None:
+    target = torch.tensor([[0.0, 0.5, 0.5, 0, 0]] * 4, dtype=torch.float64)
+    module, x = Units(lambda h: F.kl_div(h.log_softmax(-1), target, reduction="sum")), data()
+    assert hk.hessian(module, x, loss=None).matrix.allclose(twice(module, x), rtol=0, atol=1e-12)
