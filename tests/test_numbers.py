@@ -177,7 +177,8 @@ def test_values_in_single_precision():
     assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
 
 
-def test_numbers_that_rounding_decides_are_refused():
+@pytest.mark.parametrize("handshake", [True, False])
+def test_numbers_that_rounding_decides_are_refused(handshake):
     """Torch's batch norm and its closed form round apart, so that a count of equal entries differs between a call and its trace."""
     x, module = draw(7, 3), Formula(lambda s, x: x @ s.W, W=(3, 4), V=(4, 2))
     exactly = torch.nn.functional.batch_norm(module(x).detach(), None, None, training=True)
@@ -190,7 +191,7 @@ def test_numbers_that_rounding_decides_are_refused():
     with pytest.raises(
         hk.TraceError, match=r"own call has 28 where its trace has [0-9]+, at .*test_numbers.py:[0-9]+ in forward: return h"
     ):
-        hk.hessian(module, x, LABELS, loss="cross_entropy")
+        hk.hessian(module, x, LABELS, loss="cross_entropy", handshake=handshake)
 
 
 @pytest.mark.parametrize("seed", range(12))
