@@ -151,9 +151,12 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     for kind in (None, dtype):
         with preserved(module, loss), converted((module, loss), kind):
             given, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
-            problem = Problem(module, given, labels, loss)
-            with problem.at():
-                finite.append(bool(problem.call().isfinite()))
+            try:
+                problem = Problem(module, given, labels, loss)
+                with problem.at():
+                    finite.append(bool(problem.call().isfinite()))
+            except Exception:  # whatever a module may raise: the first error is the one to report
+                return False
     return finite == [True, False]
 
 
