@@ -136,8 +136,10 @@ def check(
 
     try:
         return report_in(dtype)
-    except InputError:
-        if dtype is None or inputs is None or not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
+    except InputError as error:
+        if "NaN or infinite" not in str(error) or dtype is None or inputs is None:
+            raise
+        if not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
             raise
         kind = next(block_or_module.parameters()).dtype
         note = f"the loss is not finite in {dtype}, as where a mask of finfo.min is cast to a narrower type: compared in {kind}"
