@@ -16,7 +16,6 @@ MARKERS = "oD^vs<>PXhp*d"
 OURS = {
     "closed form": "*",
     "closed form, plain torch": "s",
-    "closed form, planned once": "D",
     "hessian": "*",
     "hessian_operator": "P",
     "hessian_operator:recompute=layers": "D",

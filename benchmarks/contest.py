@@ -23,8 +23,6 @@ from hessiankit.support.kernels import kernels, plain
 CLOSED = "closed form"
 PLAIN = "closed form, plain torch"
 """The same without the compiled kernels, where they are used."""
-PLANNED = "closed form, planned once"
-"""A call of what ``hessian_function`` returns."""
 TRIALS = 0.8
 """Part of a cell's budget after which no round is begun; the trials have to be over before, by what the rounds may take."""
 
@@ -42,7 +40,6 @@ def contest(
     peers: Sequence[Peer],
     plan: Plan,
     tell: Tell,
-    planned: Callable[[], Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return a row for each contestant, in plain data.
 
@@ -53,7 +50,6 @@ def contest(
         peers: The other methods.
         plan: Repeats, limits and the device.
         tell: Progress.
-        planned: Returns the same by a plan that was made before.
     """
     steps = len(peers) + 3 + plan.repeats
     # Each contestant gets the same share of the cell's time for each of its runs: the trial, the rounds, and one to spare.
@@ -71,7 +67,6 @@ def contest(
     found, first_seconds = timed(plan.device, closed)
     rounds = max(1, rounds_within(plan.limit_seconds - first_seconds, first_seconds, plan.repeats))
     variants = {PLAIN: in_plain_torch} if kernels() is not None and found.is_cpu else {}
-    variants |= {} if planned is None else {PLANNED: planned}
     ours = {CLOSED: {**ring.verdict_row(CLOSED, off(found)), "first_seconds": first_seconds}}
     ours |= {name: {**ring.verdict_row(name, off(call())), "ours": True} for name, call in variants.items()}
     side = math.isqrt(found.numel() - 1) + 1

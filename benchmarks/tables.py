@@ -17,8 +17,7 @@ NOTES = (
     "- best right: the fastest of the methods that return the Hessian.\n"
     "- writing as many numbers: a matrix of the result's size, before the closed form in every round, so that it pays for\n"
     "  memory that the others gave back to the system. A time extrapolated from some columns has no part of it.\n"
-    "- closed form, plain torch: without the compiled kernels, where the environment has them.\n"
-    "- closed form, planned once: a call of what `hessiankit.hessian_function` returned; the plan is made before."
+    "- closed form, plain torch: without the compiled kernels, where the environment has them."
 )
 
 

@@ -252,7 +252,7 @@ class CrossEntropy(ByLinearising):
                 f"CrossEntropy: logits of shape {tuple(logits.shape)} need integer labels of shape {tuple(logits.shape[:-1])}, "
                 f"got {labels.dtype} of shape {tuple(labels.shape)}. The classes are the last axis."
             )
-        labels = labels.reshape(-1)
+        labels = labels.reshape(-1).long()
         kept = labels != self.ignore_index
         count = int(kept.sum()) if self.normalizer is None else self.normalizer
         if count == 0:

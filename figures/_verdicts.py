@@ -15,10 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.transforms import Bbox
 
-import hessiankit
-from hessiankit.ledger import PAPERS, Claim
 from hessiankit.studies.tuning.verdict import Interval
 from hessiankit.support.errors import InputError
+from papers import PAPERS, Claim, claims
 
 Status: TypeAlias = Literal["SUPPORTED", "CONTRADICTED", "OPEN"]
 COLOURS = {"SUPPORTED": "#00664a", "CONTRADICTED": "#b04a00", "OPEN": "#404040"}
@@ -72,7 +71,7 @@ class Verdict:
         Raises:
             InputError: It has none of this id.
         """
-        return hessiankit.claims(id=self.claim)[0]
+        return claims(id=self.claim)[0]
 
     @property
     def text(self) -> str:

@@ -7,11 +7,10 @@
 
 import random
 import sys
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hessiankit.support.package import MovedFinder, __version__, names_for_type_checkers
+from hessiankit.support.package import __version__, names_for_type_checkers
 
 if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.approximating import approximations
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.diagnostics.sharpness import sharpness
     from hessiankit.formulas import derive
     from hessiankit.landscape import loss_slices, spectrum
-    from hessiankit.ledger import claims
     from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.partition import block_types, named_slices
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
@@ -37,41 +35,12 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.verify.check import check
 
 _HOME = names_for_type_checkers(__file__)
-_FORMER = {  # until 1.0, with a warning: where the name is now
-    "BlockTypes": "hessiankit.partition.BlockTypes",
-    "BoundsReport": "hessiankit.bounding.bounds.BoundsReport",
-    "CheckReport": "hessiankit.verify.check_report.CheckReport",
-    "CheckRow": "hessiankit.verify.check_report.CheckRow",
-    "CurvatureDiagonal": "hessiankit.curvature.diagonal.CurvatureDiagonal",
-    "DepthReport": "hessiankit.diagnostics.depth.DepthReport",
-    "Derivation": "hessiankit.formulas.Derivation",
-    "Estimate": "hessiankit.curvature.estimators.Estimate",
-    "Forecast": "hessiankit.curvature.forecast.Forecast",
-    "FrobeniusNorms": "hessiankit.curvature.frobenius.FrobeniusNorms",
-    "Ledger": "hessiankit.ledger.Ledger",
-    "LedgerReport": "hessiankit.ledger.LedgerReport",
-    "ScalarEstimates": "hessiankit.curvature.estimators.ScalarEstimates",
-    "SharpnessReport": "hessiankit.diagnostics.sharpness.SharpnessReport",
-    "Trace": "hessiankit.tracing.trace.Trace",
-    "curvature_diagonal": "hessiankit.hessian_diagonal",
-    "exact_sharpness": "hessiankit.diagnostics.sharpness.exact_sharpness",
-    "plot_monitor": "hessiankit.diagnostics.monitoring.plot_monitor",
-    "read_monitor": "hessiankit.diagnostics.monitoring.read_monitor",
-    "trace": "hessiankit.trace_module",
-}
 __all__ = sorted(_HOME)
-sys.meta_path.append(MovedFinder())
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for: ``import hessiankit`` alone imports neither torch nor sympy."""
-        if name in _FORMER:
-            module, _, now = _FORMER[name].rpartition(".")
-            warnings.warn(
-                f"hessiankit.{name} is now {_FORMER[name]}; the old name goes with 1.0", DeprecationWarning, stacklevel=2
-            )
-            return getattr(import_module(module), now)
         if name in _HOME:
             drawn = random.getstate()  # importing rich draws a number, and the user's random numbers are the user's
             try:

@@ -16,6 +16,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import hessiankit as hk
+import papers
 from hessiankit.blocks import Attention
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import attack
@@ -153,7 +154,7 @@ assert violated == {"printed_theorem_1", "printed_theorem_1_appendix"}
 
 # %%
 for name in ("thm1", "thm1-all-blocks", "thm6"):
-    statement = hk.claims(id=f"curvature-gap/{name}")
+    statement = papers.claims(id=f"curvature-gap/{name}")
     assert statement.run()
     print(f"{name:16} {statement[0].verdict:24} {statement[0].place}")
 

@@ -119,6 +119,8 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
         found[f"ddp {name}"] = own(hd.sharpness(nn.parallel.DistributedDataParallel(model(dtype)), data, **options))
         spread = sharded(model(dtype))
         spread.embedding.W_E.grad = torch.ones_like(spread.embedding.W_E)
+        with torch.no_grad():
+            spread(sequences()[0][:1])  # after which the outermost parameters are whole
         found[f"fsdp {name}"] = own(hd.sharpness(spread, data, parts=some_cut(plain), **options))
         kept = spread.embedding.W_E.grad
         found[f"gradients kept {name}"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
@@ -152,6 +154,11 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
     return found
 
 
+def scaled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a forward with a number of its own, which its module's parameters do not show."""
+    return lambda *args, **kwargs: forward(*args, **kwargs) * 1.5
+
+
 def error_cases(rank: int, size: int) -> dict[str, Any]:
     """Make mistakes on one rank."""
     tokens, labels = share(rank, size)
@@ -165,7 +172,25 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     rated = sharded(model())
     rated.set_gradient_divide_factor(1.0)
     mean = nn.CrossEntropyLoss()
+    flagged, other_eps, constant, spread = model(), model(), model(), model()
+    if last:
+        flagged.blocks[1].attention.forward = scaled(flagged.blocks[1].attention.forward)
+        for one in (other_eps, spread):
+            one.blocks[0].norm_1.eps = 1e-3
+        constant.blocks[0].feedforward.register_forward_hook(lambda module, inputs, out: out + torch.tensor(1e-9))
+    pairs = list(zip(tokens.split(1), labels.split(1), strict=True)) if len(tokens) else []
+    cross = {"loss": "cross_entropy"}
+
+    def penalised(out: Tensor, t: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(out.flatten(0, 1), t.flatten(), reduction="sum") + (2.0 + last) * out.sum() * 0.0
+
     return {
+        "eps": caught(lambda: hd.hessian_operator(other_eps.eval(), pairs, **cross)),
+        "attribute": caught(lambda: hd.hessian_operator(flagged.eval(), pairs, **cross)),
+        "constant": caught(lambda: hd.hessian_operator(constant.eval(), pairs, **cross)),
+        "loss": caught(lambda: hd.hessian_operator(model().eval(), pairs, loss=penalised, reduction="sum")),
+        "eps, sharpness": caught(lambda: hd.sharpness(other_eps, data, **OPTIONS)),
+        "eps, fsdp": caught(lambda: hd.sharpness(sharded(spread), data, parts=model_parts(model()), **OPTIONS)),
         "labels": caught(lambda: hd.sharpness(model(), wrong, **OPTIONS)),
         "labels, fsdp": caught(lambda: hd.sharpness(sharded(model()), wrong, parts=model_parts(model()), **OPTIONS)),
         "tokens": caught(lambda: hd.sharpness(model(), far, **OPTIONS)),

@@ -87,6 +87,7 @@ def results(folder: Path) -> dict[str, Any]:
     from torch import nn
 
     import hessiankit as hk
+    import papers
     from hessiankit.bounding.attack import attack
     from hessiankit.bounding.loss_surface import loss_surface_bound
     from hessiankit.verify.identities import identities
@@ -104,7 +105,7 @@ def results(folder: Path) -> dict[str, Any]:
     noisy = Noisy()
     monitor = hk.Monitor(noisy, pair(), folder / "run.jsonl", every=1, draws=2)
     train(noisy, 4, monitor)
-    found = hk.claims()
+    found = papers.claims()
     return {
         "check": hk.check(block, x, t, formulas=False),
         "check of a deep module": hk.check(deep, torch.randn(5, 3), torch.randn(5, 3)),
@@ -124,7 +125,7 @@ def results(folder: Path) -> dict[str, Any]:
         "groups": hk.blockwise_lr(model, lr=1e-3, ratios="measured", sharpness=sharp),
         "ledger": found,
         "claim": found[0],
-        "ledger report": hk.claims(id="hybridnorm/eq1*").run(),
+        "ledger report": papers.claims(id="hybridnorm/eq1*").run(),
         "monitor": hk.read_monitor(folder / "run.jsonl"),
         "depth": hk.depth_diagnostics(model, batch),
         "identities": identities(block, x, t),
@@ -144,14 +145,14 @@ COMMANDS = {
     "$ bounds": "bounds",
     "$ bounds --attack": "bounds --attack 2",
     "$ sharpness": "sharpness --model terminal_models:model --text text.txt --batch 2 --length 8 --draws 2 --layers --tensors --exact",
-    "$ claims": "claims --paper hybridnorm",
-    "$ claims --run": "claims --id hybridnorm/eq1* --run",
-    "$ claims --show": "claims --show hybridnorm/eq19",
+    "$ papers list": "papers list --paper hybridnorm",
+    "$ papers run": "papers run --id hybridnorm/eq1*",
+    "$ papers show": "papers show hybridnorm/eq19",
     "$ routes": "routes --operation layer_norm",
     "$ tune-lr": "tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",
 }
-AT_ALL_WIDTHS = ("$ claims", "$ claims --show", "$ monitor")
+AT_ALL_WIDTHS = ("$ papers list", "$ papers show", "$ monitor")
 """Commands that compute nothing; the others run at one width only."""
 
 
@@ -160,6 +161,7 @@ def _child(folder: Path) -> None:
 
     from hessiankit.cli.main import main
     from hessiankit.studies.tuning import experiment
+    from papers.__main__ import main as of_papers
 
     experiment.QUICK = TINY
     terminal, complete = sys.stdout, {}
@@ -184,7 +186,8 @@ def _child(folder: Path) -> None:
     for name, line in COMMANDS.items():
         for width in WIDTHS if name in AT_ALL_WIDTHS else WIDTHS[:1]:
             codes: list[int] = []
-            print_at(name, width, lambda line=line, codes=codes: codes.append(main(line.split())))  # type: ignore[misc]
+            program, words = (of_papers, line.split()[1:]) if line.startswith("papers ") else (main, line.split())
+            print_at(name, width, lambda run=program, words=words, codes=codes: codes.append(run(words)))  # type: ignore[misc]
             assert codes == [0], (name, codes)
     (folder / "complete.json").write_text(json.dumps(complete))
 

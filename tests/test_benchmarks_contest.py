@@ -11,11 +11,10 @@ from benchmark_cases import PLAN, QUIET, WRONG, closed, record, whole, wrong_mat
 from torch import Tensor
 
 from benchmarks import tables
-from benchmarks.contest import CLOSED, PLAIN, PLANNED, contest
+from benchmarks.contest import CLOSED, PLAIN, contest
 from benchmarks.entries import Ring
 from benchmarks.peers import FUNC_HESSIAN, JACREV, JVP, REVERSE, Peer
 from benchmarks.problems import Case, make
-from hessiankit import hessian_function
 from hessiankit.support.kernels import kernels
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
@@ -48,15 +47,6 @@ def test_compiled_kernels_are_a_row_beside_plain_torch(monkeypatch: pytest.Monke
     rows = contest(case, whole(case), closed(case), [JVP], PLAN, QUIET)["rows"]
     assert [row["name"] for row in rows[:2]] == [CLOSED, PLAIN]
     assert [row["status"] for row in rows] == ["right"] * 3
-
-
-def test_a_plan_is_a_row_of_ours() -> None:
-    case = make("tiny", 1)
-    planned = hessian_function(case.module, case.inputs, case.target, loss=case.loss, params=case.wanted)
-    result = contest(case, whole(case), closed(case), [JVP], PLAN, QUIET, lambda: planned().matrix)
-    row = next(row for row in result["rows"] if row["name"] == PLANNED)
-    assert row["status"] == "right"
-    assert row["ratio"]
 
 
 def raises(case: Case) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 
 from benchmarks import __main__ as front
 from benchmarks.mutants import command
+from benchmarks.mutants.drawn import drawn
 from benchmarks.mutants.listing import Mutant, Stale, every, read
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Workshop
 from hessiankit.support.errors import InputError
@@ -162,3 +164,15 @@ def test_options(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "choose of derivations" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         front.main(["mutants", "--jobs", "0"])
+
+
+def test_mutants_at_random_positions() -> None:
+    files = ["derivations/softmax.py", "hessiankit/engine/storage.py", "hessiankit/curvature/streaming.py"]
+    mutants = drawn(command.ROOT, files, 200, seed=1)
+    assert [m.key for m in mutants] == [m.key for m in drawn(command.ROOT, reversed(files), 200, seed=1)]
+    assert mutants != drawn(command.ROOT, files, 200, seed=2)
+    for mutant in mutants:
+        changed, before = mutant.applied(command.ROOT), (command.ROOT / mutant.file).read_text(encoding="utf-8")
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(before)), mutant
+        assert mutant.tests
+    assert len({m.file for m in mutants}) == 3

@@ -8,9 +8,9 @@ from blockwise_reference import encoder
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.ledger.sharpness_disparity.learning_rates import RULES
 from hessiankit.optim import PRESETS, Ratio, block_types, blockwise_lr
 from hessiankit.partition import TYPES, Part, model_parts
+from papers.sharpness_disparity.learning_rates import RULES
 
 EQ_5 = {"Emb": 10, "QK": 8, "FFN": 6, "VO": 4, "Norm": 1}
 

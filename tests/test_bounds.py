@@ -12,7 +12,7 @@ from curvature_reference import mse, reverse_over_reverse, sample
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.blocks import PLACEMENTS, Attention
+from hessiankit.blocks import ACTIVATIONS, PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.attack import ascend
 from hessiankit.bounding.high_precision import norm_from_below
@@ -172,6 +172,79 @@ def test_where_the_print_defines_nothing(block, message):
     assert not any(kind.startswith("printed") for kind in report.kinds)
 
 
+def valid_violations(report):
+    return [row for row in report.violated if not row[1].startswith("printed")]
+
+
+def in_single(seed):
+    """A problem of the generator in float32, and its twin in float64."""
+    problem = draw_problem(seed)
+    twin = copy.deepcopy(problem.module).float().double()
+    target = problem.target.float().double() if problem.loss == "mse" else problem.target
+    return copy.deepcopy(twin).float(), twin, problem.x.float().double(), target, problem.loss
+
+
+@pytest.mark.parametrize("seed", [4, 18, 34])
+def test_a_float32_module_is_bounded_in_float64(seed):
+    module, twin, x, t, loss = in_single(seed)
+    narrow = t.float() if loss == "mse" else t
+    report, wide = hk.bounds(module, x.float(), narrow, loss=loss), hk.bounds(twin, x, t, loss=loss)
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    assert report.to_dict() == wide.to_dict()
+    assert not valid_violations(report)
+    H = reverse_over_reverse(twin, x.unsqueeze(0), t.unsqueeze(0), LOSSES[loss])
+    assert report.values["whole"]["true"] == pytest.approx(float(torch.linalg.matrix_norm(H, 2)), rel=1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("first", range(0, 300, 20))
+def test_no_report_in_single_or_double_precision_is_violated(first):
+    for seed in range(first, first + 20):
+        module, twin, x, t, loss = in_single(seed)
+        try:
+            wide = hk.bounds(twin, x, t, loss=loss)
+        except InputError:  # a row of variance 0 with eps = 0
+            continue
+        assert not valid_violations(wide), seed
+        assert not valid_violations(hk.bounds(module, x.float(), t.float() if loss == "mse" else t, loss=loss)), seed
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_block_that_vanishes_is_zero_to_rounding(dtype):
+    """A shift of all keys by one vector adds the same number to all logits of a row, which softmax does not see."""
+    torch.manual_seed(0)
+    block = hk.TransformerBlock(4, 5, 2, attention_bias=True).to(dtype)
+    report = hk.bounds(block, normal(3, 4).to(dtype), normal(3, 4).to(dtype))
+    assert not valid_violations(report)
+    row = report.values["attention.b_K x attention.b_K"]
+    assert row["true"] <= report.noise < 1e-12 * report.values["whole"]["true"]
+    (line,) = (line for line in report.table().splitlines() if line.strip().startswith("attention.b_K x attention.b_K"))
+    assert "0 to rounding" in line
+    assert " x)" not in line  # no ratio to a norm that is rounding
+    assert any(line.startswith("whole ") for line in str(report).splitlines())  # of 106 rows, those that a screen holds
+    assert "0 to rounding" not in next(line for line in report.table().splitlines() if line.strip().startswith("whole"))
+
+
+def test_a_norm_without_eps_keeps_that_of_its_dtype():
+    """Squares of 1e-8 beside torch's eps of 1.2e-7 for float32, against autograd in float64 with that eps."""
+    torch.manual_seed(0)
+    module, x, t = nn.Sequential(nn.RMSNorm(4), nn.Linear(4, 2)), 1e-4 * normal(3, 4).float(), normal(3, 2).float()
+    twin = nn.Sequential(nn.RMSNorm(4, eps=torch.finfo(torch.float32).eps), nn.Linear(4, 2)).double()
+    twin.load_state_dict(module.state_dict())
+    H = reverse_over_reverse(twin, x.double().unsqueeze(0), t.double().unsqueeze(0), mse)
+    report = hk.bounds(module, x, t)
+    assert report.values["whole"]["true"] == pytest.approx(float(torch.linalg.matrix_norm(H, 2)), rel=1e-10)
+    assert module[0].eps is None
+    assert not report.violated
+
+
+def test_what_the_module_itself_refuses_is_refused():
+    with pytest.raises(InputError, match="float32"):
+        hk.bounds(nn.Linear(3, 2).double(), torch.ones(4, 3), torch.zeros(4, 2))
+    with pytest.raises(InputError, match=r"structured: the parameters are torch\.float32"):
+        structured(make_task("bounds", nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, 2), "mse"))
+
+
 def test_other_modules_have_what_needs_no_rules():
     layer = nn.Linear(3, 2).double()
     report = hk.bounds(layer, torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64))
@@ -192,6 +265,54 @@ def test_errors(change, message):
     given = {"inputs": torch.ones(3, 4).double().cumsum(0), "target": torch.zeros(3, 4).double(), **change}
     with pytest.raises(InputError, match=message):
         hk.bounds(hk.TransformerBlock(4, 3).double(), **given)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_referee_knows_every_activation(activation):
+    """A block of the Hessian in 80 digits and by reverse over reverse; relu has no second derivative of its own."""
+    torch.manual_seed(0)
+    block, x, t = hk.TransformerBlock(2, 3, activation=activation, eps=0.1).double(), normal(2, 2), normal(2, 2)
+    problem = BoundProblem(0, "post", "", block, x, t, "mse")
+    H, (rows, name) = (
+        reverse_over_reverse(block, x.unsqueeze(0), t.unsqueeze(0), mse),
+        (problem.hessian.slices, "feedforward.W_1"),
+    )
+    B = H[rows[name], rows[name]]
+    vector = torch.linalg.svd(B).Vh[0]
+    assert norm_from_below(problem, rows[name], rows[name], vector, rounds=0) == pytest.approx(
+        float((B @ vector).norm()), rel=1e-10
+    )
+
+
+@pytest.mark.parametrize("radius", [0.0, 0.5])
+def test_an_a_priori_bound_of_one_token_is_attained(radius):
+    """One token attends to itself, so the output is x W_V: the block of W_V is 2/N x x^T (x) I over the whole ball."""
+    attention, x, t = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64), normal(1, 2)
+    table = a_priori(attention, x, t, radius=radius)
+    assert table["W_V", "W_V"] == pytest.approx(2 / 2 * 25, rel=1e-9)
+    matrix = torch.tensor([[table[i, j] for j in table.names] for i in table.names], dtype=torch.float64)
+    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-9)
+    residual = float((x @ attention.W_V - t).norm().detach())
+    if radius == 0:
+        assert table.lipschitz == pytest.approx(residual * 5, rel=1e-9)  # the gradient 2/N x^T R itself
+    else:
+        assert table.lipschitz >= (residual + radius * 5) * 5 * (1 - 1e-9)
+
+
+def test_an_a_priori_bound_of_cross_entropy_is_attained_between_two_classes():
+    """Equal logits: diag(p) - p p^T has norm 1/2; and a nearly certain wrong label has a gradient of length sqrt(2)."""
+    attention, x = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    with torch.no_grad():
+        attention.W_V.zero_()
+    table = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
+    true = hk.hessian(attention, x.unsqueeze(0), torch.tensor([[1]]), loss="cross_entropy").spectral_norm("W_V")
+    assert table["W_V", "W_V"] == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
+    with torch.no_grad():
+        attention.W_V.copy_(torch.tensor([[10.0, -10.0], [10.0, -10.0]]))
+    loss = nn.functional.cross_entropy(attention(x), torch.tensor([1]))
+    (slope,) = torch.autograd.grad(loss, attention.W_V)
+    again = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
+    assert again.lipschitz == pytest.approx(float(slope.norm()), rel=1e-9)
 
 
 def test_a_norm_without_eps_needs_rows_that_vary():

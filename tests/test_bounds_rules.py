@@ -12,9 +12,23 @@ from curvature_reference import draw
 from torch import Tensor
 
 import hessiankit as hk
+from hessiankit.blocks import ACTIVATIONS
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.rules import Bounded, BoundedParameter, affine, constant, gain_and_shift, mixed, norm
+from hessiankit.bounding.rules import (
+    Bounded,
+    BoundedParameter,
+    activation,
+    affine,
+    constant,
+    gain_and_shift,
+    hadamard,
+    merge,
+    mixed,
+    norm,
+    shifted,
+    split,
+)
 from hessiankit.bounding.structured import structured
 from hessiankit.engine.problem.own_call import make_task
 
@@ -95,7 +109,178 @@ def test_the_second_derivatives_of_two_heads_that_share_keys_and_values_are_near
     kappa, c, eye = 0.8, 0.6, torch.eye(2, dtype=torch.float64)
     K, V = torch.tensor([[kappa], [-kappa]], dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
     assert ratios(WORST / (2 * c * kappa) * eye, K, V, eye, c, 2, 2)["K", "K"] == pytest.approx(1.0, rel=1e-6)
-    assert ratios(1.5 * eye, 0 * K, V, eye, c, 2, 2)["V", "K"] == pytest.approx(1 / math.sqrt(2), rel=1e-9)
+    assert ratios(1.5 * eye, 0 * K, V, eye, c, 2, 2)["V", "K"] == pytest.approx(1.0, rel=1e-9)
+
+
+ONE = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_where_each_head_asks_from_a_row_of_its_own_the_bounds_of_attention_are_attained(groups):
+    """Two keys of equal weight, values 1 and -1; two heads that read them ask from two rows. Shared keys or one head, every factor."""
+    c, kappa, q, eye = 0.6, 0.8, 1.7, torch.eye(2, dtype=torch.float64)[:groups, :groups]
+    along_q = ratios(0 * eye, kappa * ONE, ONE, eye, c, groups, groups)
+    assert along_q["Q", "jacobian"] == pytest.approx(1.0, rel=1e-9)
+    assert along_q["V", "Q"] == pytest.approx(1.0, rel=1e-9)
+    along_k = ratios(q * eye, 0 * ONE, ONE, eye, c, groups, groups)
+    assert along_k["K", "jacobian"] == pytest.approx(1.0, rel=1e-9)
+    assert along_k["V", "K"] == pytest.approx(1.0, rel=1e-9)
+    assert ratios(0 * eye, 0 * ONE, ONE, eye, c, groups, groups)["Q", "K"] == pytest.approx(1.0, rel=1e-9)  # the covariance
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_third_cumulant_of_queries_and_keys_is_attained(groups):
+    """Of two keys it is the product of the three differences times p (1 - p) (1 - 2 p): two heads share one unit vector dQ."""
+    c, kappa, q = 0.6, 0.8, 1.7
+    Q, K = q * torch.eye(groups, dtype=torch.float64), kappa * ONE
+    Z = mixed(
+        itself("Q", Q), itself("K", K), itself("V", ONE), c, context(Q, K, ONE, c, groups, groups), heads=groups, groups=groups
+    )
+    p = 1 / (1 + math.exp(-WORST))
+    cumulant = 2.0 * (2 * kappa) * (math.sqrt(2) * q) * abs(p * (1 - p) * (1 - 2 * p))
+    assert Z.hessian_row["Q", "K"] == pytest.approx(c * c * cumulant * math.sqrt(groups), rel=1e-9)
+
+
+def test_the_third_cumulants_by_ranges_are_as_the_docstring_has_them():
+    """Far-out keys and values: large norms and small ranges, written a second time."""
+    c, q, heads, groups = 0.6, 1.7, 2, 2
+    Q, K, V = q * torch.eye(2, dtype=torch.float64), 50 + 0.2 * ONE, 50 + 0.3 * ONE
+    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), c, context(Q, K, V, c, heads, groups), heads=heads, groups=groups)
+    r_v, r_k, g = 0.6, 0.4, math.sqrt(groups)
+    row = {("Q", "Q"): r_v * r_k**2 / 4, ("K", "K"): r_v / 2 * q * q * groups, ("Q", "K"): r_v * r_k / math.sqrt(8) * q * g}
+    every = {("Q", "K"): r_v / math.sqrt(8), ("V", "Q"): r_k / math.sqrt(8), ("V", "K"): q / 2 * g}
+    for (i, j), value in row.items():
+        assert Z.hessian_row[i, j] == Z.hessian_row[j, i] == pytest.approx(c * c * value, rel=1e-9)
+    for (i, j), value in every.items():
+        assert Z.hessian_all[i, j] == Z.hessian_all[j, i] == pytest.approx(c * value, rel=1e-9)
+    assert Z.jacobian["Q"] == pytest.approx(c * r_v * r_k / 4, rel=1e-9)
+    assert Z.jacobian["K"] == pytest.approx(c * r_v * q / math.sqrt(8) * g, rel=1e-9)
+
+
+def test_all_rows_of_all_heads_may_read_one_value():
+    """Peaked weights: C repeats a row of V in every row and for every head that shares it, and so does its change."""
+    Q, K, V = torch.full((3, 4), 1e3), torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+    Q, K, V = (Y.double() for Y in (Q, K, V))
+    for heads, groups, q in ((4, 2, Q), (2, 2, Q[:, :2]), (2, 1, Q[:, :2]), (1, 1, Q[:, :2])):
+        C = context(q, K[:, : q.shape[1] // groups], V, 1.0, heads, groups)
+        Z = mixed(itself("Q", q), itself("K", K[:, : q.shape[1] // groups]), itself("V", V), 1.0, C, heads=heads, groups=groups)
+        assert Z.row == pytest.approx(5 * math.sqrt(groups), rel=1e-9)
+        assert float(C.norm(dim=1).max()) == pytest.approx(Z.row, rel=1e-9)
+        assert Z.frobenius == Z.spectral == pytest.approx(float(C.norm()), rel=1e-9)
+        assert Z.jacobian["V"] == pytest.approx(math.sqrt(3 * groups), rel=1e-9)
+        # 2 of the 4 terms of the drift are 0: only V moves, by 0.5
+        moving = replace(itself("V", V), drift=0.5)
+        Z = mixed(itself("Q", q), itself("K", K[:, : q.shape[1] // groups]), moving, 1.0, C, heads=heads, groups=groups)
+        assert Z.drift == pytest.approx(0.5 * math.sqrt(3 * groups), rel=1e-9)
+
+
+def test_heads_that_read_different_rows_have_a_longer_row_than_any_value():
+    """Two heads without shared values, the first reads row 0 and the second row 1, of which each has its own half."""
+    Q, K, V = torch.full((1, 2), 1e3), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    Q, K, V = (Y.double() for Y in (Q, K, V))
+    C = context(Q, K, V, 1.0, 2, 1)
+    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2)
+    assert Z.row == pytest.approx(float(C.norm()), rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
+
+
+def test_a_shift_of_all_values_moves_each_row_once_for_each_head_that_shares_it():
+    for heads in (1, 2):
+        Q, K, V = torch.zeros(3, heads).double(), draw(3, 1), draw(3, 1, seed=2)
+        b = BoundedParameter("b", torch.zeros(1, dtype=torch.float64), 0.25)
+        Z = mixed(
+            constant(Q), constant(K), shifted(constant(V), b), 1.0, context(Q, K, V, 1.0, heads, heads), heads=heads, groups=heads
+        )
+        assert Z.jacobian["b"] == pytest.approx(math.sqrt(3 * heads), rel=1e-9)  # every entry of C moves with b
+
+
+def second_derivative(function, x: Tensor, u: Tensor) -> Tensor:
+    """d^2/dt^2 of function(x + t u) at 0, by forward differentiation twice."""
+
+    def slope(at: Tensor) -> Tensor:
+        return torch.func.jvp(function, (at,), (u,))[1]
+
+    return torch.func.jvp(slope, (x,), (u,))[1]
+
+
+def test_the_root_of_split_is_attained_by_a_gradient_that_all_heads_share():
+    """x / rms(x) of two entries: along (sqrt(1/3), sqrt(2/3)) in polar axes the second derivative is longest; turn it to (1, 1)."""
+    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    u = torch.tensor([math.sqrt(1 / 3), math.sqrt(2 / 3)], dtype=torch.float64)
+
+    def rms(at: Tensor) -> Tensor:
+        return at / at.square().mean().sqrt()
+
+    longest = second_derivative(rms, x, u)
+    angle = math.pi / 4 - math.atan2(float(longest[1]), float(longest[0]))
+    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+    x, u = turn @ x, turn @ u
+    true = float(second_derivative(rms, x, u).sum())  # the heads' gradients are 1 each, of length 1
+    bare = norm(itself("x", x.unsqueeze(0)), layernorm=False, eps=0.0)
+    assert float(second_derivative(rms, x, u).norm()) == pytest.approx(bare.hessian_row["x", "x"], rel=1e-9)
+    heads = split(bare, 2)
+    assert true == pytest.approx(heads.hessian_row["x", "x"], rel=1e-9)
+    assert heads.centre.shape == (2, 1)
+    assert heads.hessian_all == bare.hessian_all
+    assert heads.jacobian == bare.jacobian
+    assert split(bare, 1) is bare
+
+
+def test_sizes_of_heads_apart_and_together_are_attained():
+    """Equal rows of heads make a row sqrt(heads) times as long; one head beside zeros is as long as the whole."""
+    equal = torch.tensor([[3.0, 4.0], [3.0, 4.0], [0.0, 0.0], [0.0, 0.0]], dtype=torch.float64)
+    side = merge(itself("Y", equal), 2)
+    assert (side.row, side.spectral) == pytest.approx((5 * math.sqrt(2), 5 * math.sqrt(2)), rel=1e-9)
+    assert merge(itself("Y", equal[1:3]), 2).row == pytest.approx(5.0, rel=1e-9)
+    row = torch.tensor([[3.0, 0.0, 0.0, 3.0]], dtype=torch.float64)  # as rows of heads, orthogonal: a smaller spectral norm
+    parted = split(itself("Y", row.reshape(1, 4)), 2)
+    assert parted.spectral == pytest.approx(float(row.norm()), rel=1e-9)
+    one = torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    assert split(itself("Y", one), 2).spectral == pytest.approx(2.0, rel=1e-9)  # equal heads: attained
+
+
+def test_numbers_attain_every_term_of_sums_products_and_affine_maps():
+    """With one entry each norm is a magnitude, so that a rule is exact: derivatives of (x w + b) v and of w u, by hand."""
+    x, w, b, v, u = 1.3, 0.7, 0.4, 2.0, 0.9
+    parameter = {n: BoundedParameter(n, scalar(y), 0.0) for n, y in (("w", w), ("v", v))}
+    Y = affine(constant(scalar(x)), parameter["w"], BoundedParameter("b", torch.tensor([b], dtype=torch.float64), 0.0))
+    Z = affine(Y, parameter["v"])
+    assert Z.jacobian == pytest.approx({"w": x * v, "b": v, "v": x * w + b}, rel=1e-9)
+    assert (Z.spectral, Z.frobenius, Z.row) == pytest.approx(((x * w + b) * v,) * 3, rel=1e-9)
+    assert {pair: value for pair, value in Z.hessian_all.items() if value} == pytest.approx(
+        {("w", "v"): x, ("v", "w"): x, ("b", "v"): 1.0, ("v", "b"): 1.0}, rel=1e-9
+    )
+    assert (Z + 3.0 * Z).jacobian == pytest.approx({n: 4 * g for n, g in Z.jacobian.items()}, rel=1e-9)
+    assert (Z + -3.0 * Z).hessian_all["w", "v"] == pytest.approx(4 * x, rel=1e-9)
+    product = hadamard(itself("w", scalar(w)), itself("u", scalar(u)))
+    assert product.jacobian == pytest.approx({"w": u, "u": w}, rel=1e-9)
+    assert product.hessian_row == pytest.approx({("w", "u"): 1.0, ("u", "w"): 1.0}, rel=1e-9)
+    assert (product.frobenius, product.row) == pytest.approx((w * u, w * u), rel=1e-9)
+    moved = hadamard(replace(itself("w", scalar(w)), drift=0.1), replace(itself("u", scalar(u)), drift=0.2))
+    assert moved.drift == pytest.approx(0.1 * u + 0.2 * w, rel=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["relu", "gelu", "silu", "tanh"])
+def test_the_constants_of_an_activation_are_attained(kind):
+    """Largest slope, second derivative and chord by differentiating on a grid."""
+    z = torch.linspace(-12, 12, 200_001, dtype=torch.float64, requires_grad=True)
+    value = ACTIVATIONS[kind](z)
+    (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+    second = torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else 0 * z.detach()
+    slope = slope.detach()
+    chord = (value / z).detach().abs()
+    X = replace(itself("x", scalar(0.3)), drift=0.5)
+    Y = activation(X, kind, ACTIVATIONS[kind](X.centre))
+    assert Y.jacobian["x"] == pytest.approx(float(slope.abs().max()), rel=1e-6)
+    assert Y.drift == pytest.approx(0.5 * float(slope.abs().max()), rel=1e-6)
+    assert Y.hessian_row["x", "x"] == pytest.approx(float(second.abs().max()), rel=1e-6)
+    assert (Y.row, Y.frobenius, Y.spectral) == pytest.approx((0.3 * float(chord[chord.isfinite()].max()),) * 3, rel=1e-3)
+
+
+def test_a_gain_attains_its_second_derivative_with_the_value():
+    """Y diag(s): |dY|_F |ds|_inf, twice differentiated once in each."""
+    Y = itself("y", scalar(0.6)) * BoundedParameter("s", torch.tensor([1.5], dtype=torch.float64), 0.0)
+    assert Y.jacobian == pytest.approx({"y": 1.5, "s": 0.6}, rel=1e-9)
+    assert Y.hessian_all == pytest.approx({("y", "s"): 1.0, ("s", "y"): 1.0}, rel=1e-9)
 
 
 def test_equal_keys_or_values_have_no_second_derivative():

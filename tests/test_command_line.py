@@ -17,12 +17,10 @@ import torch
 
 import hessiankit
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.cli import claims
 from hessiankit.cli import parsing as exit_codes
 from hessiankit.cli.main import COMMANDS, FILES, main, parser
 from hessiankit.cli.parsing import Parser
 from hessiankit.diagnostics.monitoring.lines import Lines
-from hessiankit.ledger.claim import PAPERS
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport, CheckRow
 
@@ -114,8 +112,6 @@ def test_the_page_of_the_documentation_parses() -> None:
 def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = words(example)
     quick = QUICK.get(given[0]) or ""
-    if given[0] == "claims" and given[-1] == "hybridnorm/eq2*":
-        given[-1] = "hybridnorm/eq20"
     if given[0] == "routes" and "--operation" not in given:
         given += ["--operation", "tanh"]
     assert main([*given, *quick.split()]) == 0
@@ -134,8 +130,6 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
         "derive --wrt down",
         "bounds --tokens 2 --d-model 2 --d-ff 2",
         "routes --operation tanh",
-        "claims --paper hybridnorm",
-        "claims --show hybridnorm/eq19",
         "monitor run.jsonl",
         "sharpness --model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     ],
@@ -160,7 +154,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
-    for command in ("bounds", "claims"):
+    for command in ("bounds", "routes"):
         monkeypatch.setattr(f"hessiankit.cli.{command}.run", lambda args: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
@@ -170,7 +164,7 @@ def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monke
             " in an existing folder\n" if "no" in path else "\n"
         )
     monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may write anywhere
-    assert main(["claims", "--markdown", "locked"]) == exit_codes.USAGE
+    assert main(["routes", "--markdown", "locked"]) == exit_codes.USAGE
     assert "cannot write locked: permission denied" in capsys.readouterr().err
 
 
@@ -210,8 +204,6 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("derive --placement prenorm", "--placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements"),
         ("bounds --placement Post_Norm", "did you mean 'post'?"),
         ("check --placement lns-after-brnch", "did you mean 'lns-after-branch'"),
-        ("claims --verdict wrong", "--verdict 'wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
-        ("claims --paper hybrid", "did you mean 'hybridnorm'?"),
         ("routes --operation layernorm", "--operation 'layernorm' is not known; did you mean 'layer_norm'"),
         ("hessian --model my_models:mak --shape 10,6", "--model: 'my_models' has no function 'mak'; did you mean 'make'?"),
         (
@@ -240,9 +232,6 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("derive layernorm --heads 2", "--heads describes a block and 'layernorm' is none"),
         ("bounds --loss hinge", "hinge"),
         ("bounds --tokens 2 --attack 3", "--tokens does not go with --attack"),
-        ("claims --id nothing", "claims: --id 'nothing' is not known; all"),
-        ("claims --show nothing", "claims: --show 'nothing' is not known; all"),
-        ("claims --show hybridnorm/eq1*", "--show takes one of them"),
         ("monitor nowhere.jsonl", "monitor: cannot read nowhere.jsonl: No such file"),
         ("tune-lr --quick --grid 0.1", "tune-lr: --grid [0.1]; expected two or more"),
         ("tune-lr --quick --text nowhere", "tune-lr: --text: 'nowhere' is neither"),
@@ -291,17 +280,17 @@ def test_an_error_of_the_system_is_one_line(monkeypatch, capsys) -> None:
     def broken(_: object) -> int:
         raise OSError(28, "No space left on device", "x.png")
 
-    monkeypatch.setattr("hessiankit.cli.claims.run", broken)
-    assert main(["claims"]) == exit_codes.USAGE
-    assert capsys.readouterr().err == "hessiankit: claims: cannot use x.png: No space left on device\n"
+    monkeypatch.setattr("hessiankit.cli.monitor.run", broken)
+    assert main(["monitor", "run.jsonl"]) == exit_codes.USAGE
+    assert capsys.readouterr().err == "hessiankit: monitor: cannot use x.png: No space left on device\n"
 
 
 def test_interrupted(monkeypatch, capsys) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hessiankit.cli.claims.run", stopped)
-    assert main(["claims"]) == exit_codes.INTERRUPTED == 130
+    monkeypatch.setattr("hessiankit.cli.monitor.run", stopped)
+    assert main(["monitor", "run.jsonl"]) == exit_codes.INTERRUPTED == 130
     assert capsys.readouterr().err == "hessiankit: interrupted\n"
 
 
@@ -317,7 +306,6 @@ def test_a_reader_that_stops_reading() -> None:
 
 def test_the_choices_are_those_of_the_library() -> None:
     choices = {(name, a.dest): a.choices for name, one in subparsers().items() for a in one._actions}
-    assert tuple(PAPERS) == claims.PAPERS
     assert choices["derive", "format"] == ("text", "explain", "latex", "json")
 
 

@@ -137,7 +137,7 @@ def test_tokens_that_cannot_be_used(tokens, message):
         ("cross_entropy", {"target": torch.zeros(3)}, "cross_entropy needs 3 integers"),
         (nn.LayerNorm(4, eps=0.0), {"inputs": torch.ones(3, 4)}, "derive: LayerNormAt: the scale of row 0 is 0"),
         (TransformerBlock(1, 2, placement="kv-post", eps=0.0), {}, "derive: LayerNormAt: the scale of row 0 is 0"),
-        ("curvature-gap/thm6", {}, r"a statement that is no derivative: hessiankit.claims\(id=...\)"),
+        ("curvature-gap/thm6", {}, r"a statement that is no derivative: papers.claims\(id=...\)"),
     ],
 )
 def test_a_chapter_refuses(what, options, message):

@@ -285,8 +285,3 @@ def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.Monk
     found = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=None)
     assert 500 < found.cost <= sum(p.numel() for p in model.parameters())
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
-
-
-def test_the_name_that_it_had() -> None:
-    with pytest.warns(DeprecationWarning, match="hessian_diagonal"):
-        assert hk.curvature_diagonal is hk.hessian_diagonal

@@ -148,6 +148,12 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: tuple[int, dict[str, 
 
 
 SAID = {
+    "eps": "hessian_operator: the same data take operation",
+    "attribute": "hessian_operator: the same data take operation",
+    "constant": "hessian_operator: the same data take operation",
+    "loss": "hessian_operator: the same data take operation",
+    "eps, sharpness": "sharpness: the same data take operation",
+    "eps, fsdp": "sharpness: the same data take operation",
     "labels": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
     "labels, fsdp": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
     "tokens": "sharpness: on rank {last} of {size}: TokenEmbedding: token ids from 100 to 110",

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
 PACKAGES = (
-    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.landscape", "hessiankit.ledger",
+    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.landscape", "papers",
     "hessiankit.diagnostics.monitoring", "hessiankit.optim", "hessiankit.partition", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
 )  # fmt: skip
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
@@ -80,8 +80,7 @@ def test_every_public_name_is_shown(pages: dict[str, Page]) -> None:
 
 
 def test_the_ledger_is_cards_by_paper(pages: dict[str, Page]) -> None:
-    from hessiankit import claims
-    from hessiankit.ledger import PAPERS
+    from papers import PAPERS, claims
 
     for paper in PAPERS:
         page = pages[f"claims/{paper}.html"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 from scipy import stats
 
+from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
 from hessiankit.diagnostics.sharpness.squares import histogram
+from hessiankit.partition import Part
 
 ONE = torch.ones(1).double()
 
@@ -95,6 +98,54 @@ def test_quotient_by_its_formula():
     found = ratio(torch.tensor([a]).double(), torch.tensor([b]).double(), ONE, entries=1, confidence=0.95)
     assert (found.low, found.high) == pytest.approx((math.exp(centre - half), math.exp(centre + half)), rel=1e-9)
     assert found.standard_error == pytest.approx(A / B * math.sqrt(V))
+
+
+def all_label_vectors():
+    """Replicates of every label vector of two sequences, a micro-batch each of 2 and 1 labels, and their probabilities."""
+    layer = torch.nn.Linear(2, 3, bias=False, dtype=torch.float64)
+    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels = torch.tensor([[0, 0], [0, -100]])
+    every = torch.tensor(list(itertools.product(range(3), repeat=3)))  # of positions (0, 0), (0, 1), (1, 0)
+    places = torch.cat([every, every[:, :1]], 1).reshape(27, 2, 2)
+    part = Part("weight", "Head", "head", None, "the only one", 6)
+    found = replicates(
+        layer, x, labels, draws=27, micro_batch=1, parts=[part], sampler=lambda logits, numbers, draws: places[:, list(numbers)]
+    )
+    p = torch.softmax(layer(x).detach(), -1).flatten(0, 1)
+    exact = exact_sharpness(layer, x, labels, parts=[part]).types["Head"].value
+    return found.values[:, :, 0] / 6, as_weights(found.terms), p[torch.arange(3), every].prod(1), exact
+
+
+def test_value_and_squared_error_are_unbiased_over_all_pairs_of_draws():
+    """Two draws of three labels of three classes: 729 pairs with their probabilities, against the closed form and the variance."""
+    x, weights, p, exact = all_label_vectors()
+    assert float(p.sum()) == pytest.approx(1.0, rel=1e-12)
+    mean, square, claimed = 0.0, 0.0, 0.0
+    for a, b in itertools.product(range(27), repeat=2):
+        found, share = interval(x[:, [a, b]], weights), float(p[a] * p[b])
+        mean, square = mean + share * found.value, square + share * found.value**2
+        claimed += share * found.standard_error**2
+    assert mean == pytest.approx(exact, rel=1e-10)
+    assert claimed == pytest.approx(square - mean**2, rel=1e-9)
+
+
+def test_the_squared_error_over_micro_batches_is_unbiased_over_all_samples_of_two():
+    population = [1.0, 2.0, 6.0, 4.5]
+    samples = [torch.tensor([[a, a], [b, b]]).double() for a, b in itertools.product(population, repeat=2)]
+    squares = [interval(x, ONE.repeat(2) / 2).data_standard_error ** 2 for x in samples]
+    assert statistics.mean(squares) == pytest.approx(statistics.pvariance(population) / 2, rel=1e-12)
+
+
+def test_degrees_of_freedom_of_two_micro_batches_by_their_formula():
+    """Equal sample variances s^2: V = s^2 / (2 D), and (D + 1) 2 - 2 degrees of freedom, of which the skewness takes 1 / q."""
+    x = torch.tensor([[9.0, 11.0, 10.0], [29.0, 31.0, 30.0]]).double()  # s = 1, D = 3, mean 20
+    V, Y = 1 / 6, 20 / 2
+    q = V / (Y**2 - V)
+    tau, t = math.sqrt(math.log1p(q)), stats.t.ppf(0.975, 1 / (1 / 6 + q))
+    found = interval(x, ONE.repeat(2) / 2)
+    for end, sign in ((found.low, -1), (found.high, 1)):
+        assert end == pytest.approx(20 - Y + Y * math.exp(tau**2 / 2 + sign * t * tau), rel=1e-9)
 
 
 def test_many_draws_give_the_normal_interval():

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from curvature_reference import draw, mse, randomised, reverse_over_reverse
+from scipy import stats
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -53,7 +58,9 @@ def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> No
     H, k = draw(12, 12), 4
     H = H + H.T
     signs = draw(12, k, seed=3).sign()
-    trace, squares, diagonal = estimators.leave_one_out(H.matmul, signs, 2e-16)
+    sketch = estimators.Sketch(H.matmul, signs, 2e-16)
+    trace, squares, diagonal = sketch.trace().values, sketch.squares().values, sketch.diagonal()
+    assert (sketch.block(slice(3, 9)).values - diagonal[3:9].sum(0)).abs().max() <= 1e-10 * diagonal.abs().max()
     for i in range(k):
         Q, _ = torch.linalg.qr(H @ signs[:, [j for j in range(k) if j != i]])
         omega = signs[:, i]
@@ -64,6 +71,122 @@ def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> No
         assert squares[i] == pytest.approx(float((H @ Q).square().sum() + scale * (H @ rest).square().sum()), rel=1e-10)
         expected = (P @ H).diagonal() + omega * (H @ omega - P @ H @ omega)
         assert (diagonal[:, i] - expected).abs().max() <= 1e-10 * expected.abs().max()
+
+
+def symmetric(size: int, seed: int = 0) -> Tensor:
+    A = draw(size, size, seed=seed)
+    return A + A.T
+
+
+def without(H: Tensor, others: Tensor, omega: Tensor) -> Tensor:
+    """The diagonal's value of a vector and a basis of H times the others, from its definition."""
+    Q, _ = torch.linalg.qr(H @ others)
+    P = Q @ Q.T
+    return (P @ H).diagonal() + omega * (H @ omega - P @ H @ omega)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_diagonal_is_unbiased_over_all_signs_of_a_vector(k: int) -> None:
+    """Every sign vector of five entries with the other vectors fixed; those that are parallel to another one by the definition."""
+    H, others = symmetric(5), torch.ones(5, k - 1, dtype=torch.float64)
+    others[: k - 1].fill_diagonal_(-1)
+    mean = torch.zeros(5, dtype=torch.float64)
+    for signs in itertools.product((1.0, -1.0), repeat=5):
+        omega = torch.tensor(signs, dtype=torch.float64)
+        parallel = bool(((others.T @ omega).abs() == 5).any())
+        if parallel:
+            mean += without(H, others, omega) / 32
+        else:
+            sketch = estimators.Sketch(H.matmul, torch.cat([omega.unsqueeze(1), others], 1), 2e-16)
+            assert (sketch.diagonal()[:, 0] - without(H, others, omega)).abs().max() <= 1e-10
+            mean += sketch.diagonal()[:, 0] / 32
+    assert (mean - H.diagonal()).abs().max() <= 1e-10
+
+
+def test_trace_and_norm_are_unbiased_over_all_directions_of_a_plane() -> None:
+    """What three vectors leave of five dimensions is a plane, in which eight angles integrate quadratic forms exactly."""
+    H, others = symmetric(5), draw(5, 3, seed=4)
+    Q, _ = torch.linalg.qr(H @ others)
+    N = torch.linalg.svd(Q).U[:, 3:]
+    trace, squares = torch.zeros(2, dtype=torch.float64)
+    for angle in torch.arange(8, dtype=torch.float64) * math.pi / 4 + 0.3:
+        omega = Q[:, 0] + 2 * N @ torch.stack([angle.cos(), angle.sin()])  # of squared length 5, as signs have
+        sketch = estimators.Sketch(H.matmul, torch.cat([omega.unsqueeze(1), others], 1), 2e-16)
+        trace += sketch.trace().values[0] / 8
+        squares += sketch.squares().values[0] / 8
+    assert float(trace) == pytest.approx(float(H.trace()), rel=1e-10)
+    assert float(squares) == pytest.approx(float(H.square().sum()), rel=1e-10)
+
+
+@pytest.mark.parametrize("k", [2, 3])
+def test_the_variance_of_a_mean_is_unbiased_over_all_draws(k: int) -> None:
+    """Each vector one of four, with mean square I, so that every draw can be listed: k frames in general position, 4^k draws."""
+    H, frames = symmetric(4), [2 * torch.linalg.qr(draw(4, 4, seed=seed))[0] for seed in range(k)]
+    means, variances = [], []
+    for choice in itertools.product(range(4), repeat=k):
+        omega = torch.stack([frame[:, column] for frame, column in zip(frames, choice, strict=True)], 1)
+        sample = estimators.Sketch(H.matmul, omega, 2e-16).block(slice(0, 2))
+        means.append(sample.mean)
+        variances.append(float(sample.values.var()) / k + sample.covariance)
+    assert statistics.mean(means) == pytest.approx(float(H.diagonal()[:2].sum()), rel=1e-10)
+    assert statistics.mean(variances) == pytest.approx(statistics.pvariance(means), rel=1e-9)
+
+
+def test_the_covariance_counts_for_half_of_the_sample_variance_at_least() -> None:
+    values = torch.tensor([1.0, 2.0, 3.0, 6.0], dtype=torch.float64)  # s^2 = 14/3
+    for covariance, expected in ((-1.0, 7 / 4), (0.1, 7 / 4), (2.0, 7 / 6 + 2)):
+        assert estimators.Sample(values, covariance).variance == pytest.approx(expected)
+    plain = estimators.Sample(values).half_width(0.95)
+    assert plain == pytest.approx(3.182446305 * math.sqrt(7 / 4), rel=1e-8)  # Student, 3
+    skewed = estimators.Sample(values, varying=math.sqrt(3 * 7 / 4)).half_width(0.95)  # 1 / (1/3 + 1/3) degrees of freedom
+    assert skewed == pytest.approx(stats.t.ppf(0.975, 1.5) * math.sqrt(7 / 4), rel=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_trace_of_a_multiple_of_the_identity_is_inside_its_rounding(dtype: torch.dtype) -> None:
+    """Every value is 3 P but for rounding, so nothing but the allowance for that covers."""
+    layer = nn.Linear(500, 1, bias=False, dtype=dtype)
+    operator = hk.hessian_operator(
+        layer, (750**0.5 * torch.eye(500, dtype=torch.float64)).to(dtype), torch.zeros(500, 1, dtype=dtype)
+    )
+    for seed in range(20):
+        trace = hk.scalar_estimates(operator, products=20, seed=seed).trace
+        assert abs(trace.value - 1500) <= trace.half_width <= 1e4 * torch.finfo(dtype).eps * 1500
+
+
+@pytest.mark.parametrize("factor", [2.0**-60, 2.0**60])
+def test_estimates_of_a_multiple_are_multiples(factor: float) -> None:
+    """A power of two changes no digit; what counts as a dependent vector may not depend on the unit of the loss."""
+    H, signs = symmetric(40), draw(40, 6, seed=1).sign()
+    one, other = estimators.Sketch(H.matmul, signs, 2e-16), estimators.Sketch((factor * H).matmul, signs, 2e-16)
+    for name, power in (("trace", 1), ("squares", 2)):
+        values, expected = getattr(other, name)(), getattr(one, name)()
+        assert values.mean == pytest.approx(factor**power * expected.mean, rel=1e-9)
+        assert values.half_width(0.95) == pytest.approx(factor**power * expected.half_width(0.95), rel=1e-9)
+        assert expected.half_width(0.95) > 0.01 * abs(expected.mean)
+
+
+def test_small_matrices_are_taken_whole() -> None:
+    """Three sign vectors of seven entries are dependent once in twenty draws, which would show nothing of the rest."""
+    layer, x = nn.Linear(7, 1, bias=False, dtype=torch.float64), draw(9, 7)
+    operator = hk.hessian_operator(layer, x, draw(9, 1, seed=2))
+    trace = 2 / 9 * float(x.square().sum())
+    for seed in range(60):
+        found = hk.scalar_estimates(operator, products=6, seed=seed)
+        assert found.trace.value == pytest.approx(trace, rel=1e-12)
+        assert found.products == 7
+
+
+def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+    """The lowest shares of the page's rows of these estimates, over all products and from 20 products on."""
+    lines = (Path(__file__).parent.parent / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
+    names = ("trace", "sum of squares", "trace of a parameter", "entry of the diagonal")
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    lowest = {(row[0], int(row[1].split()[0])): int(row[2].rstrip("%")) for row in cells if row[1].endswith(" products")}
+    assert {what for what, _ in lowest} == set(names)
+    few = hk.scalar_estimates(hk.hessian_operator(*block()), products=10)
+    assert f"held {min(lowest.values())} to 100 % of the time" in repr(few)
+    assert f"held {min(value for (_, n), value in lowest.items() if n >= 20)} to 100 % of the time" in repr(found[1][0])
 
 
 def test_estimates_are_unbiased(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:

@@ -169,3 +169,27 @@ def test_small_parts_of_large_parameters_never_make_the_block(
             found.block("feedforward.W_1", "attention.W_V")
     assert sizes == []
     assert hk.hessian(Partly(), draw(2, 3), loss=None, lazy=True).block("idle[0]", "detached[1:]").tolist() == [[0.0, 0.0]]
+
+
+STRENGTH = {"of the penalty": 1.0}
+
+
+def test_a_change_without_effect_on_loss_and_gradient_is_seen_later() -> None:
+    """The strength of a penalty at its minimum: what is computed after it has changed is refused."""
+    module, strength = nn.Linear(3, 2).double(), STRENGTH
+    anchor = [p.detach().clone() for p in module.parameters()]
+
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        penalty = sum((p - a).square().sum() for p, a in zip(module.parameters(), anchor, strict=True))
+        return (z - t).square().mean() + STRENGTH["of the penalty"] * penalty
+
+    x, t = draw(4, 3), draw(4, 2)
+    whole, lazy = (hk.hessian(module, x, t, loss=loss, lazy=lazy) for lazy in (False, True))
+    outer = whole.outer()
+    strength["of the penalty"] = 9.0
+    for later in (whole.outer, whole.functional, lambda: lazy.matrix, lambda: lazy.block("weight", "bias")):
+        with pytest.raises(hk.TraceError, match="something that the module or the loss reads has changed since"):
+            later()
+    strength["of the penalty"] = 1.0
+    assert torch.equal(whole.outer(), outer)
+    assert torch.equal(lazy.matrix, whole.matrix)

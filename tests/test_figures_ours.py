@@ -6,7 +6,7 @@ import json
 
 from figure_files import read
 
-from figures import analytic_minus_empirical, plan_of_a_block, route_table, spectrum
+from figures import analytic_minus_empirical, route_table, spectrum
 from figures._digits import ImageSpec
 from hessiankit.verify.route_table import load
 
@@ -59,15 +59,3 @@ def test_spectrum(tmp_path):
     assert all(run[kind]["converged"] for run in summary["runs"] for kind in ("ggn", "hessian"))
     assert summary["density"]["within_3"] > 0.9
     assert abs(summary["trace"]["quadrature"] - summary["trace"]["all"]) <= 2 * summary["trace"]["half_width"]
-
-
-def test_plan_of_a_block(tmp_path):
-    picture, table = plan_of_a_block.draw(tmp_path, quick=True)
-    rows = read(table)
-    assert picture.stat().st_size > 0
-    assert len(rows) == 9 * 10 // 2
-    assert all(int(row["steps"]) > 0 for row in rows)
-    vertices = plan_of_a_block.swept().vertices
-    parents = {t: {s for stack in vertex.parents.values() for s in stack.vertices} for t, vertex in vertices.items()}
-    (sum_of_two,) = (t for t, found in parents.items() if len(found) == 2)  # the residual after the feedforward layer
-    assert not vertices[sum_of_two].jacobians

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import hessiankit
+import papers
 from figures._kit import page, save, style, write_verdicts
 from figures._verdicts import Part, Status, Verdict, above_zero, in_every
 from hessiankit.studies.tuning.verdict import mean_interval
@@ -66,17 +66,17 @@ def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> Non
     assert (below[:, -12:] > 200).all(), "a line is longer than the picture is wide"
     (kept,) = json.loads(write_verdicts(tmp_path, "b", [verdict]).read_text())
     assert kept["status"] == "OPEN"
-    assert kept["statement"] == hessiankit.claims(id="curse-of-depth/fig6")[0].statement
+    assert kept["statement"] == papers.claims(id="curse-of-depth/fig6")[0].statement
     with pytest.raises(InputError, match="curse-of-depth/fig99"):
         write_verdicts(tmp_path, "b", [Verdict("curse-of-depth/fig99", "", ())])
 
 
 def test_what_the_ledger_reads_is_what_the_figures_wrote() -> None:
     gallery = runpy.run_path(str(ROOT / "docs" / "_site" / "gallery.py"))
-    kept = json.loads((ROOT / "hessiankit" / "ledger" / "small_scale.json").read_text())
+    kept = json.loads((ROOT / "papers" / "small_scale.json").read_text())
     assert kept == gallery["small_scale"](), "run: python docs/_site/gallery.py"
     assert {one["verdict"] for one in kept.values()} <= STATUSES
-    ids = {row.id for row in hessiankit.claims()}
+    ids = {row.id for row in papers.claims()}
     said = gallery["verdicts"]()
     assert {one["claim"] for each in said.values() for one in each} <= ids
     drawn = {path.name for path in (ROOT / "docs" / "gallery").glob("*.png")}

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from curvature_reference import Formula, assert_one_clear_error, draw
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from operator_cases import EXACT, LABELS, TOKENS, TiedBlock, error
 from torch import Tensor, nn
 
@@ -123,6 +127,81 @@ def test_batches_change_nothing(kind: str) -> None:
     assert diagonal.loss == pytest.approx(one.loss, rel=1e-13)
     norms = hk.frobenius_norms(module, pairs, **options)
     assert norms.whole == pytest.approx(float(expected.norm()), rel=1e-12)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 2), st.booleans(), st.sampled_from(["mean", "sum"]))
+def test_empirical_fisher_of_squared_error_in_terms_of_per_sample_gradients(
+    sizes: list[int], T: int, has_rows: bool, reduction: str
+) -> None:
+    """C times the mean of the outer products of gradients of mean squared errors of a row, and curvlinops' matrix."""
+    module = classifier()
+    x = draw(sum(sizes), T, 3, seed=1) if has_rows else draw(sum(sizes), 3, seed=1)
+    Z = module(x)
+    y = draw(*Z.shape, seed=2)
+    rows, C = Z.shape[:-1].numel(), Z.shape[-1]
+    G = term_gradients(module, (Z - y).square().mean(-1).flatten())
+    expected = C * G.T @ G / rows if reduction == "mean" else C**2 * G.T @ G
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    own = hessian_operator(module, batches, kind="fisher-empirical", reduction=reduction).to_matrix()
+    assert error(own, expected) <= EXACT
+    if find_spec("curvlinops"):
+        from curvlinops import EFLinearOperator
+
+        other = EFLinearOperator(module, nn.MSELoss(reduction=reduction), list(module.parameters()), batches)
+        dense = torch.stack([other @ e for e in torch.eye(len(own), dtype=torch.float64)], 1)
+        assert error(own, dense) <= EXACT
+
+
+LABELLED = st.lists(st.lists(st.sampled_from([-100, 0, 1, 2, 3]), min_size=2, max_size=2), min_size=2, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(LABELLED, st.data(), st.sampled_from(["cross_entropy", "mse"]), st.integers(1, 3), st.integers(0, 9))
+def test_drawn_labels_do_not_depend_on_cuts_even_where_a_batch_has_no_label_that_counts(
+    labels: list[list[int]], data: st.DataObject, loss: str, draws: int, seed: int
+) -> None:
+    module, n = classifier(), len(labels)
+    cuts = data.draw(st.lists(st.integers(1, n), min_size=1).map(lambda sizes: sorted({0, n, *(k for k in sizes if k < n)})))
+    sizes = [after - before for before, after in pairwise(cuts)]
+    x, y = draw(n, 2, 3, seed=5), torch.tensor(labels)
+    kept = y != -100
+    assume(bool(kept.any()))
+    Z = module(x)
+    if loss == "cross_entropy":
+        drawn = sample_labels(Z, range(n), draws, seed)
+        terms = [F.cross_entropy(Z[kept], own[kept], reduction="none") for own in drawn]
+        count = int(kept.sum())
+    else:
+        y = torch.zeros_like(Z)
+        drawn = sample_residuals(Z, range(n), draws, seed)
+        terms = [(Z - (Z.detach() + 0.5**0.5 * own)).square().sum(-1).flatten() for own in drawn]
+        count = Z.numel()
+    G = torch.cat([term_gradients(module, own) for own in terms])
+    batches = list(zip(x.split(sizes), y.split(sizes), strict=True))
+    options: dict[str, Any] = {"loss": loss, "kind": "fisher-mc", "seed": seed, "draws": draws}
+    expected = G.T @ G / (draws * count)
+    assert error(hessian_operator(module, batches, **options).to_matrix(), expected) <= EXACT
+    assert error(hk.hessian_diagonal(module, batches, **options).flat, expected.diagonal()) <= EXACT
+
+
+def test_factors_from_drawn_labels_do_not_depend_on_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.curvature.kronecker.PULLED", 0)
+    module, options = classifier(), {"loss": "cross_entropy", "kind": "ggn"}
+    labels = torch.tensor([-100, -100, 1, -100, 2])
+    one = hessian_operator(module, X, labels, **options).approximation("kfac").to_matrix()
+    many = hessian_operator(module, list(zip(X.split([2, 1, 2]), labels.split([2, 1, 2]), strict=True)), **options)
+    assert error(many.approximation("kfac").to_matrix(), one) <= EXACT
+
+
+def test_batches_of_weight_zero_keep_their_numbers() -> None:
+    module, y = classifier(), torch.tensor([0, 3, 1, 1, 2])
+    Z, rows = module(X), [0, 1, 3, 4]
+    own = sample_labels(Z.unsqueeze(1), range(5), 1, 0)[0, :, 0]
+    G = term_gradients(module, F.cross_entropy(Z[rows], own[rows], reduction="none"))
+    batches = list(zip(X.split([2, 1, 2]), y.split([2, 1, 2]), strict=True))
+    found = hessian_operator(module, batches, loss="cross_entropy", kind="fisher-mc", weights=[2, 0, 2])
+    assert error(found.to_matrix(), G.T @ G / 4) <= EXACT
 
 
 def test_outputs_of_one_axis_and_torchs_own_losses() -> None:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fused_cases import FUSED, ROLES, SEPARATE, build, hugging_face, rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -100,29 +103,44 @@ def test_a_head_moves_itself_only(case: str, record: Callable[..., Recorded]) ->
     check_heads(module, lambda: record(module, inputs))
 
 
-@pytest.mark.parametrize(
-    ("family", "options", "attribute", "method"),
-    [
-        ("Bloom", {"n_layer": 1, "n_head": 4}, "self_attention", "_reshape"),  # head by head
-        ("CodeGen", {"hidden_size": 32, "n_layer": 1, "num_attention_heads": 8, "rotary_dim": 2}, "attn", "_attn"),  # four groups
-    ],
-)
-def test_orders_of_libraries(family: str, options: dict[str, int], attribute: str, method: str) -> None:
-    module, inputs = hugging_face(family, **options, attn_implementation="eager")
+def test_bloom_goes_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, inputs = hugging_face("Bloom", n_layer=1, n_head=4, attn_implementation="eager")
     module = module.double().eval()
-    layer, seen = getattr(module.h[0], attribute), []
-    original = getattr(layer, method)
+    layer, seen = module.h[0].self_attention, []
+    original = layer._reshape
 
-    def watched(*args: Any) -> Any:
-        found = original(*args)
-        seen.append(found if family == "Bloom" else args[:3])
-        return found
+    def watched(fused: Tensor) -> tuple[Tensor, ...]:
+        seen.append(original(fused))
+        return seen[-1]
 
-    setattr(layer, method, watched)
+    monkeypatch.setattr(layer, "_reshape", watched)
 
     def observe() -> Recorded:
         module(*inputs)
         return dict(zip(ROLES, seen.pop(), strict=True))
+
+    assert check_heads(module, observe) == 24
+
+
+def test_codegen_goes_by_four_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its eager attention multiplies Q by K^T, then the probabilities by V, in every release of transformers."""
+    sizes = {"hidden_size": 32, "n_layer": 1, "num_attention_heads": 8, "rotary_dim": 2}
+    module, inputs = hugging_face("CodeGen", **sizes, attn_implementation="eager")
+    module = module.double().eval()
+    products: list[tuple[Tensor, Tensor]] = []
+    original = torch.matmul
+
+    def watched(left: Tensor, right: Tensor) -> Tensor:
+        products.append((left, right))
+        return original(left, right)
+
+    monkeypatch.setattr(torch, "matmul", watched)
+
+    def observe() -> Recorded:
+        products.clear()
+        module(*inputs)
+        (query, key), (_, value) = ((left, right) for left, right in products if left.ndim == 4)
+        return {"query": query, "key": key.transpose(-1, -2), "value": value}
 
     assert check_heads(module, observe) == 24
 
@@ -194,3 +212,67 @@ def test_heads_of_the_papers_blocks() -> None:
     assert slices["attention.value.head_1.bias"] == "attention.b_V[2:4]"
     pairs = {role: (getattr(layer, f"W_{role[0].upper()}"), getattr(layer, f"b_{role[0].upper()}")) for role in ROLES}
     assert check_heads(block, lambda: {role: layer._heads(x, *pair).detach() for role, pair in pairs.items()}) == 18
+
+
+class Fused(nn.Module):
+    """A fused layer with the attributes by which libraries say how it is arranged."""
+
+    def __init__(
+        self, layer: str, width: int, outputs: int, sizes: dict[str, Any], in_config: bool, flags: dict[str, bool]
+    ) -> None:
+        super().__init__()
+        self.add_module(layer, nn.Linear(width, outputs))
+        holder = self
+        if in_config:
+            self.config = holder = SimpleNamespace()
+        for name, value in sizes.items():
+            setattr(holder, name, value)
+        for name, flag in flags.items():
+            setattr(self, name, flag)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(["qkv", "Wqkv", "qkv_proj", "groups", "heads", "one key head"]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.sampled_from(["num_heads", "num_attention_heads", "n_heads", "n_head"]),
+    st.sampled_from(["num_key_value_heads", "num_kv_heads", "num_heads_kv"]),
+    st.sampled_from(["head_dim", "head_size", "attention_head_size"]),
+    st.booleans(),
+)
+def test_heads_of_every_arrangement(
+    order: str, groups: int, each: int, width: int, heads_name: str, keys_name: str, width_name: str, in_config: bool
+) -> None:
+    """The rows of each head by the reshapes of the libraries' own forward passes, applied to the numbers of the rows."""
+    heads = groups * each
+    of_qkv = order in ("qkv", "Wqkv", "qkv_proj")
+    keys = groups if of_qkv or order == "groups" else heads if order == "heads" else 1
+    at = torch.arange((heads + 2 * keys) * width)
+    if of_qkv or order == "one key head":
+        expected = [part.view(-1, width) for part in at.split([heads * width, keys * width, keys * width])]
+    else:
+        group = at.view(keys, heads // keys + 2, width)
+        expected = [group[:, :-2].flatten(0, 1), group[:, -2], group[:, -1]]
+    sizes = {heads_name: heads, keys_name: groups, width_name: width}
+    if order in ("heads", "one key head"):
+        del sizes[keys_name]
+    flags = {} if of_qkv or order == "heads" else {"new_decoder_architecture": order == "groups", "multi_query": True}
+    layer = order if of_qkv else "query_key_value"
+    module = Fused(layer, 2, len(at), sizes, in_config and order != "qkv_proj", flags)  # which needs its own number of key heads
+    slices = named_slices(module, heads=True)
+    assert len(slices) == 2 * (heads + 2 * keys)
+    for role, rows_of_heads in zip(ROLES, expected, strict=True):
+        for h, own in enumerate(rows_of_heads):
+            for kind in ("weight", "bias"):
+                name, parsed = parse_part(slices[f"{role}.head_{h}.{kind}"])
+                assert name == f"{layer}.{kind}"
+                entries = rows_of_part((len(at), 2) if kind == "weight" else (len(at),), parsed)
+                assert torch.equal(entries, torch.arange(2 * len(at)).view(-1, 2)[own].flatten() if kind == "weight" else own)
+
+
+@pytest.mark.parametrize(("heads", "keys"), [(4, 3), (6, 4)])
+def test_key_heads_that_do_not_divide_the_heads_are_not_guessed(heads: int, keys: int) -> None:
+    module = Fused("qkv", 2, 3 * (heads + 2 * keys), {"num_heads": heads, "num_kv_heads": keys, "head_dim": 3}, False, {})
+    assert named_slices(module) == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
@@ -24,6 +26,20 @@ def test_it_holds_at_any_distance(size, placement):
     report = loss_surface_bound(block, normal(5, 3, 4, seed=2), normal(5, 3, 4, seed=3), w)
     assert report
     assert all(step.change > 0 for step in report.steps)
+
+
+def test_a_float32_block_is_compared_in_float64():
+    """The identity (k + 1) |L_(k+1) - L_k| = |l_(k+1) - L_k| is lost to rounding in float32 where w is near w*."""
+    torch.manual_seed(1)
+    block = hk.TransformerBlock(4, 3, activation="gelu", eps=0.1)
+    w = {name: p.detach() * (1 + 1e-6) for name, p in block.named_parameters()}
+    x, t = normal(5, 3, 4, seed=2).float(), normal(5, 3, 4, seed=3).float()
+    report = loss_surface_bound(block, x, t, w)
+    twin = copy.deepcopy(block).double()
+    wide = loss_surface_bound(twin, x.double(), t.double(), {name: p.double() for name, p in w.items()})
+    assert report
+    assert report.to_dict() == wide.to_dict()
+    assert {p.dtype for p in block.parameters()} == {torch.float32}
 
 
 def test_where_the_print_fails():

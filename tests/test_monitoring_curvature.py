@@ -11,7 +11,6 @@ from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
-from hessiankit.support.errors import InputError
 
 OFF: dict[str, Any] = {"sharpness": False, "norms": False, "eigenvalue": False, "depth": (), "every": 2}
 
@@ -37,7 +36,6 @@ def test_sections_are_those_of_the_functions(tmp_path: Any) -> None:
     assert last["hessian"]["top"] == pytest.approx(float(values[-1]), rel=1e-9)
     assert last["hessian"]["bottom"] == pytest.approx(float(values[0]), rel=1e-9)
     assert last["hessian"]["frobenius"] == pytest.approx(float(H.norm()), rel=1e-9)
-    assert last["hessian"]["plans"] == 1
     found = last["spectrum"]
     for k, value in ((0, values[-1]), (1, values[-2]), (-1, values[0])):
         assert abs(found["eigenvalues"][k] - float(value)) <= found["residuals"][k] + 1e-9 * float(values[-1])
@@ -92,7 +90,11 @@ def test_bad_options_are_one_clear_error(options: dict[str, Any], said: str, tmp
     assert_one_clear_error(lambda: hk.Monitor(small(), pair(), tmp_path / "run.jsonl", **{**OFF, **options}), said)
 
 
-def test_several_batches_have_no_plan(tmp_path: Any) -> None:
-    monitor = hk.Monitor(small(), [pair(1), pair(2)], tmp_path / "run.jsonl", hessian=True, **OFF)
-    with pytest.raises(InputError, match=r"hessian at step 0 failed.*plans for one batch, the data hold 2"):
-        monitor.step(0)
+def test_the_exact_hessian_of_several_batches(tmp_path: Any) -> None:
+    model, data = small(), [pair(1), pair(2)]
+    monitor = hk.Monitor(model, data, tmp_path / "run.jsonl", hessian=True, **OFF)
+    monitor.step(0)
+    last = hk.Monitor.read(tmp_path / "run.jsonl").records[-1]
+    rows = [torch.cat(x) for x in zip(*data, strict=True)]
+    values = hk.hessian(model.eval(), *rows, loss="cross_entropy").eigvalsh()
+    assert last["hessian"]["top"] == pytest.approx(float(values[-1]), rel=1e-9)

@@ -124,7 +124,7 @@ BAD_REQUESTS = {
         "kind='kfac' is not known; choose one of hessian, ggn, fisher",
     ),
     "Fisher of a callable": (lambda: hessian_operator(block(), X, T, loss=mse, kind="fisher"), "kind='fisher' needs a loss"),
-    "outer part of a loss": (lambda: hessian_operator(block(), X, loss=None, kind="ggn"), "loss=None hides"),
+    "outer part of a loss": (lambda: hessian_operator(block(), X, loss=None, kind="ggn"), "it returns shape"),
     "block of none": (lambda: hessian_operator(block(), X, T, block_size=0), "block_size=0"),
     "target missing": (lambda: hessian_operator(block(), X), "needs a target"),
     "triples": (lambda: hessian_operator(block(), [(X, X, T)]), "batch 0 is a tuple of 3; expected a pair"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import hessiankit as hk
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
 from hessiankit.studies.classifier import QUICK, StudyOptions, run_study
+from hessiankit.support.files import sync_folder
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -59,3 +61,13 @@ def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypa
     with pytest.raises(hk.InputError, match=r"cannot write .*hessian_mse\.png: No space left"):
         run_study(StudyOptions(**QUICK | {"full": False, "d_model": 4, "d_ff": 5}, out=tmp_path, losses=("mse",)))
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_the_name_in_a_folder_is_synchronised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    sync_folder(tmp_path)
+    assert synced == [tmp_path.stat().st_ino]
+    monkeypatch.delattr(os, "O_DIRECTORY")  # as on Windows
+    sync_folder(tmp_path)
+    assert len(synced) == 1

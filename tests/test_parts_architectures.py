@@ -75,6 +75,9 @@ def test_the_flow_of_data_says_the_same_of_every_entry(name: str) -> None:
     for key, p in model.named_parameters():
         modules = entries_by_type(parts, key, p)
         for f in found.get(key, []):
+            if f.type == "?":  # Falcon's own linear layers add their biases to one sum of attention and feed-forward layer
+                assert (name, f.role) == ("Falcon, grouped", "bias")
+                continue
             if CASES[name].tied and f.type == "Head" and set(modules) == {"Emb"}:
                 continue  # the tied head, which counts as the embedding
             size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * sum(b - a for a, b in f.segments)

@@ -16,13 +16,6 @@ CALLED = sorted(MADE | {name for name in hessiankit.__all__ if inspect.isfunctio
 """Public functions, and the classes that users make objects of."""
 
 
-@pytest.mark.parametrize("name", hessiankit._FORMER)
-def test_a_former_name_warns_and_works(name: str):
-    with pytest.warns(DeprecationWarning, match=f"hessiankit.{name} is now "):
-        assert getattr(hessiankit, name).__doc__
-    assert name not in dir(hessiankit)
-
-
 @pytest.mark.parametrize("name", hessiankit.__all__)
 def test_every_name_is_there_and_documented(name: str):
     assert getattr(hessiankit, name).__doc__

@@ -288,6 +288,28 @@ def test_replicates_that_do_not_belong_together():
         joined([first, replicates(model, x, y, draws=2)])
 
 
+def test_too_few_draws_or_likely_labels_are_said():
+    x, y = tokens(2, 3), tokens(2, 3, seed=2)
+    assert "2 draws are too few for sure intervals" in sharpness(tiny(), x, y, draws=2).table()
+    assert "sure intervals" not in sharpness(tiny(), x, y, draws=8).table()
+    confident = tiny()
+    with torch.no_grad():
+        confident.final_norm.weight.mul_(100)
+        p = torch.softmax(confident(x).double(), -1).amax(-1)
+    report = sharpness(confident, x, y, draws=8)
+    unlikely = float((1 - p).sum())
+    assert unlikely < 10 / 8
+    assert f"{8 * unlikely:.2g} of all labels drawn are expected not to be the likeliest ones" in report.table()
+    masked = y.clone()
+    masked[0, 1] = -100
+    for micro_batch, labels in ((None, y), (1, y), (None, masked), (1, masked)):
+        found = replicates(confident, x, labels, draws=2, micro_batch=micro_batch).unlikely
+        assert found == pytest.approx(float((1 - p)[labels != -100].sum()), rel=1e-5)
+    one = replicates(confident, x, y, draws=2)
+    assert 0 < one.seconds < 3600
+    assert joined([one, one]).unlikely == 2 * one.unlikely
+
+
 def test_one_draw_has_no_error_and_says_so():
     report = sharpness(tiny(), tokens(2, 3), tokens(2, 3, seed=2), draws=1)
     text = report.table()

@@ -1,4 +1,4 @@
-"""Spectra from products against all eigenvalues of the matrix and against SciPy's eigsh; checkpoints; what is refused."""
+"""Spectra from products against all eigenvalues of the matrix and against SciPy's eigsh; what is refused."""
 
 from __future__ import annotations
 
@@ -198,13 +198,11 @@ def test_outliers_are_above_the_widest_gap() -> None:
     assert math.isnan(hk.spectrum(aslinearoperator(-np.eye(4)), k=2).gap)
 
 
-def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"k": 2, "method": "lanczos", "directions": 2, "steps": 5, "seed": 3}
-    one, two = (hk.spectrum(operator, **options, checkpoint=path) for path in (None, tmp_path / "state.pt"))
+    one, two = (hk.spectrum(operator, **options) for _ in range(2))
     assert torch.equal(one.eigenvalues, two.eigenvalues)
     assert torch.equal(one.measure.nodes, two.measure.nodes)
-    with pytest.raises(hk.InputError, match=r"was made for loss="):  # at another point
-        hk.spectrum(hk.hessian_operator(block(), X, 2 * T), **options, checkpoint=tmp_path / "state.pt")
     monkeypatch.setattr("hessiankit.landscape.spectra.TOGETHER", 1)  # directions one after the other
     torch.testing.assert_close(hk.spectrum(operator, **options).measure.nodes, one.measure.nodes)
 
@@ -232,45 +230,6 @@ def test_a_classifier_of_digits_has_one_outlier_less_than_classes(steps: int, se
     assert found.converged
     assert found.outliers == 9
     assert found.gap > 1.5
-
-
-class Interrupted(LinearOperator):
-    """A matrix whose product stops the program at one call."""
-
-    def __init__(self, A: torch.Tensor, at: int) -> None:
-        super().__init__(np.dtype(np.float64), tuple(A.shape))
-        self.A, self.at, self.calls = A.numpy(), at, 0
-
-    def _matmat(self, V: np.ndarray) -> np.ndarray:
-        self.calls += V.shape[1]
-        if self.at and self.calls >= self.at:
-            raise KeyboardInterrupt
-        return self.A @ V
-
-    def _matvec(self, v: np.ndarray) -> np.ndarray:
-        return self._matmat(v.reshape(-1, 1)).reshape(-1)
-
-
-@pytest.mark.parametrize("at", [5, 45, 80])
-def test_an_interrupted_call_goes_on_to_the_same_digits(at: int, tmp_path) -> None:
-    A = with_eigenvalues(torch.linspace(-1, 1, 120, **DOUBLE) ** 3)
-    options = {"k": 2, "bottom": 1, "method": "lanczos", "directions": 3, "steps": 5}
-    whole = hk.spectrum(Interrupted(A, 0), **options)
-    path = tmp_path / "state.pt"
-    with pytest.raises(KeyboardInterrupt):
-        hk.spectrum(Interrupted(A, at), **options, checkpoint=path)
-    second = Interrupted(A, 0)
-    found = hk.spectrum(second, **options, checkpoint=path)
-    assert torch.equal(found.eigenvalues, whole.eigenvalues)
-    assert torch.equal(found.measure.nodes, whole.measure.nodes)
-    assert second.calls < whole.products
-    third = Interrupted(A, 1)
-    assert torch.equal(hk.spectrum(third, **options, checkpoint=path).eigenvalues, whole.eigenvalues)
-    with pytest.raises(hk.InputError, match=r"^spectrum: checkpoint=.* was made for options="):
-        hk.spectrum(second, **{**options, "k": 3}, checkpoint=path)
-    path.write_bytes(b"no archive")
-    with pytest.raises(hk.InputError, match=r"^spectrum: cannot read checkpoint="):
-        hk.spectrum(second, **options, checkpoint=path)
 
 
 def test_products_that_run_out_are_said() -> None:
@@ -339,7 +298,6 @@ BAD = {
     "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
     "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
     "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
-    "folder": (lambda op: called(op, k=1, checkpoint="/no/such/folder/x"), "no folder"),
     "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
 }
 
@@ -361,7 +319,7 @@ def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pyt
         hk.spectrum(operator, k=1)
 
 
-def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_jackknife_error_of_a_mean(operator: HessianOperator) -> None:
+def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_error_of_a_mean(operator: HessianOperator) -> None:
     one = hk.spectrum(aslinearoperator(np.eye(30)), k=2, bottom=0, method="lanczos", directions=2, steps=2)
     assert (one.trace.value, one.effective_rank.value) == (pytest.approx(30), pytest.approx(30))
     found = hk.spectrum(operator, k=2, method="lanczos", directions=4, steps=6)
@@ -372,5 +330,35 @@ def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_jackknife_error_
 def test_a_measure_of_one_direction_has_no_error() -> None:
     one = torch.ones(1, 1, **DOUBLE)
     found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), one, one, 1e-16)
-    estimate = found.estimate(found.sums(lambda t: t))
+    estimate = found.estimate(lambda t: t)
     assert (estimate.value, math.isnan(estimate.half_width)) == (3.0, True)
+
+
+def test_an_eigenvalue_that_few_directions_see_is_in_the_error() -> None:
+    """Directions with equal and tiny shares of one eigenvalue 7 have no spread; n q^2 has the variance 2 (n - 1) / (n + 2)."""
+    nodes = torch.tensor([[0.0, 7.0]], **DOUBLE).repeat(4, 1)
+    share = torch.tensor([[0.999, 0.001]], **DOUBLE).repeat(4, 1)
+    found = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, share, 1e-16).estimate(lambda t: t)
+    assert found.value == pytest.approx(18 + 10 * 0.007)
+    assert found.half_width == pytest.approx(1.959963985 * 7 * math.sqrt(2 * 9 / 12) / 2, rel=1e-9)
+    spread = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], **DOUBLE)
+    wide = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, spread, 1e-16).estimate(lambda t: t)
+    assert wide.half_width == pytest.approx(3.182446305 * 70 * math.sqrt(1 / 3) / 2, rel=1e-8)  # Student, 3, of 0, 70, 0, 70
+    unseen = torch.tensor([[0.0, 100.0]], **DOUBLE).repeat(4, 1), torch.tensor([[1.0, 0.0]], **DOUBLE).repeat(4, 1)
+    assert SpectralMeasure(12, torch.zeros(0, **DOUBLE), *unseen, 1e-16).estimate(lambda t: t).half_width == 0.0
+
+
+def test_the_error_of_the_effective_rank_is_that_of_its_linearisation() -> None:
+    """A small change of the nodes' weights moves the ratio by the sum of 2 r |t| - r^2 t^2, r = sum |t| / sum t^2."""
+    found = hk.spectrum(aslinearoperator(np.diag(np.linspace(-1.0, 3.0, 60))), k=2, method="lanczos", directions=6, steps=30)
+    sums = torch.stack([found.measure.sums(torch.abs), found.measure.sums(torch.square)])
+    means, change = sums.mean(1), sums - sums.mean(1, keepdim=True)
+
+    def rank(at: torch.Tensor) -> torch.Tensor:
+        return at[0] ** 2 / at[1]
+
+    slopes = torch.autograd.functional.jacobian(rank, means)
+    spread = float((slopes @ change).std())
+    assert found.effective_rank.value == pytest.approx(float(rank(means)))
+    assert found.effective_rank.half_width >= 2.570581836 * spread / math.sqrt(6) * (1 - 1e-9)  # Student, 5
+    assert found.effective_rank.half_width <= 2.570581836 * spread / math.sqrt(6) * 3

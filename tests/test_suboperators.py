@@ -121,6 +121,28 @@ def test_jacobian_is_that_of_autograd(make: Any) -> None:
     assert error(J.sample_gradients(cotangents), own) <= EXACT
 
 
+CONSTANT_SUMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda z: z.softmax(-1),
+    "LayerNorm": lambda z: nn.functional.layer_norm(z, z.shape[-1:]),
+    "differences": lambda z: z - z.mean(),
+}
+
+
+@pytest.mark.parametrize("last", CONSTANT_SUMS)
+@pytest.mark.parametrize("seed", range(10))
+def test_outputs_with_a_constant_sum_are_compared(last: str, seed: int) -> None:
+    """The gradient of the plain sum of the outputs is rounding there, and would tell nothing."""
+    module = Formula(lambda m, x: CONSTANT_SUMS[last](torch.tanh(x @ m.W) @ m.V), W=(4, 5), V=(5, 3))
+    expected = torch.autograd.functional.jacobian(lambda W: CONSTANT_SUMS[last](torch.tanh(X @ W) @ module.V), module.W.detach())
+    x = draw(*X.shape, seed=seed)
+    jacobian_operator(module, x)
+    J = jacobian_operator(module, X, params="W")
+    assert error(J.to_matrix(), expected.reshape(J.shape)) <= EXACT
+    module.W.register_hook(lambda slope: 2 * slope)
+    with pytest.raises(hk.TraceError, match="a hook on the parameter"):
+        jacobian_operator(module, X)
+
+
 def test_gauss_newton_of_squared_error_is_the_jacobians_gram_matrix() -> None:
     module = block()
     J = jacobian_operator(module, X)

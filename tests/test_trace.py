@@ -127,23 +127,13 @@ def test_branches_are_those_taken_at_the_point(f):
     assert assert_exact(module, draw(3, 4).abs()).fallbacks == ()
 
 
-def test_numbers_of_what_is_detached_are_constants():
-    module = Formula(lambda s, x: torch.tanh(x @ s.W) * (x @ s.W).detach().sum().item(), W=(4, 2))
-    assert_exact(module, draw(3, 4))
-
-
 def test_values_without_entries():
     module = Formula(lambda s, x: torch.cat([torch.tanh(x @ s.W), (x @ s.W)[:, 2:] + s.b[2:]], 1) + s.b, W=(4, 2), b=(2,))
     assert assert_exact(module, draw(3, 4)).fallbacks == ()
 
 
-NUMBER = "into a Python number or an array, which has no derivative"
 REFUSED: dict[str, tuple[Callable[..., object], str]] = {
-    "number": (lambda s, x: x @ s.W * (x @ s.W).sum().item(), NUMBER),
-    "power of two numbers": (lambda s, x: x @ s.W * float((x @ s.W).sum()) ** 2, NUMBER),
-    "list": (lambda s, x: x @ s.W * (x @ s.W).tolist()[0][0], NUMBER),
-    "tensor of numbers": (lambda s, x: x @ s.W * torch.tensor([(x @ s.W)[0, 0], 2.0], dtype=x.dtype), NUMBER),
-    "array": (lambda s, x: x @ s.W * torch.from_numpy((x @ s.W).numpy()), NUMBER),
+    "array": (lambda s, x: x @ s.W * torch.from_numpy((x @ s.W).numpy()), "Can't call numpy.* at .*test_trace.py:[0-9]+ in"),
     "several outputs": (lambda s, x: (x @ s.W, x), "not one tensor"),
     "no tensor": (lambda s, x: None, "not one tensor"),
     "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),

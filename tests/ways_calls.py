@@ -176,14 +176,14 @@ def _scripted_function() -> nn.Module:
     return net
 
 
-@way("a number taken out of a tensor", refused="number")
+@way("a number taken out of a tensor")
 def _item(constant: bool) -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else float(m.v.detach().sum())))
     net.fixed = float(net.v.detach().sum())
     return net
 
 
-@way("a NumPy array made of a parameter", refused="NumPy")
+@way("a NumPy array made of a parameter")
 def _numpy(constant: bool) -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else torch.from_numpy(m.v.detach().numpy().copy())))
     net.fixed = net.v.detach().clone()

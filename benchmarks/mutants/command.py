@@ -15,7 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 
-from benchmarks.mutants.listing import Mutant, Stale, every
+from benchmarks.mutants.drawn import drawn, known_tests
+from benchmarks.mutants.listing import Mutant, Stale, every, room_of
 from benchmarks.mutants.running import KILLED, STALE, SURVIVED, UNDECIDED, UNTESTED, Verdict, Workshop
 from hessiankit.support.errors import InputError
 from hessiankit.support.jsonl import append_records, read_records
@@ -39,7 +40,8 @@ def parser() -> argparse.ArgumentParser:
                      f"hessiankit.check alone on a fixed set of modules, mutants of {' and '.join(CHECKED)}")  # fmt: skip
     top.add_argument("--only", nargs="+", metavar="ROOM", help="rooms, or files")
     top.add_argument("--sample", type=int, metavar="N", help="so many of them, drawn by --seed")
-    top.add_argument("--seed", type=int, default=0, help="of --sample (default: %(default)s)")
+    top.add_argument("--random", type=int, metavar="N", help="in place of the lists, N at random positions, drawn by --seed")
+    top.add_argument("--seed", type=int, default=0, help="of --sample and --random (default: %(default)s)")
     top.add_argument("--list", action="store_true", help="say what there is and what no longer applies, and stop")
     top.add_argument("--jobs", type=int, default=1, help="processes (default: %(default)s)")
     top.add_argument("--limit-seconds", type=float, default=120.0, help="for one run (default: %(default)g)")
@@ -55,6 +57,9 @@ def chosen(options: argparse.Namespace) -> list[Mutant]:
     Raises:
         InputError: There are none.
     """
+    if options.random is not None:
+        files = [name for name in known_tests(ROOT) if not options.only or set(options.only) & {name, room_of(name)}]
+        return drawn(ROOT, files, options.random, options.seed)
     mutants = [
         m for m in every() if options.by == "tests" or (m.room in CHECKED and "bounds" not in m.file and not m.beyond_check)
     ]
@@ -148,8 +153,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     top = parser()
     options = top.parse_args(arguments)
-    if options.jobs < 1 or options.limit_seconds <= 0 or (options.sample is not None and options.sample < 1):
-        top.error("--jobs, --limit-seconds and --sample are to be positive")
+    if options.jobs < 1 or options.limit_seconds <= 0 or min(options.sample or 1, options.random or 1) < 1:
+        top.error("--jobs, --limit-seconds, --sample and --random are to be positive")
     found: list[tuple[Mutant, Verdict]] = []
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # the copy and the processes end with this one
     try:

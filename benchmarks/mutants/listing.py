@@ -54,8 +54,7 @@ class Mutant:
     @property
     def room(self) -> str:
         """The package that the file lies in."""
-        parts = Path(self.file).parts
-        return parts[0] if parts[0] != "hessiankit" else parts[1] if len(parts) > 2 else "top level"
+        return room_of(self.file)
 
     @property
     def key(self) -> str:
@@ -82,6 +81,16 @@ class Mutant:
 
     def __str__(self) -> str:
         return f"{self.file}: {' / '.join(self.old.split())} -> {' / '.join(self.new.split())}".replace(" / ", " ")
+
+
+def room_of(file: str) -> str:
+    """Return the package that a file lies in.
+
+    >>> room_of("hessiankit/engine/storage.py"), room_of("derivations/softmax.py")
+    ('engine', 'derivations')
+    """
+    parts = Path(file).parts
+    return parts[0] if parts[0] != "hessiankit" else parts[1] if len(parts) > 2 else "top level"
 
 
 def read(path: Path) -> Iterator[Mutant]:

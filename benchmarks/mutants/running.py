@@ -19,7 +19,7 @@ from hessiankit.support.errors import InputError
 
 KILLED, SURVIVED, UNDECIDED = "killed", "survived", "undecided"
 STALE, UNTESTED = "no longer applies", "tests fail without it"
-COPIED = ("derivations", "hessiankit", "tests", "benchmarks", "figures", "docs", "notebooks", ".ci")
+COPIED = ("derivations", "hessiankit", "papers", "tests", "benchmarks", "figures", "docs", "notebooks", ".ci")
 _FIRST = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
 
 

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.page import as_math, chapter_lines
-from hessiankit.ledger import PAPERS
+from papers import PAPERS
 
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc|obj):`(~?)([\w.]+)(?:\(\))?`")
 DOCTEST = re.compile(r"(?:^|(?<=\n))(?P<indent> *)>>> .*(?:\n(?P=indent)\S.*)*")

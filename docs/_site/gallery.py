@@ -18,11 +18,11 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.suites import BENCHMARKS  # noqa: E402
 from figures import names, summary  # noqa: E402
-from hessiankit.ledger import PAPERS, claims  # noqa: E402
-from hessiankit.ledger.pages import markdown_text  # noqa: E402
+from papers import PAPERS, claims  # noqa: E402
+from papers.pages import markdown_text  # noqa: E402
 
 GALLERY = ROOT / "docs" / "gallery"
-SMALL_SCALE = ROOT / "hessiankit" / "ledger" / "small_scale.json"
+SMALL_SCALE = ROOT / "papers" / "small_scale.json"
 """What the ledger reads of the figures."""
 ENDING = "_verdicts"
 

@@ -15,6 +15,7 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.problem.batches import gather
+from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.support.errors import InputError
 
 WHO = "HessiankitGGN"
@@ -48,24 +49,35 @@ class GaussNewtonBackend:
         return self._scaled(found.loss, found.flat)  # type: ignore[no-any-return]
 
     def kron(self: Any, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Any]:
-        """Return the loss and KFAC; vectors without factors, as the gains of norms, have their exact diagonal."""
+        """Return the loss and KFAC of one batch of M among N samples; vectors without factors, as the gains of norms, have their
+        exact diagonal.
+
+        laplace-torch adds the first factors of the batches, the second ones and the single ones, each kind for itself; of data
+        that are fitted later it discounts the second factors. So the second factor is the batch's share M / N of a mean over
+        samples, and what has no second factor is a sum: batches of any sizes add up to KFAC of all N.
+        """
         from laplace.utils import Kron  # only here: laplace-torch
 
         options = self._options(**kwargs)
+        if len(y) < N and options["loss"] == "cross_entropy" and bool((y == IGNORE_INDEX).any()):
+            raise InputError(
+                f"{WHO}: a batch has labels of {IGNORE_INDEX}, which count among its samples; leave these samples out"
+            )
         tasks, shares = gather(self.model, _inputs(x), y, options.pop("loss"), options.pop("params"), **options)
         factors = {w.parameter: w for w in KroneckerFactors(tasks, shares).weights if w.at is None}
-        left = {name: p for name, p in tasks[0].parameters.items() if name not in factors}
-        if bad := [name for name, p in left.items() if p.ndim != 1]:
+        others = {name: p for name, p in tasks[0].parameters.items() if name not in factors}
+        if bad := [name for name, p in others.items() if p.ndim != 1]:
             raise InputError(f"{WHO}: {bad[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
-        rest = hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(left)}).values if left else {}
-        blocks, share = [], len(y) / N  # laplace-torch adds up the factors of the batches one by one
+        rest = hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(others)}).values if others else {}
+        blocks = []
         for name in tasks[0].parameters:
             w = factors.get(name)
             if w is None or w.inputs is None:
-                blocks.append([share * (torch.diag(rest[name]) if w is None else w.gradients)])
+                blocks.append([torch.diag(rest[name]) if w is None else w.gradients])
+            elif w.transposed:
+                blocks.append([w.gradients, len(y) / N / w.rows * w.inputs])
             else:
-                pair = [w.inputs / w.rows, share * w.gradients]
-                blocks.append(pair[::-1] if w.transposed else pair)
+                blocks.append([len(y) / w.rows * w.inputs, w.gradients / N])
         return self._scaled(shares[0] * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
 
 

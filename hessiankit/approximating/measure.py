@@ -12,7 +12,7 @@ from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from hessiankit.curvature.dense import spectral_norm
-from hessiankit.curvature.estimators import Estimate, half_width, leave_one_out
+from hessiankit.curvature.estimators import Estimate, Sketch
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.support.errors import InputError
@@ -194,9 +194,8 @@ class ProductTruth:
         def doubled(V: Tensor) -> Tensor:
             return product(V.to(operator.torch_dtype)).double()
 
-        squares = leave_one_out(doubled, self._signs, eps)[1]
-        value, half = float(squares.mean()), float(half_width(squares, operator.shape[0], LEVEL))
-        root = math.sqrt(max(value, 0.0))
+        squares = Sketch(doubled, self._signs, eps).squares()
+        half, root = squares.half_width(LEVEL), math.sqrt(max(squares.mean, 0.0))
         return Estimate(root, half / (2 * root) if root else 0.0)
 
     def _solve(self) -> Tensor:

@@ -11,10 +11,11 @@ Over a ball this bounds every Hessian in it, which is what a comparison of losse
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +43,26 @@ from hessiankit.bounding.rules import (
 from hessiankit.engine.problem.calling import known_count
 from hessiankit.support.errors import InputError
 
+Block = TypeVar("Block", bound=nn.Module)
 ROUNDING = 1e-13
 """Of the terms that cancel in the output of a norm: what they leave in a Hessian computed in float64 is not above the bound."""
+
+
+def in_float64(module: Block) -> Block:
+    """Return the same function of the same numbers in float64: the module itself, or a converted copy.
+
+    Every number of a narrower dtype is one of float64. An ``nn.RMSNorm`` without an eps keeps torch's for the narrower dtype.
+
+    >>> in_float64(nn.RMSNorm(4)).eps == torch.finfo(torch.float32).eps
+    True
+    """
+    if not any(x.is_floating_point() and x.dtype != torch.float64 for x in (*module.parameters(), *module.buffers())):
+        return module
+    wide = copy.deepcopy(module)
+    for part in wide.modules():
+        if isinstance(part, nn.RMSNorm) and part.eps is None:
+            part.eps = norm_of(part, next(part.parameters(), next(module.parameters())).dtype)[2]
+    return wide.double()
 
 
 @dataclass(frozen=True)
@@ -78,7 +97,7 @@ def a_priori(
     """Return a-priori bounds of a block's loss Hessian.
 
     Args:
-        block: A block of any placement, or an attention on its own.
+        block: A block of any placement, or an attention on its own; one of a narrower dtype is bounded in float64.
         X: L x d_model, one sequence; only its norms and the scales of what reaches the norms count.
         target: L x d_model, or labels for cross entropy.
         loss: ``"mse"`` or ``"cross_entropy"``, averaged over entries or labels that count.
@@ -87,7 +106,7 @@ def a_priori(
     Raises:
         InputError: If the placement or the loss has no rule, or a norm with eps = 0 meets a row whose scale may be 0.
     """
-    parts = _BoundedParts(block, radius)
+    parts = _BoundedParts(in_float64(block), radius)
     try:
         Z = parts(constant(X.detach().double()))
     except ZeroScaleError as error:
@@ -183,12 +202,11 @@ class _BoundedParts(BlockParts):
 
     def norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
         self.at = name
-        like = next(part.parameters(), X.centre)
-        kind, groups, eps = norm_of(part, like.dtype)
+        kind, groups, eps = norm_of(part, X.centre.dtype)
         gain, shift = self.arrays.get(f"{name}.weight"), self.arrays.get(f"{name}.bias")
         bare = norm(split(X, groups), layernorm=kind == "layernorm", eps=eps)
         out = gain_and_shift(merge(bare, groups), gain, shift)
-        return replace(out, centre=part(X.centre.to(like)).double().detach(), jacobian_row=out.jacobian_row if groups > 1 else {})
+        return replace(out, centre=part(X.centre).detach(), jacobian_row=out.jacobian_row if groups > 1 else {})
 
     def _context(self, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
         part = self.part

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable, a_priori
+from hessiankit.bounding.a_priori import NormTable, a_priori, in_float64
 from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.curvature_gap import sharpened_a_priori, sharpened_structured, theorem_1, theorem_6, undefined
 from hessiankit.bounding.structured import structured
@@ -26,7 +26,6 @@ from hessiankit.support.torch_state import one_at_a_time
 
 WHO = "bounds"
 WHOLE = "whole"
-NOISE = 1e-13
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,9 @@ class LossAt:
     """The loss of a module at a point, which bounds are computed for.
 
     Attributes:
-        module: The block, attention or other module.
-        x: B x L x d.
-        t: Of the output's shape, or labels.
+        module: The block, attention or other module, in float64.
+        x: B x L x d, float64.
+        t: Of the output's shape, float64, or labels.
         loss: ``"mse"`` or ``"cross_entropy"``.
     """
 
@@ -53,7 +52,14 @@ class LossAt:
     @cached_property
     def certificate(self) -> Certificate:
         """The norms of the Hessian and of its blocks, with intervals that hold despite rounding."""
-        return certify(self.hessian.matrix.double(), self.hessian.slices)
+        return certify(self.hessian.matrix, self.hessian.slices)
+
+    @cached_property
+    def noise(self) -> float:
+        """What rounding can leave of a block of the Hessian that vanishes: P eps times the two parts whose sum it is."""
+        H, outer = self.hessian.matrix, self.hessian.outer()
+        parts = spectral_norm(outer, symmetric=True) + spectral_norm(H - outer, symmetric=True)
+        return len(H) * torch.finfo(H.dtype).eps * parts
 
 
 Norms: TypeAlias = "tuple[float, Mapping[tuple[str, str], float]]"
@@ -194,7 +200,7 @@ class BoundsReport(Printed):
             where ``violated`` says so.
         names: The parameters.
         notes: Which assumption of a printed bound fails, or why a bound is not defined here.
-        noise: What the rounding of float64 can leave of a block that vanishes, from the size of the Gauss-Newton part.
+        noise: What the rounding of float64 can leave of a block that vanishes: a norm of at most that prints as 0 to rounding.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -242,7 +248,7 @@ class BoundsReport(Printed):
             return ""
         if self._exceeds(true, limit):
             return f"{limit:.3g} VIOLATED"
-        return f"{limit:.3g} ({limit / true:.3g} x)" if true else f"{limit:.3g}"
+        return f"{limit:.3g} ({limit / true:.3g} x)" if true > self.noise else f"{limit:.3g}"
 
     def _headline(self) -> str:
         whole = self.values[WHOLE]
@@ -254,7 +260,8 @@ class BoundsReport(Printed):
         rank = [math.inf if name == WHOLE or name in exceeded else row["true"] for name, row in self.values.items()]
         titles = {kind: kind.replace("_", " ") for kind in self.kinds}
         cells = {name: [self._cell(row, kind) for kind in titles] for name, row in self.values.items()}
-        rows = [(name, f"{row['true']:.4g}", *cells[name]) for name, row in self.values.items()]
+        norms = {n: f"{row['true']:.4g}" if row["true"] > self.noise else "0 to rounding" for n, row in self.values.items()}
+        rows = [(name, norms[name], *cells[name]) for name in self.values]
         drop = [title for kind, title in reversed(titles.items()) if kind not in kinds]
         ranked = "the whole, violated and largest norms"
         yield self._headline()
@@ -270,6 +277,11 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
     curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
     and the sizes. *printed*: the bounds of Closing the Curvature Gap as printed, where they are defined.
+
+    Norms and bounds are computed in float64 in every dtype. The numbers of a module in float32, float16 or bfloat16, of its
+    inputs and of its target are numbers of float64, so the report is on the exact function of these numbers, and what it promises
+    is the same: a norm above a valid bound by more than 1e-9 of it and the ``noise`` of the report is an error. What
+    :func:`hessiankit.hessian` returns in float32 differs from that Hessian by its own rounding, about 1e-6 of its norm.
 
     Args:
         block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.
@@ -287,7 +299,7 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     >>> report.ratio("certified") < 1 + 1e-6 < report.ratio("structured") < report.ratio("a_priori")
     True
     """
-    at = LossAt(block, *_batched(inputs, target, loss), loss)
+    at = _at(block, *_batched(inputs, target, loss), loss)
     norms, lower = at.certificate.norms, {pair: interval.lower for pair, interval in at.certificate.pairs.items()}
     values = {WHOLE: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
     values |= {f"{i} x {j}": {"true": norms[i, j], "lower": lower[i, j]} for i, j in at.hessian.pairs()}
@@ -303,8 +315,14 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
             limit = pairs.get((i, j), pairs.get((j, i)))
             values[f"{i} x {j}"] |= {} if limit is None else {name: limit}
         notes.append(f"{one.title}: {one.caveat}" if one.caveat else "")
-    noise = NOISE * spectral_norm(at.hessian.outer(), symmetric=True)
-    return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), noise)
+    return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), at.noise)
+
+
+def _at(module: nn.Module, x: Tensor, t: Tensor, loss: str) -> LossAt:
+    """Return the loss in float64; a narrower module is first called as it is, so that what its own call refuses is refused."""
+    if any(value.dtype != torch.float64 for value in (x, *module.parameters())):
+        make_task(WHO, module, x, t, loss, handshake=False)
+    return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)
 
 
 def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -17,7 +16,7 @@ from derivations.bounds.block_norms import BlockNorms
 from derivations.bounds.block_printed import phi_printed, sigma_min_printed, theorem_6_factors_printed, theorem_6_printed
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable
+from hessiankit.bounding.a_priori import NormTable, in_float64
 from hessiankit.bounding.structured import ROUNDING, SLACK, Structured
 from hessiankit.formulas.block_at import causal_mask, is_the_papers
 
@@ -149,7 +148,7 @@ def theorem_6(block: TransformerBlock, X: Tensor, T: Tensor, *, reading: str) ->
         T: L x d.
         reading: Of sigma_min: ``"stated"`` in the theorem or used in its ``"proof"``.
     """
-    block = copy.deepcopy(block).double()
+    block = in_float64(block)
     part, network = block.attention, block.feedforward
     with torch.no_grad():
         before = X + part(X)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from derivations.bounds.attention_printed import theorem_7_corrected
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.a_priori import a_priori, in_float64
 from hessiankit.engine.problem.own_call import make_task, own_gradient, own_value
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -106,7 +106,7 @@ def loss_surface_bound(
 
     Args:
         block: At w*, the point where the losses are compared; smooth activations (across a kink of relu no bound on second
-            derivatives bounds the change of a first one).
+            derivatives bounds the change of a first one). All is computed in float64, whatever its dtype.
         inputs: The samples, ``(n, L, d_model)``.
         targets: ``(n, L, d_model)``, or labels ``(n, L)``.
         point: w: every parameter by its name; those left out stay at w*.
@@ -121,7 +121,9 @@ def loss_surface_bound(
     if inputs.ndim != 3 or inputs.shape[0] < 2 or len(inputs) != len(targets):
         seen = f"inputs {tuple(inputs.shape)} and {len(targets)} targets"
         raise InputError(f"{WHO}: {seen}; expected (n, L, d_model) with n at least 2, and as many targets")
-    star = {name: p.detach().double() for name, p in block.named_parameters()}
+    block, inputs = in_float64(block), inputs.double()
+    targets = targets.double() if targets.is_floating_point() else targets
+    star = {name: p.detach() for name, p in block.named_parameters()}
     unknown = set(point) - set(star)
     if unknown:
         raise InputError(f"{WHO}: the block has no parameter {sorted(unknown)[0]!r}; it has {', '.join(star)}")

@@ -376,8 +376,9 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         V with K:    c cov(dV, dK q_i)           c |Q| / 2                                               times |Lambda|_F
 
     Masks change none of these; the caller passes norms and ranges that hold after a rotation. The heads'
-    parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve; what g query heads share counts sqrt(g) times for
-    each factor that is shared.
+    parts of Lambda, Q, K, V are orthogonal, so norms of the whole serve. Where g query heads share keys and values, dK q_i
+    or a single dV counts sqrt(g) times: |dK|_F |Q| bounds it in each of the heads. Beside dq_i, whose heads are entries of
+    one unit vector, dK and dV count once.
     """
     g, root = math.sqrt(groups), math.sqrt(8)
     q, k, v, sharp = Q.spectral, K.spectral, V.spectral, softmax_hessian_map_bound()
@@ -392,9 +393,9 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         symmetric(products(Q.jacobian, K.jacobian, c * c * min(sharp * v * k, around_v * around_k / root) * q * g)),
     )
     by_all = added(
-        symmetric(products(Q.jacobian, K.jacobian, c * around_v / root * g)),
-        symmetric(products(V.jacobian, Q.jacobian, c * around_k / root * g)),
-        symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g * g)),
+        symmetric(products(Q.jacobian, K.jacobian, c * around_v / root)),
+        symmetric(products(V.jacobian, Q.jacobian, c * around_k / root)),
+        symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g)),
     )
     row = min(math.sqrt(heads) * V.row, g * V.frobenius)
     whole = math.sqrt(Q.length) * row

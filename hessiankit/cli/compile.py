@@ -1,9 +1,8 @@
 """Build the kernels that make dense Hessians on a processor faster; optional.
 
-Compile the toolkit's kernels for this machine, a few seconds, and what replays the plans of hessian_function with this torch,
-half a minute, and keep them in the user's cache (TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions). Needs g++ or clang++, ninja
-and setuptools. Without them plain torch computes the same, to rounding; the environment variable HESSIANKIT_COMPILED=0 turns
-them off.
+Compile the toolkit's kernels for this machine, which takes a few seconds, and keep them in the user's cache
+(TORCH_EXTENSIONS_DIR, or ~/.cache/torch_extensions). Needs g++ or clang++, ninja and setuptools. Without them plain torch
+computes the same, to rounding; the environment variable HESSIANKIT_COMPILED=0 turns them off.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    from hessiankit.support.kernels import build, build_replayer, built, kernels
+    from hessiankit.support.kernels import build, built, kernels
 
     before = built().exists()
-    path, used, why = build(verbose=args.verbose), kernels() is not None, build_replayer(verbose=args.verbose)
+    path, used = build(verbose=args.verbose), kernels() is not None
     print(f"{'compiled before' if before else 'compiled'}: {path}{'' if used else ' (turned off by HESSIANKIT_COMPILED=0)'}")
-    if why:
-        print(f"plans of hessian_function are replayed by Python, which is slower: {why}; --verbose shows more")
-    write_json("compile", args.json, {"path": str(path), "used": used, "compiled_before": before, "replayer": not why})
+    write_json("compile", args.json, {"path": str(path), "used": used, "compiled_before": before})

@@ -7,7 +7,7 @@ any placement, of a chapter, or as a paper's theorem states it. Sizes print by t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from hessiankit.cli.parsing import Parser, add_block_options, add_json
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
             raise InputError(f"derive: {named} describes a block and {args.what!r} is none; drop one of the two")
         found = derive(args.what, wrt=args.wrt, loss=args.loss)
     if args.format == "text":
-        text = f"{found.table()}\n" + "".join(_verdicts(found.claims))
+        text = f"{found.table()}\n" + "".join(f"    python -m papers show {name}\n" for name in found.claims)
     elif args.format == "explain":
         text = as_text(found.explain()) + "\n"
     else:
@@ -81,12 +81,3 @@ def _names() -> Iterator[str]:
     for paper, rows in THEOREMS.items():
         for number, row in rows.items():
             yield f"{f'{paper}/{number}':<28}{row.place}, {row.chapter}, in {', '.join(row.wrt)}"
-
-
-def _verdicts(ids: Sequence[str]) -> Iterator[str]:
-    """Yield the ledger's rows on a theorem: id, verdict, correction."""
-    from hessiankit.ledger.ledger import claims
-    from hessiankit.ledger.pages import plain
-
-    for row in (claims(id=name)[0] for name in ids):
-        yield f"    {row.id}: {row.verdict}" + (f"; correct: {plain(row.corrected)}" if row.corrected else "") + "\n"

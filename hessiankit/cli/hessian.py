@@ -37,7 +37,8 @@ def options(command: Parser) -> None:
     add_problem(command, "the transformer block, without --model")
     add("--dry-run", action="store_true", help="compute nothing; print what it would take in memory, disk and time")
     add("--out", type=Path, metavar="PATH", help="write the matrix to this .npy file, a part at a time is in memory")
-    add("--overwrite", action="store_true", help="start again, whatever there is at --out")
+    add("--overwrite", action="store_true", help="replace the file at --out")
+    add("--resume", action="store_true", help="keep the finished rows of the file at --out, if they are those of this Hessian")
     add("--plot", type=Path, metavar="PATH", help="draw the entries as a heat map, as .png, .svg or .pdf; the numbers beside it")
     add_output(add)
 
@@ -57,14 +58,14 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("hessian: --plot needs the matrix, which --dry-run does not compute; drop one of them")
     asked = asked_of(args)
     say(str(asked))
-    given = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite}
+    given = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite, "resume": args.resume}
     try:
         with progress_bar() as tell:
             given |= {"dry_run": True} if args.dry_run else {"progress": lambda done, total: tell("hessian", done, total)}
             found = hessian(asked.model, asked.inputs, asked.target, **given)
     except KeyboardInterrupt:
-        goes_on = f"; the same command goes on with what is in {args.out}.part" if args.out is not None else ""
-        print(f"hessiankit: interrupted{goes_on}", file=sys.stderr)
+        resumable = f"; --resume continues {args.out}" if args.out is not None and args.out.exists() else ""
+        print(f"hessiankit: interrupted{resumable}", file=sys.stderr)
         return INTERRUPTED
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{str(error).rstrip('.')}; --dry-run says what it takes") from error

@@ -13,9 +13,9 @@ from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.files import check_writable, output_for
 from hessiankit.support.package import __version__
 
-__all__ = ["CLOSED", "FAILED", "INTERRUPTED", "OK", "USAGE", "main", "parser"]
+__all__ = ["CLOSED", "FAILED", "INTERRUPTED", "OK", "USAGE", "answer", "main", "parser"]
 
-COMMANDS = ("study", "check", "hessian", "derive", "bounds", "sharpness", "tune_lr", "monitor", "routes", "claims", "compile")
+COMMANDS = ("study", "check", "hessian", "derive", "bounds", "sharpness", "tune_lr", "monitor", "routes", "compile")
 EXAMPLES = """\
 examples:
   hessiankit study --quick
@@ -50,9 +50,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         argcomplete.autocomplete(top)
     try:
-        args = top.parse_args(_renamed(list(sys.argv[1:] if argv is None else argv), top))
+        words = _renamed(list(sys.argv[1:] if argv is None else argv), top)
     except InputError as error:
-        return _fail(str(error), USAGE)
+        return _fail(top.prog, str(error), USAGE)
+    return answer(top, words)
+
+
+def answer(top: Parser, argv: Sequence[str] | None = None) -> int:
+    """Run the command that the arguments of a parser name, and return the exit code; an error is one line."""
+    try:
+        args = top.parse_args(argv)
+    except InputError as error:
+        return _fail(top.prog, str(error), USAGE)
     try:
         for name in FILES:
             check_writable(args.command, getattr(args, name, None))
@@ -61,15 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code or OK
     except HessiankitError as error:
-        return _fail(in_options(str(error), args.command, args.parser), USAGE)
+        return _fail(top.prog, in_options(str(error), args.command, args.parser), USAGE)
     except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED)
+        return _fail(top.prog, "interrupted", INTERRUPTED)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at its end
         return CLOSED
     except OSError as error:
         where = f" {error.filename}" if error.filename is not None else ""
-        return _fail(f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
+        return _fail(top.prog, f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
 
 
 def _renamed(argv: list[str], top: Parser) -> list[str]:
@@ -89,8 +98,8 @@ def _renamed(argv: list[str], top: Parser) -> list[str]:
     return argv
 
 
-def _fail(message: str, code: int) -> int:
-    print(f"hessiankit: {message}", file=sys.stderr)
+def _fail(program: str, message: str, code: int) -> int:
+    print(f"{program.rpartition(' ')[2]}: {message}", file=sys.stderr)
     return code
 
 

@@ -26,7 +26,7 @@ USAGE = 2
 INTERRUPTED = 130
 """Ctrl-C. What a command keeps of its work is kept."""
 CLOSED = 141
-"""What read the output stopped reading, as in ``hessiankit claims | head``; shells give the same to other programs."""
+"""What read the output stopped reading, as in ``hessiankit derive --list | head``; shells give the same to other programs."""
 
 ARGUMENTS = {"n_heads": "heads", "n_kv_heads": "kv_heads", "n_layers": "layers", "batch_size": "batch", "length": "tokens"}
 """Arguments of the library -> the options that have another name."""

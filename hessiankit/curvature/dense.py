@@ -15,14 +15,13 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.forecast import forecast
-from hessiankit.curvature.matrix_file import check_out
-from hessiankit.curvature.streaming import Writer
+from hessiankit.curvature.streaming import check_out, write_matrix
 from hessiankit.engine.assembly import check_matrix
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import Params, locate, select
-from hessiankit.engine.problem.task import Loss
+from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
@@ -218,8 +217,9 @@ def hessian(
     weights: Weights = None,
     reduction: str | None = None,
     lazy: bool = False,
-    out: str | os.PathLike[str] | None = None,
+    out: str | os.PathLike[str] | Tensor | None = None,
     overwrite: bool = False,
+    resume: bool = False,
     handshake: bool = True,
     dry_run: bool = False,
 ) -> Hessian:
@@ -237,10 +237,10 @@ def hessian(
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
-            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output: one tensor, or the
-            ``logits`` of an object or dict. A callable ``(outputs, target) -> scalar``, such as
-            ``nn.CrossEntropyLoss(label_smoothing=0.1)``: it is given exactly what the module returns.
-            None: the module returns the loss, as a scalar or as ``loss`` of an object or dict.
+            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output, as torch's own losses do,
+            such as ``nn.CrossEntropyLoss(label_smoothing=0.1)``: one tensor, the ``logits`` of an object or dict, or the only
+            tensor of a tuple that is no scalar. Another callable ``(outputs, target) -> scalar`` is given exactly what the module
+            returns. None: the module returns the loss: a scalar, ``loss`` of an object or dict, or the only scalar of a tuple.
         params: What to take: a name, a pattern such as ``"*.attn.*"``, a parameter of the module, ``"name[index]"`` (the
             whole parameter, of which :meth:`Hessian.block` can return the part), or several of them. All that require
             grad by default; those that do not are constants.
@@ -253,11 +253,12 @@ def hessian(
         reduction: ``"mean"`` or ``"sum"`` over all terms; by default what the loss does itself. With a callable or
             loss=None, "sum" adds up the losses of the batches.
         lazy: Check everything, compute nothing yet: ``.block(i, j)`` computes one pair of parameters, ``.matrix`` all.
-        out: Write the matrix to this file (``.npy``) instead of keeping it in memory: about 256 MiB of rows at a time, at
-            least those of one parameter. If the process ends before it is done, the same call goes on where it was, and the bytes
-            come out the same with the same torch, machine and number of threads; if it is done, the same call opens the
-            file. ``out.part`` and ``out.journal.json`` beside it keep account.
-        overwrite: Start again, whatever there is at ``out``.
+        out: Where the matrix goes: a contiguous (P, P) tensor; or the path of a file (``.npy``), in which it is written, about
+            256 MiB of rows at a time, at least those of one parameter, instead of being kept in memory. In a file that is not
+            complete, the diagonal entry of every unfinished row is NaN.
+        overwrite: Replace a file that exists at ``out``.
+        resume: Keep the finished rows of a file that exists at ``out`` and compute the others. A random combination of the
+            finished rows of each parameter is compared with a product with this Hessian first.
         handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
             of torch. False leaves it out, and the result says so.
         dry_run: Compute nothing; return what :func:`hessiankit.curvature.forecast.forecast` does, a forecast of memory, disk
@@ -267,8 +268,8 @@ def hessian(
         A :class:`Hessian`; with ``dry_run=True`` a :class:`~hessiankit.curvature.forecast.Forecast`.
 
     Raises:
-        InputError: If an argument cannot be used, or if an entry of the result is not finite; or if ``out`` belongs to
-            another computation.
+        InputError: If an argument cannot be used, or if an entry of the result is not finite; or if there is a file at ``out``,
+            or with ``resume=True`` one of another matrix.
         TraceError: If torch cannot trace the module.
         OutOfMemoryError: If the P x P matrix (with ``out``, some rows of it) or the derivatives of one chunk of samples do not
             fit, before they are computed.
@@ -283,13 +284,14 @@ def hessian(
     start = time.perf_counter()
     if lazy and (out is not None or dry_run):
         raise InputError("hessian: lazy=True computes single blocks later; it goes with neither out=... nor dry_run=True")
-    if overwrite and out is None:
-        raise InputError("hessian: overwrite=True is for out=..., which is missing")
+    path = None if out is None or isinstance(out, Tensor) else check_out(out)
+    if path is None and (overwrite or resume):
+        raise InputError(f"hessian: {'overwrite' if overwrite else 'resume'}=True is for out=..., which is missing")
+    if overwrite and resume:
+        raise InputError("hessian: overwrite=True loses what resume=True keeps; pass one of the two")
     if dry_run:
-        options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": out}
+        options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": path}
         return forecast(module, inputs, target, loss=loss, params=params, **options)  # type: ignore[return-value]
-    if out is not None:
-        check_out(out)
     chosen = select("hessian", module, params)
     first = next(iter(chosen.values()))
     if not lazy and out is None:
@@ -301,11 +303,25 @@ def hessian(
     shapes = tasks[0].shapes
     found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
     if not lazy:
-        if out is not None:
-            written = Writer(out, tasks, factors, batch_size, progress, overwrite=overwrite).write()
+        if isinstance(out, Tensor):
+            _check_tensor(out, tasks[0])
+        if path is not None:
+            given: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
+            with torch.no_grad():
+                written = write_matrix(path, tasks, factors, batch_size, progress, **given)
             evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
-        evaluation.whole()
+        evaluation.whole(out if isinstance(out, Tensor) else None)
         if len(evaluation.unused) == len(shapes):
             raise without_effect("hessian", shapes)
-        evaluation.seconds = time.perf_counter() - start if out is None else written.seconds
+        evaluation.seconds = time.perf_counter() - start
+    evaluation.seal()
     return found
+
+
+def _check_tensor(out: Tensor, task: Task) -> None:
+    n, dtype, device = task.size, task.dtype, task.device
+    if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
+        raise InputError(
+            f"hessian: out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; pass a contiguous tensor of shape "
+            f"{(n, n)}, {dtype} on {device}, without requires_grad"
+        )

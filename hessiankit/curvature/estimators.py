@@ -2,7 +2,9 @@
 
 One sketch serves all three. For k vectors Omega of random signs, Q R = H Omega and Z = H Q, 2 k products; without the i-th
 vector the basis is Q_i Q_i^T = Q (I - s_i s_i^T) Q^T, with s_i the i-th column of R^-T at length 1. What Q_i leaves of H is
-measured by omega_i, which is independent of it, so that each of k values is unbiased, whatever the signs of the eigenvalues:
+measured by omega_i, which is independent of it. Each of k values is unbiased, whatever the signs of the eigenvalues (of trace
+and norm in the part without direction i: (I - P_i) omega_i is brought to the length that it has on average, which is exact for
+directions that are uniform, and for signs a bias of a few hundredths of the spread):
 
     trace      tr(Q_i^T H Q_i) + omega_i^T (I - P_i) H (I - P_i) omega_i,     P_i = Q_i Q_i^T
     diagonal   diag(P_i H) + omega_i o (I - P_i) H omega_i
@@ -10,7 +12,16 @@ measured by omega_i, which is independent of it, so that each of k values is unb
 
 The first two are XTrace and XDiag of Epperly, Tropp and Webber, "XTrace: Making the most of every sample in stochastic trace
 estimation", SIAM J. Matrix Anal. Appl. 45, 2024, which share the idea of Meyer, Musco, Musco and Woodruff, "Hutch++", 2021:
-a low-rank part exactly, the rest at random. An estimate is the mean of the k values.
+a low-rank part exactly, the rest at random. An estimate is the mean of the k values x_i.
+
+The x_i share all but one vector. Their covariance has an unbiased estimate of its own. Let x_ij be the i-th value without the
+j-th vector in its basis. Over omega_i alone x_i and x_ij have the truth for mean, over omega_j alone x_j and x_ji; and x_ij does
+not depend on omega_j, nor x_ji on omega_i. So of the four products of deviations only the first has a mean other than 0 in
+
+    cov(x_i, x_j) = E (x_i - x_ij)(x_j - x_ji) .
+
+With s^2 the sample variance of the x_i, the variance of their mean is E s^2 / k + cov. All of it is arithmetic in the basis and
+takes no further products.
 """
 
 from __future__ import annotations
@@ -18,7 +29,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,10 +43,16 @@ from hessiankit.support.files import plain
 from hessiankit.support.tables import Piece, Printed, table
 
 LEAST = 6  # products
-ROUNDING = 16  # times the rounding error of a number as large as |H|_F, the least half width
+SMALL = 32  # rows up to which the whole matrix is taken: k vectors of few signs may be linearly dependent
+ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
+PAIRED = 64  # vectors of which all pairs are taken for the covariance of two values
+SHARED = 0.5
+"""The covariance is at least this share of s^2 / k: its estimate is noisy, and small where s^2 is too small."""
 WIDER = 1.25
-"""The k values share all but one vector, so that their spread is too small: the errors of the mean, over thousands of draws of a
-dozen matrices, are 1.0 to 1.25 times what it says, and sqrt(P / (P - k)) times more where k is not far below P."""
+"""Of an entry of the diagonal, whose covariances would take k^2 numbers each: its errors are 1.0 to 1.25 times what s^2 / k says,
+and sqrt(P / (P - k)) times more where k is not far below P."""
+FEW, HELD = 20, (75, 90)
+"""Products, and the least share in % of intervals of 95 % that held with fewer and with as many, of docs/intervals.md."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,8 @@ class ScalarEstimates(Printed):
         """The reliability of the numbers, in words."""
         if self.products == self.diagonal.numel():
             return f"exact up to rounding, from {self.products:,} products"
-        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals"
+        held = f"those of 95 % held {HELD[self.products >= FEW]} to 100 % of the time where that was measured, docs/intervals.md"
+        return f"ESTIMATES from {self.products:,} products, {100 * self.level:g} % intervals ({held})"
 
     def _headline(self) -> str:
         what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
@@ -106,10 +124,11 @@ class ScalarEstimates(Printed):
 def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
-    Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values, widened
-    for what these share. Those of 95 % held 91 to 99 % of the time on Hessians of transformers and on random matrices; 50 to 92 %
-    for 20 products or fewer of a matrix of which two or three entries are nearly all. Where ``products`` is P or more, P products
-    with the unit vectors give everything exactly. Memory: about four times as many vectors (P,) in float64 as products.
+    Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
+    them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. Those of 95 % held 90 to 100 % of the time on
+    the matrices of ``docs/intervals.md``, with 10 products 75 % for entries of a diagonal of which three are nearly all. Where
+    ``products`` is P or more, or P at most 32, P products with the unit vectors give everything exactly. Memory: about four times
+    as many vectors (P,) in float64 as products.
 
     Args:
         operator: Of any kind, by :func:`hessiankit.hessian_operator`; it may be indefinite.
@@ -145,24 +164,28 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
             raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
         return found
 
-    if products >= size:
+    if size <= max(products, SMALL):
         H = product(torch.eye(size, dtype=torch.float64, device=operator.device))
-        trace, squares, D, taken = H.trace().reshape(1), H.square().sum().reshape(1), H.diagonal().unsqueeze(1), size
+        exact = [H.trace(), H.square().sum(), *(H.diagonal()[rows].sum() for rows in operator.slices.values())]
+        trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
+        D, taken = H.diagonal().unsqueeze(1), size
     else:
         signs = torch.randint(2, (size, products // 2), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
-        trace, squares, D = leave_one_out(product, signs.to(operator.device), eps)
-        taken = 2 * (products // 2)
-    norm = math.sqrt(max(0.0, float(squares.mean())))
+        sketch = Sketch(product, signs.to(operator.device), eps)
+        trace, squares, D, taken = sketch.trace(), sketch.squares(), sketch.diagonal(), 2 * (products // 2)
+        blocks = [sketch.block(rows) for rows in operator.slices.values()]
+    norm = math.sqrt(max(0.0, squares.mean))
 
-    def estimate(values: Tensor, scale: float) -> Estimate:
-        return Estimate(float(values.mean()), float(half_width(values, size, level)) + ROUNDING * eps * scale)
+    def estimate(sample: Sample, scale: float) -> Estimate:
+        return Estimate(sample.mean, sample.half_width(level) + ROUNDING * eps * scale)
 
+    sizes = (rows.stop - rows.start for rows in operator.slices.values())
     return ScalarEstimates(
-        estimate(trace, norm),
+        estimate(trace, math.sqrt(size) * norm),  # the sum of |eigenvalues| is at most sqrt(P) |H|_F
         estimate(squares, norm**2),
-        {name: estimate(D[rows].sum(0), norm) for name, rows in operator.slices.items()},
+        {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(operator.slices, blocks, sizes, strict=True)},
         D.mean(1).to(operator.torch_dtype),
-        (half_width(D, size, level) + ROUNDING * eps * norm).to(operator.torch_dtype),
+        (entry_half_widths(D, level) + ROUNDING * eps * norm).to(operator.torch_dtype),
         taken,
         level,
         operator.kind,
@@ -170,43 +193,149 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     )
 
 
-def leave_one_out(product: Callable[[Tensor], Tensor], signs: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return k values each of the trace (k,), of the squared Frobenius norm (k,) and of the diagonal (P, k), with unbiased means.
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Leave-one-out values of one number, whose mean is its estimate.
+
+    Attributes:
+        values: (k,); one for an exact number.
+        covariance: Estimate of that of two of them.
+        varying: The mean of what random vectors give of a number of skewed values, all positive; 0 where they are not skewed.
+    """
+
+    values: Tensor
+    covariance: float = 0.0
+    varying: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        """The estimate."""
+        return float(self.values.mean())
+
+    @property
+    def variance(self) -> float:
+        """Of the mean: s^2 / k and the covariance, which counts for half of s^2 / k at least; 0 of an exact number."""
+        k = len(self.values)
+        own = float(self.values.var()) / k if k > 1 else 0.0
+        return own + max(self.covariance, SHARED * own)
+
+    def half_width(self, level: float) -> float:
+        """Return that of the interval of the mean: Student's with k - 1 degrees of freedom.
+
+        Of skewed values it has m, 1 / m = 1 / (k - 1) + variance / varying^2: for a gamma variable, the variance of the
+        logarithm of the sample variance is 2 / m.
+
+        >>> Sample(torch.tensor([1.0])).half_width(0.95), Sample(torch.tensor([2.0, 2.0, 2.0])).half_width(0.95)
+        (0.0, 0.0)
+        """
+        variance = self.variance
+        if variance == 0.0:
+            return 0.0
+        lost = 1 / (len(self.values) - 1) + (variance / self.varying**2 if self.varying > 0 else 0.0)
+        return float(stdtrit(1 / lost, (1 + level) / 2)) * math.sqrt(variance)
+
+
+class Sketch:
+    """What k vectors of signs and 2 k products show of a symmetric matrix H: leave-one-out values of its trace, norm, diagonal.
 
     Args:
-        product: V (P, k) -> H V, twice; H is symmetric.
+        product: V (P, k) -> H V, taken twice.
         signs: Omega (P, k), k < P, of entries 1 and -1.
         eps: Relative rounding error of a product.
     """
-    size, k = signs.shape
-    Y = product(signs)
-    Q, R = torch.linalg.qr(Y)
-    Z = product(Q)
-    spread = torch.linalg.svdvals(R)
-    if float(spread[-1]) <= k * eps * float(spread[0]):  # Q holds all of H, with or without any one vector
-        S = torch.zeros_like(R)
-    else:
-        S = torch.linalg.solve_triangular(R, torch.eye(k, dtype=R.dtype, device=R.device), upper=True).T
-        S = S / S.norm(dim=0)
-    H, W = Q.T @ Z, Q.T @ signs
-    U = W - S * (S * W).sum(0)  # Q_i^T omega_i, in the basis Q
-    scale = (size - k + 1) / (size - U.square().sum(0))  # of (I - P_i) omega_i to the length that it has on average
-    rest = (W * R).sum(0) - 2 * (R * U).sum(0) + (U * (H @ U)).sum(0)
-    trace = H.trace() - (S * (H @ S)).sum(0) + scale * rest
-    QS, ZS = Q @ S, Z @ S
-    squares = Z.square().sum() - ZS.square().sum(0) + scale * (Y - Z @ U).square().sum(0)
-    diagonal = (Q * Z).sum(1, keepdim=True) - QS * ZS + signs * QS * (S * R).sum(0)
-    return trace, squares, diagonal
+
+    def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, eps: float) -> None:
+        self.signs = signs
+        k = signs.shape[1]
+        Y = product(signs)
+        self.Q, self.R = torch.linalg.qr(Y)
+        self.Z = product(self.Q)
+        spread = torch.linalg.svdvals(self.R)
+        if float(spread[-1]) <= k * eps * float(spread[0]):  # Q holds all of H, with or without any one vector
+            self.S = torch.zeros_like(self.R)
+        else:
+            eye = torch.eye(k, dtype=self.R.dtype, device=self.R.device)
+            S = torch.linalg.solve_triangular(self.R, eye, upper=True).T
+            self.S = S / S.norm(dim=0)
+        self.W, self.H = self.Q.T @ signs, self.Q.T @ self.Z
+        self.ZZ, self.ZY, self.YY = self.Z.T @ self.Z, self.Z.T @ Y, Y.square().sum(0)
+
+    def trace(self) -> Sample:
+        """Return values of tr H."""
+        H, W, R = self.H, self.W, self.R
+
+        def values(bases: list[Tensor], at: Tensor) -> Tensor:
+            U, scale = self._projected(bases, at)
+            rest = (W * R).sum(0)[at] - 2 * (R[:, at] * U).sum(0) + (U * (H @ U)).sum(0)
+            return _outside(H, bases) + scale * rest
+
+        return self._sample(values)
+
+    def squares(self) -> Sample:
+        """Return values of |H|_F^2."""
+        ZZ, ZY, YY = self.ZZ, self.ZY, self.YY
+
+        def rest(bases: list[Tensor], at: Tensor) -> Tensor:
+            U, scale = self._projected(bases, at)
+            return scale * (YY[at] - 2 * (ZY[:, at] * U).sum(0) + (U * (ZZ @ U)).sum(0)).clamp(min=0.0)
+
+        def values(bases: list[Tensor], at: Tensor) -> Tensor:
+            return _outside(ZZ, bases) + rest(bases, at)
+
+        varying = float(rest([self.S], torch.arange(len(YY), device=YY.device)).mean())
+        return replace(self._sample(values), varying=varying)
+
+    def diagonal(self) -> Tensor:
+        """Return values of every entry of the diagonal, (P, k)."""
+        QS, ZS = self.Q @ self.S, self.Z @ self.S
+        return (self.Q * self.Z).sum(1, keepdim=True) - QS * ZS + self.signs * QS * (self.S * self.R).sum(0)
+
+    def block(self, rows: slice) -> Sample:
+        """Return values of the sum of the diagonal's entries in some rows."""
+        QZ, W, R = self.Q[rows].T @ self.Z[rows], self.Q[rows].T @ self.signs[rows], self.R
+
+        def values(bases: list[Tensor], at: Tensor) -> Tensor:
+            measured = [(B * W[:, at]).sum(0) * (B * R[:, at]).sum(0) for B in bases]
+            return _outside(QZ, bases) + torch.stack(measured).sum(0)
+
+        return self._sample(values)
+
+    def _projected(self, bases: list[Tensor], at: Tensor) -> tuple[Tensor, Tensor]:
+        """Return P omega in the basis Q, and the factor from |(I - P) omega|^2 to what it is on average."""
+        (size, k), U = self.Q.shape, self.W[:, at]
+        for B in bases:
+            U = U - B * (B * U).sum(0)
+        return U, (size - k + len(bases)) / (size - U.square().sum(0))
+
+    def _sample(self, values: Callable[[list[Tensor], Tensor], Tensor]) -> Sample:
+        """Return the values, of bases Q less one direction, and their covariance, by bases less two."""
+        k = self.R.shape[1]
+        every = torch.arange(k, device=self.R.device)
+        x, S = values([self.S], every), self.S
+        if k == 1 or not bool(S.any()):
+            return Sample(x)
+        paired = every[:PAIRED]
+        changes = x.new_zeros(len(paired), len(paired))
+        for j in range(len(paired)):
+            at = paired[paired != j]
+            second = S[:, j : j + 1] - S[:, at] * (S[:, j] @ S[:, at])
+            changes[at, j] = x[at] - values([S[:, at], second / second.norm(dim=0)], at)
+        return Sample(x, float((changes * changes.T).sum()) / (len(paired) * (len(paired) - 1)))
 
 
-def half_width(values: Tensor, size: int, level: float) -> Tensor:
-    """Return the half width of the interval of the mean of leave-one-out values (..., k), of a matrix of ``size`` rows.
+def _outside(A: Tensor, bases: list[Tensor]) -> Tensor:
+    """Return tr A less B^T A B for every column of every B, with columns of the same number orthogonal."""
+    return A.trace() - torch.stack([(B * (A @ B)).sum(0) for B in bases]).sum(0)
 
-    >>> half_width(torch.tensor([1.0]), 1, 0.95), half_width(torch.tensor([2.0, 2.0, 2.0]), 9, 0.95)
-    (tensor(0.), tensor(0.))
+
+def entry_half_widths(values: Tensor, level: float) -> Tensor:
+    """Return the half widths (P,) of the intervals of the means of the diagonal's leave-one-out values (P, k).
+
+    >>> entry_half_widths(torch.tensor([[1.0]]), 0.95), entry_half_widths(torch.full((9, 3), 2.0), 0.95)[0]
+    (tensor([0.]), tensor(0.))
     """
-    k = values.shape[-1]
+    size, k = values.shape
     if k == 1:
-        return torch.zeros_like(values[..., 0])
+        return torch.zeros_like(values[:, 0])
     wider = WIDER * math.sqrt(size / (size - k)) * float(stdtrit(k - 1, (1 + level) / 2))
-    return wider * values.std(-1) / math.sqrt(k)
+    return wider * values.std(1) / math.sqrt(k)

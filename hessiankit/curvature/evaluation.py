@@ -16,15 +16,18 @@ from hessiankit.curvature.planning import check_workspace, measure
 from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
 from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
-from hessiankit.engine.problem.loss_trace import LossTrace
+from hessiankit.engine.problem.fisher import check_fits
+from hessiankit.engine.problem.handshake import ROUNDING
+from hessiankit.engine.problem.loss_trace import LossTrace, nearby
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task, available_memory
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
 Look = Callable[[LossTrace, int], None]
+NEARBY = (0.1, 1e-3)  # how far generic parameters are from the given ones; the second where the first has no finite loss
 ROUGH = 8  # times what a sweep expects to take, at most, that it takes in fact
 
 
@@ -48,6 +51,35 @@ class Evaluation:
         self._whole: Tensor | None = None
         self._loss: float | None = None
         self._blocks: dict[tuple[str, str], Tensor] = {}
+        self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
+
+    def seal(self) -> None:
+        """Compare what is computed from now on with the module as it is now, by its loss at generic parameters.
+
+        Loss and gradient at the parameters themselves do not show everything that a second derivative depends on: the strength
+        of a penalty at its minimum, for instance.
+        """
+        self._nearby = self._generic_losses() if self.handshake else None
+
+    def _generic_losses(self) -> list[float]:
+        losses = []
+        for task in self.tasks:
+            at_sizes = (own_value(task, nearby(task, size)) for size in NEARBY)
+            losses.append(next(filter(math.isfinite, at_sizes), math.nan))
+        return losses
+
+    def _check_unchanged(self) -> None:
+        """Raise TraceError if the module or the loss computes something else than when the result was made."""
+        if self._nearby is None:
+            return
+        eps = torch.finfo(self.tasks[0].dtype).eps
+        for before, now in zip(self._nearby, self._generic_losses(), strict=True):
+            if math.isfinite(before) and not abs(before - now) <= ROUNDING * eps * max(abs(before), abs(now)):
+                raise TraceError(
+                    "hessian: something that the module or the loss reads has changed since this result was made: at generic "
+                    f"parameters the loss was {before:.8g}, and is {now:.8g}; read what you need before it changes, or call "
+                    "hessian again"
+                )
 
     @property
     def handshake(self) -> bool:
@@ -69,10 +101,11 @@ class Evaluation:
         return self._loss
 
     @computed_later
-    def whole(self) -> Tensor:
-        """Return the P x P matrix."""
+    def whole(self, into: Tensor | None = None) -> Tensor:
+        """Return the P x P matrix; the first time it is computed in ``into``, if that is given."""
         if self._whole is None:
-            self._whole = self._matrix(self.tasks, self.progress, outer=False)
+            self._check_unchanged()
+            self._whole = self._matrix(self.tasks, self.progress, outer=False, into=into)
             self._blocks.clear()
         return self._whole
 
@@ -87,9 +120,9 @@ class Evaluation:
         Raises:
             InputError: The loss does not read one tensor of the module's.
         """
-        if any(task.loss is None or task.whole for task in self.tasks):
-            why = "with loss=None the module returns the loss" if self.tasks[0].loss is None else "the loss is given an object"
-            raise InputError(f"Hessian.outer: {why}, so its output layer is unknown; pass loss=... that compares one tensor")
+        for task in self.tasks:
+            check_fits(task, "ggn")
+        self._check_unchanged()
         return self._matrix(self.tasks, None, outer=True)
 
     @computed_later
@@ -99,6 +132,7 @@ class Evaluation:
             slices = self.tasks[0].slices
             return self._whole[slices[i], slices[j]]
         if (i, j) not in self._blocks:
+            self._check_unchanged()
             tasks = self._only(i, j)
             part, slices = self._matrix(tasks, None, outer=False), tasks[0].slices
             for a in slices:
@@ -126,6 +160,7 @@ class Evaluation:
     def _products(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None, width: int) -> Tensor:
         """Return a part of a block by products with the unit vectors of its columns."""
         start = time.perf_counter()
+        self._check_unchanged()
         tasks = self._only(i, j)
         slices, size = tasks[0].slices, tasks[0].size
         at = torch.arange(slices[j].start, slices[j].stop) if columns is None else columns + slices[j].start
@@ -159,12 +194,14 @@ class Evaluation:
             diagonal = self._whole.diagonal()
             flat = [n for n, rows in self.tasks[0].slices.items() if not bool(diagonal[rows].any())]
             names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
+        if names:
+            self._check_unchanged()
         found: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
         return tuple(name for name in names if name not in found)
 
-    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool) -> Tensor:
+    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
         start = time.perf_counter()
-        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer)
+        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer, into=into)
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
             check_finite("hessian", matrix.data, tasks[0].slices, tasks)
@@ -176,14 +213,15 @@ class Evaluation:
         return matrix.data
 
     def assembled(
-        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False
+        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False, into: Tensor | None = None
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
         """Return the matrix, its blocks (i, j) for i not after j only, the loss, and the fallbacks."""
         first = tasks[0]
-        check_matrix(first.size, first.dtype, first.device)
+        if into is None:
+            check_matrix(first.size, first.dtype, first.device)
         look = self._look(first)
         samples, done = sum(task.batch for task in tasks), 0
-        matrix = SymmetricStorage(first.slices, first.dtype, first.device)
+        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         for task, weight in zip(tasks, self.weights, strict=True):

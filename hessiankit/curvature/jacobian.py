@@ -1,4 +1,4 @@
-"""The Jacobian of a module's output in its parameters, and its transpose, as linear operators."""
+"""The Jacobian of a module's output with respect to its parameters, and its transpose, as linear operators."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ from hessiankit.support.torch_state import one_at_a_time, without_autocast
 
 WHO = "jacobian_operator"
 
+PERIOD = 997
+"""Entries after which the cotangent of the comparison repeats; a prime, so that rows of an output are not alike."""
+
 
 class JacobianOperator(TensorOperator):
-    """The Jacobian J of a module's output in its parameters, (outputs, P), by its products; made by :func:`jacobian_operator`.
+    """The Jacobian J of a module's output with respect to its parameters, (outputs, P); made by :func:`jacobian_operator`.
 
     ``J @ v`` pushes tangents of the parameters forward, ``J.T @ u`` pulls covectors of the output back: one sweep each for a
     whole block of vectors.
@@ -134,7 +137,7 @@ class JacobianOperator(TensorOperator):
     def sample_gradients(self, cotangents: Tensor) -> Tensor:
         """Return J_b^T c_b for each sample b along the first axis of the output: (B, P).
 
-        With the gradients of the loss's terms in the output, the gradients of the samples' own losses.
+        With the gradients of the loss's terms with respect to the output, the gradients of the samples' own losses.
 
         Args:
             cotangents: c, of the output's shape.
@@ -172,22 +175,26 @@ class TransposedJacobian(TensorOperator):
         return self.jacobian
 
 
-def _total(outputs: Any, _target: Any) -> Tensor:
+def _along_a_cotangent(outputs: Any, _target: Any) -> Tensor:
+    """Return the inner product of the output with a fixed generic cotangent, whose gradient the handshake compares."""
     if not isinstance(outputs, Tensor):
         raise InputError(f"{WHO}: the module returns a {type(outputs).__name__}; wrap it so that it returns one tensor")
-    return outputs.sum()
+    # a plain sum is constant behind a softmax or a normalisation, and compares nothing there
+    numbers = torch.arange(outputs.numel(), device=outputs.device) % PERIOD
+    return (outputs * numbers.float().cos().to(outputs.dtype).reshape(outputs.shape)).sum()
 
 
 @checked(WHO)
 @one_at_a_time
 def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, handshake: bool = True) -> JacobianOperator:
-    """Return the Jacobian of ``module(inputs)`` in the parameters as a linear operator, by closed forms; ``.T`` is its transpose.
+    """Return the Jacobian of ``module(inputs)`` with respect to the parameters as a linear operator; ``.T`` is its transpose.
 
     Args:
         module: Any module whose forward torch can trace, and that returns one tensor.
         inputs: As in :func:`hessiankit.hessian`, one batch.
         params: As in :func:`hessiankit.hessian`; whole parameters.
-        handshake: Compare the sum of the output and its gradient with those of the module's own call first.
+        handshake: Compare the inner product of the output with a fixed cotangent, and its gradient, with those of the module's
+            own call first.
 
     Raises:
         InputError: If an argument cannot be used, or the output is not one tensor.
@@ -200,5 +207,5 @@ def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, 
     >>> J.to_matrix().tolist(), (J.T @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     ([[1.0, 0.0], [1.0, 2.0]], [2.0, 2.0])
     """
-    task = make_task(WHO, module, inputs, 0, _total, params, handshake=handshake)
+    task = make_task(WHO, module, inputs, 0, _along_a_cotangent, params, handshake=handshake)
     return JacobianOperator(task)

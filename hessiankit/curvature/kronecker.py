@@ -13,7 +13,7 @@ from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, Site, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
-from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples
 from hessiankit.engine.problem.loss_trace import samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
@@ -141,7 +141,7 @@ class KroneckerFactors:
     def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:
         if not all(isinstance(task.loss, str) for task in tasks):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
-        self.is_drawn, before = False, 0
+        self.is_drawn = False
         self.slices = tasks[0].slices
         self.weights: list[LayerFactors] = []
         self._batches: list[FactoredBatch] = []
@@ -154,8 +154,7 @@ class KroneckerFactors:
             counted = counted_samples(task) if together else slice(None)
             drawn = sweeps > PULLED and classes > 1 and task.loss != QUADRATIC_MODEL
             if drawn:
-                task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS, before=before)
-                before += rows_of(task)
+                task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS)
                 self.is_drawn = True
             found = self._used_once(J)
             self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, found, counted))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.curvature.kronecker import KroneckerFactors, completed
-from hessiankit.curvature.solving import PRECONDITIONERS, SymmetricOperator
+from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.engine.assembly import WORKSPACE
@@ -24,7 +24,7 @@ from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -38,7 +38,9 @@ class HessianOperator(SymmetricOperator):
     """The Hessian of a scalar loss, or its Gauss-Newton part, known by its products; made by :func:`hessian_operator`.
 
     A ``scipy.sparse.linalg.LinearOperator``, symmetric: ``eigsh(operator, k=3)`` and the like take it as it is. ``@`` takes
-    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes.
+    torch vectors (P,) and matrices (P, k) on the operator's device and in its dtype, and NumPy arrays of the same shapes. ``@``
+    and ``solve`` also take tensors in the shapes of the parameters, a dict by name or a list in the order of ``names``, and
+    return the same.
 
     Attributes:
         shape: (P, P).
@@ -125,6 +127,44 @@ class HessianOperator(SymmetricOperator):
             total = term.to(wide).mul_(weight) if total is None else total.add_(term, alpha=weight)
         assert total is not None
         return total.to(self.torch_dtype)
+
+    def __matmul__(self, other: Any) -> Any:
+        if not _is_parameters(other):
+            return super().__matmul__(other)
+        return self._like(other, super().__matmul__(self._flat(other)))
+
+    def solve(self, b: Any, **options: Any) -> Solution:
+        """Return x with (H + damping I) x = b; options as in :func:`hessiankit.curvature.solving.solve`.
+
+        Where b is tensors in the shapes of the parameters, so is x.
+        """
+        if not _is_parameters(b):
+            return super().solve(b, **options)
+        found = super().solve(self._flat(b), **options)
+        return replace(found, x=self._like(b, found.x))
+
+    def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
+        """Return tensors in the shapes of the parameters as one vector (P,).
+
+        Raises:
+            InputError: There are others than the parameters, or of other shapes.
+        """
+        named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
+        seen = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in named.items()}
+        if len(tensors) != len(self.names) or seen != dict(self.shapes):
+            wrong = next((name for name in self.names if seen.get(name) != self.shapes[name]), None)
+            what = (
+                f"{len(tensors)} tensors" if wrong is None else f"{seen.get(wrong, 'nothing')} for {wrong!r} {self.shapes[wrong]}"
+            )
+            raise InputError(
+                f"HessianOperator: {what}; expected a tensor in the shape of each of the {len(self.names)} parameters"
+            )
+        return torch.cat([named[name].detach().reshape(-1) for name in self.names])
+
+    def _like(self, tensors: Mapping[str, Tensor] | Sequence[Tensor], vector: Tensor) -> dict[str, Tensor] | list[Tensor]:
+        """Return a vector (P,) as tensors in the shapes of the parameters, by name or in their order."""
+        named = {name: vector[self.slices[name]].reshape(self.shapes[name]) for name in self.names}
+        return named if isinstance(tensors, Mapping) else list(named.values())
 
     def __getitem__(self, key: Any) -> SubOperator:
         """Return a block of the matrix as an operator: ``operator[rows, columns]``, or ``operator[entries]`` for both.
@@ -257,6 +297,11 @@ class TorchOperator:
         return self._operator
 
 
+def _is_parameters(x: Any) -> bool:
+    """Tell whether an argument is tensors by name, or a sequence of them."""
+    return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
+
+
 def _is_large(module: nn.Module) -> bool:
     own = module.parameters() if isinstance(module, nn.Module) else ()
     return sum(p.numel() for p in own if not is_lazy(p)) > LARGE
@@ -316,7 +361,10 @@ def hessian_operator(
             the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
             losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
             mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels in place of drawn
-            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error.
+            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error:
+            of N rows with C entries, which are N samples where the output has two axes, the empirical matrix is
+            sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
+            g_n g_n^T with the gradients of the mean over a row.
         seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
         draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
@@ -344,7 +392,7 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    check_options(loss, kind, block_size, seed, draws)
+    check_options(kind, block_size, seed, draws)
     check_memory_options(recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
     tasks, batches, counts = linearised(
@@ -392,10 +440,8 @@ def linearised(
     made = requests(
         WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
     )
-    before = 0
     for given, count in made:
-        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws, before=before))
-        before += rows_of(tasks[-1])
+        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws))
         with torch.no_grad():
             batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         counts.append(count)
@@ -408,11 +454,9 @@ def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
         raise without_effect(WHO, tasks[0].parameters)
 
 
-def check_options(loss: Loss, kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
+def check_options(kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
     """Raise InputError if the options of an operator cannot be used together."""
     check_kind(kind, seed, draws)
-    if kind != "hessian" and loss is None:
-        raise InputError(f"{WHO}: kind={kind!r} needs the module's output, which loss=None hides; pass loss=...")
     if block_size is not None and block_size < 1:
         raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
 

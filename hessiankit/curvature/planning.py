@@ -24,6 +24,7 @@ from hessiankit.engine.parameter_blocks import counting_chunks
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task, available_memory, gib
+from hessiankit.engine.product_rows import product_cost, products_are_cheaper
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
 from hessiankit.support.errors import OutOfMemoryError, TraceError
@@ -373,6 +374,12 @@ def _measured(
 
 def _cost(traced: LossTrace, slices: Mapping[str, slice], dtype: torch.dtype, keep: bool) -> Cost:
     """Return the cost of a chunk by its shapes; on values where shapes of an operation depend on its entries."""
+    size = max(rows.stop for rows in slices.values())
+    if products_are_cheaper(traced.trace, size, dtype.itemsize):
+        products = product_cost(traced.trace, size, dtype.itemsize)
+        values = sum(_touched(x) for x in traced.trace.values)
+        moved = dtype.itemsize * products.passes
+        return Cost(2 * products.multiplications, moved, products.operations, products.bytes + 4 * values, 0)
     limit = CACHE if keep else None
     try:
         return measure(traced, slices, dtype, keep=limit)

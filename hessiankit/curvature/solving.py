@@ -7,7 +7,7 @@ Saunders 1975), LSMR for least squares (Fong and Saunders 2011); all are SciPy's
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +36,8 @@ class Solution(Printed, WithDict):
     """The solution of (H + damping I) x = b; made by :func:`solve`.
 
     Attributes:
-        x: (P,), or (P, k) for k right-hand sides; the last iterate where it has not converged.
+        x: (P,), or (P, k) for k right-hand sides, or tensors in the shapes of the parameters, as b is; the last iterate where it
+            has not converged.
         residual: |b - (H + damping I) x| / |b|, from a product of its own; the largest of the right-hand sides.
         converged: Whether that is within ``tol``.
         least_squares: Whether it is not, and no x does better: what is left of b lies in the null space of H + damping I, to
@@ -50,7 +51,7 @@ class Solution(Printed, WithDict):
         seconds: Time taken.
     """
 
-    x: Tensor
+    x: Any
     residual: float
     converged: bool
     tol: float
@@ -85,10 +86,29 @@ class Solution(Printed, WithDict):
 
 
 class SymmetricOperator(TensorOperator):
-    """A symmetric matrix by its products, with solutions of linear systems."""
+    """A symmetric matrix by its products, with solutions of linear systems; sums of them and multiples are again."""
 
     def _adjoint(self) -> SymmetricOperator:
         return self
+
+    def __add__(self, other: Any) -> Any:
+        return OperatorSum([(1.0, self), (1.0, other)]) if isinstance(other, SymmetricOperator) else super().__add__(other)
+
+    def __radd__(self, other: Any) -> Any:
+        return self if isinstance(other, (int, float)) and other == 0 else NotImplemented  # where sum() begins
+
+    def __mul__(self, other: Any) -> Any:
+        is_number = np.isscalar(other) or (isinstance(other, Tensor) and not other.ndim)
+        return OperatorSum([(float(other), self)]) if is_number else super().__mul__(other)
+
+    def __rmul__(self, other: Any) -> Any:
+        return self * other if np.isscalar(other) or isinstance(other, Tensor) else super().__rmul__(other)
+
+    def __truediv__(self, other: Any) -> Any:
+        return self * (1 / other)
+
+    def __neg__(self) -> Any:
+        return self * -1.0
 
     def solve(self, b: Any, **options: Any) -> Solution:
         """Return x with (H + damping I) x = b; options as in :func:`hessiankit.curvature.solving.solve`."""
@@ -107,6 +127,38 @@ class SymmetricOperator(TensorOperator):
         [1.0, 1.0]
         """
         return InverseOperator(self, damping, options)
+
+
+class OperatorSum(SymmetricOperator):
+    """sum_k w_k A_k of symmetric operators of one size; made by ``A + B``, ``2 * A`` and ``sum([A, B])``.
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> (3 * H - sum([H, H])).to_matrix().tolist()
+    [[2.0, 2.0], [2.0, 4.0]]
+    """
+
+    def __init__(self, terms: Sequence[tuple[float, SymmetricOperator]]) -> None:
+        first = terms[0][1]
+        kind = (first.shape, first.torch_dtype, first.device)
+        for _, term in terms:
+            if (other := (term.shape, term.torch_dtype, term.device)) != kind:
+                raise InputError(f"OperatorSum: terms are {_listed(kind)} and {_listed(other)}; expected the same")
+        super().__init__(*kind)
+        self.terms, self.block_size = tuple(terms), min(term.block_size for _, term in terms)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        out = torch.zeros_like(rows)
+        for weight, term in self.terms:
+            out.add_(term._rows(rows), alpha=weight)
+        return out
+
+
+def _listed(kind: tuple[tuple[int, int], torch.dtype, torch.device]) -> str:
+    (m, n), dtype, device = kind
+    return f"{m} x {n} in {dtype} on {device}"
 
 
 class InverseOperator(SymmetricOperator):
@@ -313,7 +365,10 @@ def _lowest(operator: TensorOperator, system: _System) -> RitzValue:
 def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol: float, most: int) -> Tensor:
     check_name("solve", "method", method, METHODS)
     size = operator.shape[0]
-    B = torch.as_tensor(b)
+    try:
+        B = torch.as_tensor(b)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InputError(f"solve: b is a {type(b).__name__}; expected a vector ({size},) or columns ({size}, k)") from error
     if B.ndim not in (1, 2) or B.shape[0] != size or not B.numel():
         raise InputError(f"solve: b has shape {tuple(B.shape)}; expected a vector ({size},) or columns ({size}, k)")
     if not B.is_floating_point() or not bool(torch.isfinite(B).all()):

@@ -1,32 +1,45 @@
-"""The P x P matrix on disk, panel by panel, resumable after any interruption.
+"""The P x P matrix panel by panel, in memory or in a file that is mapped.
 
-The matrix grows in ``out.part`` and is moved to ``out`` when it is whole, so a file at ``out`` is never half a matrix. The
-journal ``out.journal.json`` names the finished panels; a panel enters it after its bytes are on the disk.
+In an unfinished file the diagonal entry of every row that is not finished is NaN, which no finished matrix holds.
 """
 
 from __future__ import annotations
 
+import errno
 import math
+import mmap
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.matrix_file import SLAB, Journal, MatrixFile, fingerprint
 from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
-from hessiankit.engine.assembly import is_split
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.linearisation import Linearisation, linearise
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import own_value, reached
-from hessiankit.engine.problem.task import Task
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.own_call import own_value
+from hessiankit.engine.problem.task import Task, gib
+from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import InputError
+
+SLAB = 32 * 2**20
+"""Bytes that are transposed at once before they are written."""
+
+AGREE = 1e3
+"""Times the rounding unit, relative to a block's largest entry: how far rows computed by products may be from those of a file."""
+
+NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 
 
 class PanelSum:
@@ -61,9 +74,14 @@ class PanelSum:
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
         self._n_cached = cached
-        self._cache: dict[int, RecordedBlocks] = {}
+        self._cache: dict[int, RecordedBlocks | ProductRows] = {}
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
+
+    def rows(self, positions: range) -> slice:
+        """Return the rows of the matrix that some parameters have, by their positions."""
+        cuts = list(self.slices.values())
+        return slice(cuts[positions[0]].start, cuts[positions[-1]].stop)
 
     def panel(self, n: int) -> tuple[SymmetricStorage, float]:
         """Return the n-th panel, and the largest |H - H^T| of the blocks (i, i) in it before they were averaged.
@@ -101,17 +119,22 @@ class PanelSum:
         if k not in self._cache:
             task = self.tasks[chunk.batch]
             part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-            traced = loss_trace(part, normalizer_of(task))
-            sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=self.weights[chunk.batch])
-            if chunk.batch in self._handshakes:
-                self._handshakes[chunk.batch].add(traced.trace, sweep.adjoints, self.weights[chunk.batch])
-            sweep.run()
+            traced, scale = loss_trace(part, normalizer_of(task)), self.weights[chunk.batch]
             self._values[k] = float(traced.trace.values[traced.trace.output])
-            if k >= self._n_cached:
-                accumulate(sweep, panel)
-                return
-            self._cache[k] = RecordedBlocks()
-            accumulate(sweep, self._cache[k])  # type: ignore[arg-type]
+            compare = self._handshakes.get(chunk.batch)
+            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize):
+                kept: dict[str, Any] = {"count": normalizer_of(task), "handshake": compare, "traced": traced}
+                self._cache[k] = ProductRows(Linearisation(part, gauss_newton=self.outer, **kept), scale)
+            else:
+                sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=scale)
+                if compare is not None:
+                    compare.add(traced.trace, sweep.adjoints, scale)
+                sweep.run()
+                if k >= self._n_cached:
+                    accumulate(sweep, panel)
+                    return
+                self._cache[k] = blocks = RecordedBlocks()
+                accumulate(sweep, blocks)  # type: ignore[arg-type]
         self._cache[k].replay(panel)
 
     def _report(self, panel: SymmetricStorage) -> None:
@@ -125,140 +148,185 @@ class PanelSum:
 
 @dataclass(frozen=True)
 class Written:
-    """A finished matrix on disk, its loss, asymmetry, fallbacks and time."""
+    """A finished matrix, mapped from its file, with loss, asymmetry (NaN if no panel was computed) and fallbacks."""
 
     matrix: Tensor
     loss: float
     asymmetry: float
     fallbacks: tuple[str, ...]
-    seconds: float
 
 
-class Writer:
-    """One matrix, one file.
+def check_out(out: str | os.PathLike[str]) -> Path:
+    """Return the path of a matrix.
+
+    Raises:
+        InputError: It does not end in ``.npy``, is a folder, or lies in none.
+    """
+    path = Path(os.path.abspath(out))
+    if path.is_dir():
+        raise InputError(f"hessian: out={str(path)!r} is a folder; pass the path of a file in it")
+    if path.suffix != ".npy":
+        raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
+    if not path.parent.is_dir():
+        raise InputError(f"hessian: out={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
+    return path
+
+
+def write_matrix(
+    path: Path,
+    tasks: Sequence[Task],
+    weights: Sequence[float],
+    batch_size: int | None,
+    progress: Callable[[int, int], None] | None,
+    *,
+    overwrite: bool,
+    resume: bool,
+) -> Written:
+    """Compute the matrix into a file, and return it mapped from there.
 
     Args:
-        out: Path of the matrix.
+        path: Of the file.
         tasks: One request a batch, for the same parameters.
         weights: Factor of each batch's loss.
         batch_size: Samples per chunk, or None.
         progress: Called with (samples done, in all), each sample counted once for each panel.
-        overwrite: Whether to replace files that exist.
+        overwrite: Whether to replace a file that exists.
+        resume: Whether to keep the finished rows of a file that exists, if they are those of this Hessian.
+
+    Raises:
+        InputError: There is such a file, and neither of the two is set; or its rows are those of another matrix.
+        OutOfMemoryError: A panel and the work space do not fit.
+        OSError: The disk is full, or fails.
     """
+    first = tasks[0]
+    if path.exists() and not (overwrite or resume):
+        raise InputError(
+            f"hessian: {path} exists; pass resume=True to continue it, overwrite=True to replace it, or another out=..."
+        )
+    plan = make_plan(tasks, batch_size, PANEL)
+    check_workspace(plan.workspace + SLAB, plan.panels.largest, first.device)
+    if resume and path.exists():
+        matrix = _opened(path, first.size, first.dtype)
+        _check_rows(path, matrix, tasks, weights)
+    else:
+        path.unlink(missing_ok=True)
+        matrix = _created(path, first.size, first.dtype)
+    total = PanelSum(tasks, weights, plan.chunks, plan.panels.parts, plan.cached_chunks, progress)
+    asymmetry = largest = math.nan
+    try:
+        for rows, parts in groupby(range(len(total.parts)), lambda n: total.parts[n][0]):
+            at = total.rows(rows)
+            if not bool(np.isnan(matrix.diagonal()[at]).any()):
+                continue
+            for n in parts:
+                panel, apart = total.panel(n)
+                if panel.top.start == panel.left.start:
+                    diagonal = panel.data.diagonal().cpu().numpy().copy()
+                    panel.data.fill_diagonal_(math.nan)
+                    asymmetry, largest = np.fmax(asymmetry, apart), np.fmax(largest, np.abs(diagonal).max(initial=0.0))
+                _put(matrix, panel)
+            matrix.flush()
+            matrix[range(at.start, at.stop), range(at.start, at.stop)] = diagonal
+        matrix.flush()
+    except BaseException:
+        if bool(np.isnan(matrix.diagonal()).all()):
+            path.unlink()
+        raise
+    loss = math.fsum(w * own_value(task) for w, task in zip(weights, tasks, strict=True))
+    relative = float(asymmetry / largest) if largest else 0.0
+    return Written(_mapped(path, matrix.offset, first.size, matrix.dtype), loss, relative, plan.fallbacks)
 
-    def __init__(
-        self,
-        out: str | os.PathLike[str],
-        tasks: Sequence[Task],
-        weights: Sequence[float],
-        batch_size: int | None = None,
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        overwrite: bool = False,
-    ) -> None:
-        self.tasks, self.weights, self.batch_size = tuple(tasks), tuple(weights), batch_size
-        self.progress, self.overwrite = progress, overwrite
-        self.size = tasks[0].size
-        self.dtype, self.device = tasks[0].dtype, tasks[0].device
-        self.file = MatrixFile(out, self.size, self.dtype)
 
-    def write(self) -> Written:
-        """Compute the missing panels, and return the matrix, mapped from disk.
+def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
+    try:
+        matrix = np.lib.format.open_memmap(path, mode="r")  # opened for writing, a file that is too short would be extended
+    except (ValueError, OSError, EOFError) as error:
+        raise InputError(f"hessian: {path} is no matrix in NumPy's format ({error}); pass overwrite=True to lose it") from error
+    expected = torch.empty(0, dtype=dtype).numpy().dtype
+    if matrix.shape != (size, size) or matrix.dtype != expected or np.isfortran(matrix):
+        raise InputError(
+            f"hessian: {path} holds an array of shape {matrix.shape}, {matrix.dtype}, and the Hessian is {(size, size)}, "
+            f"{expected}; pass another out=..., or overwrite=True to lose it"
+        )
+    return np.lib.format.open_memmap(path, mode="r+")
 
-        Raises:
-            InputError: The path cannot be used, or holds something else.
-            OutOfMemoryError: A panel and the work space do not fit.
-            OSError: The disk is full, or fails; finished panels remain.
-        """
-        start = time.perf_counter()
-        file = self.file
-        file.check(self.overwrite)
-        with torch.no_grad():
-            found = fingerprint(self.tasks, self.weights, self.batch_size, self._first_trace())
-            journal = None if self.overwrite else self._found(found)
-            if journal is None or not journal.complete:
-                with file.opened():
-                    journal = self._continue(journal or self._begin(found), start)
-        result = journal.result
-        return Written(file.read(), result["loss"], result["asymmetry"], tuple(result["fallbacks"]), result["seconds"])
 
-    def _first_trace(self) -> list[LossTrace]:
-        task = self.tasks[0]
-        one = task.part(slice(0, 1)) if isinstance(task.loss, str) and is_split(task, self.batch_size) else task
-        try:
-            return [loss_trace(one, normalizer_of(task))]
-        except TraceError:
-            if reached(task):
-                raise
-            return []
+def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
+    """Return a new file of the matrix, for which there is room on the disk."""
+    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    try:
+        matrix = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(size, size))
+        with _disk_full_explained(path, matrix.nbytes), open(path, "r+b") as file:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, matrix.offset + matrix.nbytes)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    matrix[range(size), range(size)] = math.nan
+    return matrix
 
-    def _found(self, found: dict[str, str]) -> Journal | None:
-        """Return the journal of this computation, if there is one.
 
-        Raises:
-            InputError: It is of another computation.
-        """
-        path = self.file.journal
-        if not path.exists():
-            return None
-        journal = Journal.load(path)
-        different = journal.differences(found)
-        if different:
-            rest = f" and {len(different) - 4} more" if len(different) > 4 else ""
-            state = "holds" if journal.complete else "was begun for"
-            raise InputError(
-                f"hessian: {self.file.path} {state} the Hessian of another computation: what differs is "
-                f"{', '.join(different[:4])}{rest}. Pass another out=..., or overwrite=True to lose it and start again"
-            )
-        if journal.complete and not self.file.is_whole():
-            raise InputError(f"hessian: {self.file.path} is missing or has been changed. Pass overwrite=True to compute it again")
-        return journal
+@contextmanager
+def _disk_full_explained(path: Path, size: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):  # a file system that reserves nothing
+            return
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = f"hessian: the disk is full: the matrix takes {gib(size)}; make room, or pass another out=..."
+        raise OSError(error.errno, text, str(path)) from error
 
-    def _begin(self, found: dict[str, str]) -> Journal:
-        plan = make_plan(self.tasks, self.batch_size, PANEL)
-        written = {
-            "chunks": [[c.batch, c.start, c.stop, c.whole] for c in plan.chunks],
-            "panels": [[rows.start, rows.stop, columns.start, columns.stop] for rows, columns in plan.panels.parts],
-            "panel_bytes": plan.panels.largest,
-            "kept": plan.cached_chunks,
-            "workspace": plan.workspace,
-            "fallbacks": list(plan.fallbacks),
-        }
-        check_workspace(plan.workspace + SLAB, plan.panels.largest, self.device)
-        self.file.clear()
-        journal = Journal(self.file.journal, found, written)
-        journal.save()
-        return journal
 
-    def _continue(self, journal: Journal, start: float) -> Journal:
-        panels, plan = journal.plan["panels"], journal.plan
-        if not (len(journal.panels) == len(panels) and self.file.is_whole()):  # else only the last step was missing
-            if self.file.prepare() and journal.panels:
-                journal.panels = {}
-                journal.save()
-            check_workspace(plan["workspace"] + SLAB, plan["panel_bytes"], self.device)
-            chunks = [Chunk(*chunk) for chunk in plan["chunks"]]
-            parts = [(range(*bounds[:2]), range(*bounds[2:])) for bounds in panels]
-            total = PanelSum(self.tasks, self.weights, chunks, parts, plan["kept"], self.progress)
-            for n in range(len(parts)):
-                if str(n) not in journal.panels:
-                    self._panel(total, journal, n)
-                    journal.result["seconds"] = journal.result.get("seconds", 0.0) + time.perf_counter() - start
-                    start = time.perf_counter()
-                    journal.save()
-            self.file.finish()
-        entries = journal.panels.values()
-        largest = max((entry["largest"] for entry in entries), default=0.0)
-        worst = max((entry["asymmetry"] for entry in entries), default=0.0)
-        journal.result["asymmetry"] = worst / largest if largest else 0.0
-        journal.result["fallbacks"] = plan["fallbacks"]
-        journal.complete = True
-        journal.save()
-        return journal
+def _check_rows(path: Path, matrix: np.memmap, tasks: Sequence[Task], weights: Sequence[float]) -> None:
+    """Compare one random combination of the finished rows of each parameter with a product with the Hessian.
 
-    def _panel(self, total: PanelSum, journal: Journal, n: int) -> None:
-        panel, asymmetry = total.panel(n)
-        if "loss" not in journal.result:
-            journal.result["loss"] = total.loss()
-        self.file.put(panel)
-        journal.panels[str(n)] = {"asymmetry": asymmetry, "largest": panel.largest()}
+    Raises:
+        InputError: They differ by more than rounding.
+    """
+    first, generator = tasks[0], torch.Generator().manual_seed(0)
+    finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
+    along = torch.zeros(len(finished), first.size, dtype=torch.float64)
+    seen = torch.zeros_like(along)
+    step = max(1, SLAB // (8 * max(1, first.size)))
+    for k, (_, rows) in enumerate(finished):
+        along[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64)
+        for start in range(rows.start, rows.stop, step):
+            some = slice(start, min(start + step, rows.stop))
+            seen[k] += torch.from_numpy(along[k, some].numpy() @ matrix[some])
+    expected = torch.zeros_like(along)
+    for task, weight in zip(tasks, weights, strict=True):
+        batch = linearise(task, gauss_newton=False)
+        expected += weight * batch.product(along.to(first.device, first.dtype)).cpu().double()
+    eps, largest = torch.finfo(first.dtype).eps, float(expected.abs().max()) if finished else 0.0
+    for k, (name, _) in enumerate(finished):
+        for other, columns in first.slices.items():
+            a, b = seen[k, columns], expected[k, columns]
+            allowed = AGREE * eps * max(float(b.abs().max()), eps**0.5 * largest)
+            if not bool(((a - b).abs() <= allowed).all()):
+                raise InputError(
+                    f"hessian: {path} holds another Hessian: its finished rows of {name!r} differ from those computed now in "
+                    f"the columns of {other!r}. Pass another out=..., or overwrite=True to lose it and start again"
+                )
+
+
+def _put(matrix: np.memmap, panel: SymmetricStorage) -> None:
+    """Write a panel and its mirror image."""
+    data = panel.data.cpu()
+    matrix[panel.top, panel.left] = data.numpy()
+    step = max(1, SLAB // max(1, data.shape[0] * data.element_size()))
+    for start in range(max(panel.left.start, panel.top.stop), panel.left.stop, step):
+        stop = min(start + step, panel.left.stop)
+        matrix[start:stop, panel.top] = data[:, start - panel.left.start : stop - panel.left.start].T.contiguous().numpy()
+
+
+def _mapped(path: Path, offset: int, size: int, dtype: np.dtype) -> Tensor:
+    """Return the matrix as a tensor mapped from the file, copy-on-write."""
+    with open(path, "rb") as file:
+        if hasattr(mmap, "MAP_PRIVATE"):  # without a reserve, or a file larger than the memory could not be mapped
+            flags = mmap.MAP_PRIVATE | NO_RESERVE
+            pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        else:
+            pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.from_numpy(np.frombuffer(pages, dtype=dtype, offset=offset).reshape(size, size))

@@ -1,22 +1,23 @@
-"""The P x P Hessian of a task: a sweep for each chunk of samples, all added to one matrix."""
+"""The P x P Hessian of a task: for each chunk of samples a sweep, or products with unit vectors, added to one matrix."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task, check_memory
-from hessiankit.engine.recorder import unrecorded
+from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
 from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.tracing.trace import Trace
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 CHUNK = 64 * 2**20  # bytes that the derivatives of a chunk of samples may take; more is slower, as it leaves the cache
@@ -49,54 +50,39 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
-    handshake = Handshake(task)
-    with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        value, fallbacks = assemble_chunks(task, matrix, share, batch_size, progress, gauss_newton, on_memory, handshake.add)
-    handshake.close()
-    return float(value), fallbacks
-
-
-def assemble_chunks(
-    task: Task,
-    matrix: SymmetricStorage,
-    share: float = 1.0,
-    batch_size: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    gauss_newton: bool = False,
-    on_memory: Callable[[LossTrace, int], None] | None = None,
-    on_gradient: Callable[[Trace, Mapping[int, Tensor], float], None] | None = None,
-) -> tuple[Tensor, tuple[str, ...]]:
-    """Do what :func:`assemble` does at the values that the module's parameters have now; the loss is a scalar tensor.
-
-    ``on_gradient`` is called with the trace of each chunk, the derivatives of ``share`` times its loss, and ``share``.
-    """
-    normalizer, batch = normalizer_of(task), task.batch
+    handshake, normalizer, batch = Handshake(task), normalizer_of(task), task.batch
     splittable = is_split(task, batch_size)
     step = batch if not splittable else batch_size or 1
-    value, done, measured = torch.zeros((), dtype=torch.float64), 0, False
+    losses, done, measured = list[float](), 0, False
     fallbacks: tuple[str, ...] = ()
-    while done < batch:
-        rows = slice(done, min(done + step, batch))
-        traced = loss_trace(task.part(rows) if splittable else task, normalizer)
-        watch = None if on_memory is None or measured else partial(on_memory, traced)
-        sweep = ForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share, on_memory=watch)
-        gradients = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
-        sweep.run()
-        undecided = batch_size is None and not splittable and _has_samples(task)
-        if undecided and sweep.peak_bytes > LARGE * chunk_bytes(task) and can_be_split(task):
-            splittable, step = True, next_step(task, batch, sweep.peak_bytes)
-            continue
-        if on_gradient is not None:
-            on_gradient(traced.trace, gradients, share)
-        done = rows.stop
-        if batch_size is None and done < batch:  # the first chunk tells what a sample takes
-            step, measured = next_step(task, rows.stop - rows.start, sweep.peak_bytes), True
-        accumulate(sweep, matrix)
-        value = value + traced.trace.values[traced.trace.output].to(value)
-        fallbacks = traced.trace.fallbacks
-        if progress is not None:
-            progress(done, batch)
-    return value, fallbacks
+    with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+        while done < batch:
+            rows = slice(done, min(done + step, batch))
+            part = task.part(rows) if splittable else task
+            traced = loss_trace(part, normalizer)
+            loss, fallbacks = float(traced.trace.values[traced.trace.output]), traced.trace.fallbacks
+            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize):
+                kept: dict[str, Any] = {"count": normalizer, "handshake": handshake, "traced": traced}
+                ProductRows(Linearisation(part, gauss_newton=gauss_newton, **kept), share).replay(matrix)
+            else:
+                watch = None if on_memory is None or measured else partial(on_memory, traced)
+                sweep = ForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share, on_memory=watch)
+                gradients = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
+                sweep.run()
+                undecided = batch_size is None and not splittable and _has_samples(task)
+                if undecided and sweep.peak_bytes > LARGE * chunk_bytes(task) and can_be_split(task):
+                    splittable, step = True, next_step(task, batch, sweep.peak_bytes)
+                    continue
+                handshake.add(traced.trace, gradients, share)
+                if batch_size is None and rows.stop < batch:  # the first chunk tells what a sample takes
+                    step, measured = next_step(task, rows.stop - rows.start, sweep.peak_bytes), True
+                accumulate(sweep, matrix)
+            done = rows.stop
+            losses.append(loss)
+            if progress is not None:
+                progress(done, batch)
+    handshake.close()
+    return math.fsum(losses), fallbacks
 
 
 def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -112,8 +98,7 @@ def is_split(task: Task, batch_size: int | None) -> bool:
 
 def can_be_split(task: Task) -> bool:
     """Tell whether the loss of a batch is a sum over its samples."""
-    with unrecorded():
-        return _has_samples(task) and samples_are_independent(task)
+    return _has_samples(task) and samples_are_independent(task)
 
 
 def _has_samples(task: Task) -> bool:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.assembly import CHUNK, WORKSPACE
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_accumulation import (
@@ -26,15 +26,15 @@ from hessiankit.engine.diagonal_accumulation import (
     is_by_column,
     overlap,
 )
-from hessiankit.engine.jacobians import ParameterJacobian, is_product
-from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.jacobians import ParameterJacobian
+from hessiankit.engine.linearisation import Batch, Linearisation, linearise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
+from hessiankit.engine.product_rows import product_work, products_are_cheaper
 from hessiankit.engine.row_diagonal import RowDiagonal
 from hessiankit.support.errors import TraceError
-from hessiankit.tracing.trace import Trace
 
 DENSE = 5  # speed of a multiply-add in the matrix products of an accumulation, relative to one in a product with H
 ROOM = 4 * CHUNK  # bytes that tangents of the samples treated at once may take, about
@@ -106,6 +106,14 @@ class DiagonalSum:
         step = self.batch_size or max(1, int(task.batch * ROOM / _bytes(task)))
         for part in _parts(task, step if _splits(task, step) else task.batch):
             traced = loss_trace(part, normalizer)
+            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize, diagonal=True):
+                self._announce(task.size)
+                value += float(traced.trace.values[traced.trace.output])
+                self.fallbacks += traced.trace.fallbacks
+                kept: dict[str, Any] = {"count": normalizer, "handshake": handshake, "traced": traced}
+                self._products(Linearisation(part, gauss_newton=gauss_newton, **kept), task, share)
+                self._report(part.batch)
+                continue
             left = self._add_rowwise(traced, share, left, handshake, gauss_newton=gauss_newton)
             value += float(traced.trace.values[traced.trace.output])
             self.fallbacks += traced.trace.fallbacks
@@ -128,7 +136,7 @@ class DiagonalSum:
         except TooLarge:
             self.entries.data, self.done = before
             self._announce(task.size)
-            self._products(task, share, gauss_newton=gauss_newton)
+            self._products(linearise(task, gauss_newton=gauss_newton), task, share)
             self._report(task.batch)
 
     def _announce(self, products: float) -> None:
@@ -136,8 +144,9 @@ class DiagonalSum:
         if self.cost > self.most:
             raise TooCostly(self.cost)
 
-    def _products(self, task: Task, share: float, *, gauss_newton: bool) -> None:
-        batch, size = linearise(task, gauss_newton=gauss_newton), task.size
+    def _products(self, batch: Batch, task: Task, share: float) -> None:
+        """Add the diagonal of a linearised batch by products with unit vectors."""
+        size = task.size
         step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (size * task.dtype.itemsize)))
         found = torch.empty(size, dtype=task.dtype, device=task.device)
         for at in torch.arange(size, device=task.device).split(step):
@@ -156,7 +165,7 @@ class DiagonalSum:
             sweep = BoundedForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share)
             sweep.run()
             if start == 0:
-                products = accumulation_work(sweep) / (DENSE * _product_work(traced.trace))
+                products = accumulation_work(sweep) / (DENSE * sum(product_work(traced.trace)))
                 if products > task.size:
                     raise TooLarge
                 self._announce(products)
@@ -193,19 +202,6 @@ class DiagonalSum:
                 whole.add(name)
         reaching = {n for n, at in trace.parameters.items() if at in sweep.adjoints}
         return {n: p for n, p in self.tasks[0].parameters.items() if n in reaching and (n in whole or n not in once)}
-
-
-def _product_work(trace: Trace) -> float:
-    """Return the multiply-adds of a product with the Hessian: six times those of a call."""
-    total = 0
-    for a in trace.applications:
-        inputs, entries = trace.gather(a), trace.values[a.output].numel()
-        if isinstance(a.primitive, ScaledDotProductAttention):
-            entries *= 2 * inputs[1].shape[-2]  # type: ignore[union-attr]
-        elif is_product(a.primitive):
-            entries *= inputs[0].shape[-1]  # type: ignore[union-attr]
-        total += entries
-    return 6.0 * total
 
 
 def _splits(task: Task, step: int) -> bool:

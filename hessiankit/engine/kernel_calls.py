@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.recorder import recorder
 from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
@@ -55,17 +54,29 @@ class KernelSum:
     terms: tuple[tuple[KernelFactor, ...], ...]
     symmetric: bool = False
     over: bool = False
-    name: ClassVar[str] = "compiled sum"
 
     def add(self) -> float:
         """Add it; return the largest |K - K^T| where their mean was taken, relative to the largest on the diagonal."""
         library = kernels()
         assert library is not None
-        if (watching := recorder()) is not None:
-            watching.add_compiled(library.hessiankit_sum, self)
-        call = self.bound(library.hessiankit_sum)
-        call()
-        return call.skew
+        factors = [factor for term in self.terms for factor in term]
+        past_caches = self.over and self.into.untyped_storage().nbytes() > CACHES
+        mode = int(self.over) + int(past_caches)
+        numbers = [self.rows, len(self.terms), int(self.symmetric), mode, *(n for axis in self.axes for n in axis)]
+        numbers += [stride for factor in factors for stride in factor.strides]
+        threads = torch.get_num_threads() if self.multiplications > SMALL else 1
+        skew = (ctypes.c_double * 2)()
+        failed = library.hessiankit_sum(
+            SINGLE[self.into.dtype],
+            (ctypes.c_void_p * len(factors))(*(factor.data.data_ptr() for factor in factors)),
+            (ctypes.c_int64 * len(numbers))(*numbers),
+            self.into.data_ptr(),
+            threads,
+            skew,
+        )
+        if failed:
+            raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
+        return skew[0] / skew[1] if skew[1] else 0.0
 
     @property
     def multiplications(self) -> int:
@@ -76,20 +87,6 @@ class KernelSum:
     def covers(self) -> bool:
         """Whether every entry of ``into`` is summed."""
         return self.multiplications == self.rows * math.prod(self.into.shape) > 0
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield what is added to and what is read."""
-        yield self.into
-        yield from (factor.data for term in self.terms for factor in term)
-
-    def mapped(self, moved: Callable[[Any], Any]) -> KernelSum:
-        """Return the sum of other tensors in place of these, of the same shapes and strides."""
-        terms = tuple(tuple(KernelFactor(moved(data), strides) for data, strides in term) for term in self.terms)
-        return replace(self, into=moved(self.into), terms=terms)
-
-    def bound(self, function: Any) -> BoundSum:
-        """Return the call of the kernel."""
-        return BoundSum(self, function)
 
 
 def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
@@ -120,42 +117,6 @@ def _of_one_axis(one: KernelSum) -> set[Any]:
 
 def _place(x: Tensor) -> tuple[int, Any, Any]:
     return x.data_ptr(), x.shape, x.stride()
-
-
-class BoundSum:
-    """The call of the kernel for one sum, its arguments laid out once; ``skew`` is what :meth:`KernelSum.add` returns."""
-
-    def __init__(self, terms: KernelSum, function: Any) -> None:
-        self.sum, self._function = terms, function
-        factors = [factor for term in terms.terms for factor in term]
-        past_caches = terms.over and terms.into.untyped_storage().nbytes() > CACHES
-        mode = int(terms.over) + int(past_caches)
-        numbers = [terms.rows, len(terms.terms), int(terms.symmetric), mode, *(n for axis in terms.axes for n in axis)]
-        numbers += [stride for factor in factors for stride in factor.strides]
-        self._dtype = SINGLE[terms.into.dtype]
-        self._pointers = (ctypes.c_void_p * len(factors))(*(factor.data.data_ptr() for factor in factors))
-        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._many = terms.multiplications > SMALL
-        self._address = ctypes.cast(function, ctypes.c_void_p)
-        self._seen = (ctypes.c_double * 2)()
-
-    def __call__(self) -> None:
-        """Put the sum where it belongs."""
-        self._seen[0] = self._seen[1] = 0.0
-        threads = torch.get_num_threads() if self._many else 1
-        into = self.sum.into.data_ptr()
-        if self._function(self._dtype, self._pointers, self._numbers, into, threads, self._seen):
-            raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
-
-    def add_to(self, library: ctypes.CDLL, tape: ctypes.c_void_p) -> None:
-        """Add the call to a tape of :mod:`hessiankit.engine.replay`, which reads what is laid out here."""
-        into = self.sum.into._cdata
-        library.hessiankit_tape_sum(tape, self._address, self._dtype, self._many, self._pointers, self._numbers, into, self._seen)
-
-    @property
-    def skew(self) -> float:
-        """Of the last call."""
-        return self._seen[0] / self._seen[1] if self._seen[1] else 0.0
 
 
 def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple[float, bool]:
@@ -217,58 +178,6 @@ def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:
     return (step, step * w.X.shape[1]) if w.transposed else (step * w.width, step)
 
 
-@dataclass(frozen=True)
-class KernelProduct:
-    """``into = a b`` for stacks of matrices (R, m, k) and (R, k, n); the columns of ``into`` are contiguous."""
-
-    into: Tensor
-    a: Tensor
-    b: Tensor
-    name: ClassVar[str] = "compiled product"
-
-    @property
-    def multiplications(self) -> int:
-        """How many there are."""
-        (count, m, k), n = self.a.shape, self.b.shape[2]
-        return count * m * k * n
-
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        """Return what is read."""
-        return self.a, self.b
-
-    def mapped(self, moved: Callable[[Any], Any]) -> KernelProduct:
-        """Return the product of other tensors in place of these, of the same shapes and strides."""
-        return KernelProduct(moved(self.into), moved(self.a), moved(self.b))
-
-    def bound(self, function: Any) -> BoundProduct:
-        """Return the call of the kernel."""
-        return BoundProduct(self, function)
-
-
-class BoundProduct:
-    """The call of the kernel for one product, its arguments laid out once."""
-
-    def __init__(self, product: KernelProduct, function: Any) -> None:
-        self.product, self._function = product, function
-        a, b, into = product.a, product.b, product.into
-        numbers = (len(a), a.shape[1], b.shape[2], a.shape[2], *a.stride(), *b.stride(), *into.stride()[:2])
-        self._single = SINGLE[into.dtype]
-        self._numbers = (ctypes.c_int64 * len(numbers))(*numbers)
-        self._pointers = (ctypes.c_void_p * 3)(*(x.data_ptr() for x in (a, b, into)))
-        self._many = product.multiplications > SMALL
-        self._address = ctypes.cast(function, ctypes.c_void_p)
-
-    def __call__(self) -> None:
-        """Multiply the present entries."""
-        threads = torch.get_num_threads() if self._many else 1
-        if self._function(self._single, *self._pointers, self._numbers, threads):
-            raise MemoryError("hessiankit: no memory for a product of matrices")
-
-    def add_to(self, library: ctypes.CDLL, tape: ctypes.c_void_p) -> None:
-        """Add the call to a tape of :mod:`hessiankit.engine.replay`, which reads what is laid out here."""
-        library.hessiankit_tape_product(tape, self._address, self._single, self._many, self._pointers, self._numbers)
-
-
 def multiply(a: Tensor, b: Tensor) -> Tensor:
     """Return a b for stacks of matrices (R, m, k) and (R, k, n), or one matrix for all.
 
@@ -281,11 +190,19 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
     a, b = (x if x.ndim == 3 else x.expand(len(y), -1, -1) for x, y in ((a, b), (b, a)))
     if len(a) != len(b) or a.shape[2] != b.shape[1]:
         return a @ b
-    product = KernelProduct(a.new_empty(len(a), a.shape[1], b.shape[2]), a, b)
-    if (watching := recorder()) is not None:
-        watching.add_compiled(library.hessiankit_multiply, product)
-    product.bound(library.hessiankit_multiply)()
-    return product.into
+    into = a.new_empty(len(a), a.shape[1], b.shape[2])
+    multiply_into(library, into, a, b)
+    return into
+
+
+def multiply_into(library: ctypes.CDLL, into: Tensor, a: Tensor, b: Tensor) -> None:
+    """Write a b to ``into`` (R, m, n), the columns of which are contiguous, for stacks (R, m, k) and (R, k, n)."""
+    (count, m, k), n = a.shape, b.shape[2]
+    numbers = (count, m, n, k, *a.stride(), *b.stride(), *into.stride()[:2])
+    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, into))
+    threads = torch.get_num_threads() if count * m * k * n > SMALL else 1
+    if library.hessiankit_multiply(SINGLE[into.dtype], *pointers, (ctypes.c_int64 * len(numbers))(*numbers), threads):
+        raise MemoryError("hessiankit: no memory for a product of matrices")
 
 
 def _pays(a: Tensor, b: Tensor) -> bool:

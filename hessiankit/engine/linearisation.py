@@ -24,7 +24,7 @@ from hessiankit.engine.checkpoints import ancestors_of_output, first_readers, ga
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, add_covectors, asymmetry, fuse_entrywise
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError, TraceError
@@ -56,6 +56,7 @@ class Linearisation:
             passes ("layers"), or everything ("all").
         count: What a named loss divides its sum by; None: its value for this batch.
         handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
+        traced: The trace of the task, if there is one; its values are released.
 
     Attributes:
         loss: The loss.
@@ -72,9 +73,10 @@ class Linearisation:
         recompute: Recompute = None,
         count: float | None = None,
         handshake: Handshake | None = None,
+        traced: LossTrace | None = None,
     ) -> None:
         self.count = normalizer_of(task) if count is None else count
-        traced = loss_trace(task, self.count, later=True)
+        traced = traced or loss_trace(task, self.count, later=True)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
@@ -319,7 +321,10 @@ class Constant:
         """Return None: every value is finite."""
 
 
-DEPENDENT = "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm"
+DEPENDENT = (
+    "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm in "
+    "training mode, or by a number that is read from all of them; leave micro_batch out"
+)
 
 
 class MicroBatched:
@@ -345,7 +350,7 @@ class MicroBatched:
         try:
             handshake.close()
         except TraceError as error:
-            raise TraceError(f"{DEPENDENT}, or: {error}") from error
+            raise (error if samples_are_independent(task) else TraceError(DEPENDENT)) from error
         self.loss, self.eps = sum(part.loss for part in self._parts), max(part.eps for part in self._parts)
         self.fallbacks = tuple(dict.fromkeys(name for part in self._parts for name in part.fallbacks))
         self.bytes_per_vector = max(part.bytes_per_vector for part in self._parts)

@@ -11,7 +11,6 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
@@ -21,8 +20,6 @@ Write: TypeAlias = Callable[[Tensor], KernelSum | None]  # adds something to a b
 
 EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
-SPARE = 2**28  # bytes of a matrix up to which its memory is kept for the next one
-KEPT = 2  # matrices whose memory is kept: in a loop the last result is alive while the next one is computed
 
 
 def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -31,57 +28,13 @@ def zeros(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> T
     >>> zeros((2, 2), torch.float64, torch.device("cpu")).tolist()
     [[0.0, 0.0], [0.0, 0.0]]
     """
-    pages = _pages(shape, dtype, device)
-    return torch.zeros(shape, dtype=dtype, device=device) if pages is None else _on(pages, shape, dtype)
-
-
-def _pages(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> mmap.mmap | None:
     size = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or size < HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
+        return torch.zeros(shape, dtype=dtype, device=device)
     pages = mmap.mmap(-1, size + 2 * HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # zero when first touched
     pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
-
-
-def _on(pages: mmap.mmap, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     start = -torch.frombuffer(pages, dtype=torch.uint8).data_ptr() % HUGE  # a large page starts at a multiple of its size
     return torch.frombuffer(pages, dtype=dtype, count=math.prod(shape), offset=start).reshape(shape)
-
-
-class MatrixMemory:
-    """Memory for n x n matrices, one after the other: that of a matrix that is gone is used again.
-
-    New pages arrive zeroed by the system, which takes longer than to write into old ones.
-
-    Args:
-        size: n.
-        dtype: Of the entries.
-        device: Where they are kept.
-    """
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape, self._dtype, self._device = (size, size), dtype, device
-        self._kept: list[tuple[mmap.mmap, StorageWeakRef]] = []
-
-    def again(self) -> Tensor | None:
-        """Return a matrix in memory of one that is gone, whose entries it has; None where there is none."""
-        for k, (pages, reference) in enumerate(self._kept):
-            if reference.expired():
-                found = _on(pages, self._shape, self._dtype)
-                self._kept[k] = (pages, StorageWeakRef(found.untyped_storage()))
-                return found
-        return None
-
-    def new(self) -> Tensor:
-        """Return a matrix in new memory."""
-        fresh = _pages(self._shape, self._dtype, self._device)
-        if fresh is None:
-            return torch.empty(self._shape, dtype=self._dtype, device=self._device)
-        found = _on(fresh, self._shape, self._dtype)
-        if len(self._kept) < KEPT and len(fresh) < SPARE:
-            self._kept.append((fresh, StorageWeakRef(found.untyped_storage())))
-        return found
 
 
 class SymmetricStorage:
@@ -180,6 +133,12 @@ class SymmetricStorage:
         else:
             block += part
         return None
+
+    def add_rows(self, rows: slice, values: Tensor) -> None:
+        """Add to all entries of some rows, counted from the first that is stored; :meth:`mirror` overwrites the lower half."""
+        self.data[rows] += values
+        names = list(self.slices)
+        self._written.update(self.block(names[i], names[j]).data_ptr() for i in self.rows for j in self.columns if i <= j)
 
     def _run(self, left: KernelSum | None) -> None:
         if left is not None:

@@ -48,7 +48,7 @@ def subject_of(
         return of_chapter(what.lower(), wrt, inputs, target, length, seed)
     found = find(what)
     if found is None:
-        known = "`hessiankit derive --list`; a statement that is no derivative: hessiankit.claims(id=...)"
+        known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
         raise unknown("derive", "what", what, [*CHAPTERS, *ids()], known)
     paper, theorem = found
     if theorem.chapter in BLOCKS:

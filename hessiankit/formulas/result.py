@@ -35,7 +35,7 @@ class Derivation(Printed):
         loss: ``"mse"``, ``"cross_entropy"`` or None.
         matrix: the expression.
         title: what it is of, in words.
-        claims: for a theorem, the rows of the ledger that judge its print (``hessiankit.claims(id=...)``).
+        claims: for a theorem, the rows of the ledger that judge its print (``papers.claims(id=...)``).
     """
 
     wrt: tuple[str, ...]

@@ -1,6 +1,6 @@
 """The papers' statements on derivatives, by number: which chapter gives the corrected formula.
 
-``derive("curvature-gap/thm3")`` reads this table. An id of the ledger (``hessiankit.claims()``) works in place of a number
+``derive("curvature-gap/thm3")`` reads this table. An id of the ledger (``papers.claims()``) works in place of a number
 where the statement of that row is a derivative.
 """
 

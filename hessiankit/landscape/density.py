@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from scipy.special import stdtrit
+from scipy.special import ndtri, stdtrit
 from torch import Tensor
 
 from hessiankit.curvature.estimators import Estimate
@@ -27,7 +27,7 @@ from hessiankit.support.files import WithDict
 
 LEVEL = 0.95
 SCALES = ("linear", "log")
-ROUNDING = 64  # times eps and the largest |eigenvalue|: smaller ones count as zero
+ROUNDING = 64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,27 +61,30 @@ class SpectralMeasure:
         rest = torch.stack([(f(t) * w).sum(-1) for t, w in zip(self.nodes, self.weights, strict=True)])
         return exact + (self.size - len(self.located)) * rest
 
-    def estimate(self, values: Tensor) -> Estimate:
-        """Return the mean of the directions' values with its 95 % interval, Student's; exact where there are no directions."""
-        n = len(values)
-        if not len(self.nodes):
-            return Estimate(float(values[0]), 0.0)
-        if n < 2:
-            return Estimate(float(values[0]), math.nan)
-        return Estimate(float(values.mean()), float(stdtrit(n - 1, (1 + LEVEL) / 2) * values.std() / math.sqrt(n)))
+    def estimate(self, f: Callable[[Tensor], Tensor], *, value: float | None = None) -> Estimate:
+        """Return tr f(H) with its 95 % interval over the directions; exact where there are none.
 
-    def jackknife(self, g: Callable[[Tensor], Tensor], f: Callable[[Tensor], Tensor]) -> Estimate:
-        """Return g(tr f(H)) with its 95 % interval by the jackknife over the directions, for a smooth g: (..., k) -> (...)."""
+        A direction's n q_1^2, its share of one eigenvalue times the n of the complement, has the variance 2 (n - 1) / (n + 2),
+        which no few directions with small shares show. So the half width is Student's of the sample or the normal one of that
+        variance for the largest |f| of a node, the larger of the two.
+
+        Args:
+            f: Of eigenvalues (m,), entry by entry.
+            value: Of another number whose change with the measure is that of tr f(H), to first order.
+        """
         sums = self.sums(f)
-        n = len(sums)
-        whole = float(g(sums.mean(0)))
-        if not len(self.nodes):
-            return Estimate(whole, 0.0)
-        if n < 2:
-            return Estimate(whole, math.nan)
-        left = g((sums.sum(0) - sums) / (n - 1))
-        spread = float(((left - left.mean()).square().sum() * (n - 1) / n).sqrt())
-        return Estimate(whole, float(stdtrit(n - 1, (1 + LEVEL) / 2)) * spread)
+        value = float(sums.mean()) if value is None else value
+        s, rest = len(self.nodes), self.size - len(self.located)
+        if not s:
+            return Estimate(value, 0.0)
+        if s < 2:
+            return Estimate(value, math.nan)
+        level = (1 + LEVEL) / 2
+        largest = float((f(self.nodes).abs() * (self.weights > 0)).max())
+        one = math.sqrt(2 * (rest - 1) / (rest + 2)) * largest
+        half = max(float(stdtrit(s - 1, level)) * float(sums.std()), float(ndtri(level)) * one) / math.sqrt(s)
+        rounding = ROUNDING * self.eps * float(self.sums(lambda t: f(t).abs()).mean())
+        return Estimate(value, half + rounding)
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -15,13 +14,12 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
-from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.batches import Weights
 from hessiankit.engine.problem.task import Loss, Params, available_memory, gib
-from hessiankit.landscape.checkpoint import Checkpoint
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.spectrum_result import Spectrum
@@ -83,7 +81,6 @@ def spectrum(
     tol: float | None = None,
     max_products: int | None = None,
     seed: int = 0,
-    checkpoint: str | os.PathLike[str] | None = None,
     progress: bool = False,
 ) -> Spectrum:
     """Return the extreme eigenpairs and the spectral density of the Hessian of ``loss(module(inputs), target)``.
@@ -117,13 +114,10 @@ def spectrum(
         max_products: Of the search for the ends of one matrix; by default 500, or 40 for each pair where that is more. What has
             not converged by then is returned with its residuals, and the result says so.
         seed: Of first vectors and directions.
-        checkpoint: File that keeps the state of the iteration; after Ctrl-C or a kill the same call goes on where it was, to the
-            same digits. About as large as the vectors in memory.
         progress: Show a progress bar on standard error, in a terminal.
 
     Raises:
-        InputError: An argument cannot be used, products are not finite or not symmetric, or the checkpoint belongs to another
-            computation.
+        InputError: An argument cannot be used, or products are not finite or not symmetric.
         TraceError: If torch cannot trace the module.
         OutOfMemoryError: The vectors, 3 (k + bottom) + 20 or ``steps`` of them, or the P x P matrix, do not fit.
 
@@ -159,23 +153,14 @@ def spectrum(
     )
     groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
     point = float(getattr(operator, "loss", math.nan))
-    kept = Checkpoint.of(checkpoint, made_for={} if checkpoint is None else _made_for(operator, plan, matrix, kind))
     with progress_bar() if progress else nullcontext(silent) as tell:
-        found = _one("whole", matrix, plan, kept, tell)
+        found = _one("whole", matrix, plan, tell)
         named: dict[str, Spectrum] = {}
         for name, rows in groups.items():
             part = replace(plan, top=min(k, len(rows)), bottom=min(bottom, len(rows) - min(k, len(rows))))
             part = replace(part, full=method == "full" or (method == "auto" and len(rows) <= directions * steps))
-            named[name] = replace(_one(f"block {name}", SubOperator(matrix, rows, rows), part, kept, tell), kind=kind, loss=point)
+            named[name] = replace(_one(f"block {name}", SubOperator(matrix, rows, rows), part, tell), kind=kind, loss=point)
     return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
-
-
-def _made_for(operator: LinearOperator, plan: SpectrumPlan, matrix: TensorOperator, kind: str) -> dict[str, str]:
-    """Return what a checkpoint has to agree in."""
-    about = {"options": str(plan), "parameters": str(matrix.shape[0]), "kind": kind, "dtype": str(matrix.torch_dtype)}
-    if isinstance(operator, HessianOperator):
-        about |= {"loss": repr(operator.loss), "|gradient|": repr(float(operator.gradient.norm()))}
-    return about
 
 
 def _check(k: int, bottom: int | None, directions: int, steps: int, method: str, tol: float | None, most: int | None) -> None:
@@ -201,7 +186,7 @@ def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOp
     return hessian_operator(module, inputs, target, **options)
 
 
-def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, kept: Checkpoint, tell: Tell) -> Spectrum:
+def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> Spectrum:
     """Return the spectrum of one matrix."""
     start = time.perf_counter()
     eps = torch.finfo(matrix.torch_dtype).eps
@@ -211,8 +196,8 @@ def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, kept: Checkpoint
     basis = min(size, 2 * wanted + SPARE)
     together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
     _check_memory(matrix, max(basis + wanted, plan.steps * together + wanted))
-    pairs = _search(name, matrix, plan, basis, kept, tell)
-    nodes, weights = _quadrature(name, matrix, plan, pairs, together, kept, tell)
+    pairs = _search(name, matrix, plan, basis, tell)
+    nodes, weights = _quadrature(name, matrix, plan, pairs, together, tell)
     measure = SpectralMeasure(size, pairs.values, nodes, weights, eps)
     products = pairs.products + nodes.shape[1] * len(nodes)
     V = pairs.vectors.T
@@ -248,38 +233,19 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) 
     )  # fmt: skip
 
 
-def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, kept: Checkpoint, tell: Tell) -> RitzPairs:
-    done = kept.get(name, "pairs")
-    if done is not None:
-        pairs = RitzPairs(**done)
-        return replace(pairs, vectors=pairs.vectors.to(matrix.device))
+def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, tell: Tell) -> RitzPairs:
     first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
     options: dict[str, Any] = {"tol": plan.tol, "most": plan.most, "basis": basis, "seed": plan.seed}
     search = EigenSearch(first.to(matrix.device, matrix.torch_dtype), top=plan.top, bottom=plan.bottom, **options)
-    state = kept.get(name, "search")
-    if state is not None:
-        search.load(state)
-    wanted, restarts = plan.top + plan.bottom, search.restarts
 
     def after(products: int, converged: int) -> None:
-        nonlocal restarts
-        tell(f"{name}: eigenpairs, {products} products", converged, wanted)
-        if search.restarts > restarts:
-            restarts = search.restarts
-            kept.put(name, "search", search.state())
+        tell(f"{name}: eigenpairs, {products} products", converged, plan.top + plan.bottom)
 
-    try:
-        pairs = search.run(matrix.__matmul__, after)
-    except KeyboardInterrupt:
-        kept.put(name, "search", search.state())
-        raise
-    kept.put(name, "search", None)
-    kept.put(name, "pairs", vars(pairs))
-    return pairs
+    return search.run(matrix.__matmul__, after)
 
 
 def _quadrature(
-    name: str, matrix: TensorOperator, plan: SpectrumPlan, pairs: RitzPairs, together: int, kept: Checkpoint, tell: Tell
+    name: str, matrix: TensorOperator, plan: SpectrumPlan, pairs: RitzPairs, together: int, tell: Tell
 ) -> tuple[Tensor, Tensor]:
     """Return nodes and weights, (directions, steps) or fewer columns; no rows where all eigenvalues are located."""
     U = pairs.vectors
@@ -288,7 +254,7 @@ def _quadrature(
         return torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
     U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
     norm = float(pairs.values.abs().max())
-    done: list[tuple[Tensor, Tensor]] = kept.get(name, "quadrature") or []
+    done: list[tuple[Tensor, Tensor]] = []
     while len(done) < plan.directions:
         count = min(together, plan.directions - len(done))
         draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
@@ -296,7 +262,6 @@ def _quadrature(
         starts = starts.to(matrix.device, matrix.torch_dtype)
         done += list(quadrature(matrix.__matmul__, starts, steps, against=U, together=count, norm=norm))
         tell(f"{name}: density, directions", len(done), plan.directions)
-        kept.put(name, "quadrature", done)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))
     for row, (t, w) in enumerate(done):
         nodes[row, : len(t)], weights[row, : len(t)] = t, w

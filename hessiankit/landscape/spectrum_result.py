@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,22 +62,24 @@ class Spectrum(Printed, WithDict):
     @property
     def trace(self) -> Estimate:
         """The sum of all eigenvalues, with its 95 % interval over the random directions."""
-        return self.measure.estimate(self.measure.sums(lambda t: t))
+        return self.measure.estimate(lambda t: t)
 
     @property
     def frobenius_squared(self) -> Estimate:
         """The sum of the squares of all eigenvalues, with its 95 % interval."""
-        return self.measure.estimate(self.measure.sums(torch.square))
+        return self.measure.estimate(torch.square)
 
     @property
     def effective_rank(self) -> Estimate:
-        """The participation ratio (sum |lambda|)^2 / sum lambda^2, between 1 and P, with its 95 % interval."""
-        return self.measure.jackknife(lambda x: x[..., 0] ** 2 / x[..., 1], lambda t: torch.stack([t.abs(), t.square()]))
+        """The participation ratio (sum |lambda|)^2 / sum lambda^2, between 1 and P, with its 95 % interval, to first order."""
+        size, square = (float(self.measure.sums(f).mean()) for f in (torch.abs, torch.square))
+        ratio = size / square if square else math.nan
+        return self.measure.estimate(lambda t: 2 * ratio * t.abs() - ratio**2 * t.square(), value=ratio * size)
 
     @property
     def stable_rank(self) -> Estimate:
         """sum lambda^2 / max lambda^2, between 1 and P, with its 95 % interval."""
-        return self.measure.jackknife(lambda x: x[..., 0] / self.measure.scale**2, lambda t: t.square().unsqueeze(0))
+        return self.measure.estimate(lambda t: (t / self.measure.scale).square())
 
     @property
     def outliers(self) -> int:
@@ -169,7 +172,8 @@ class Spectrum(Printed, WithDict):
                 ranked="largest |eigenvalue|",
             )
         if self.method == "lanczos":
-            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions")
+            wide = "wider where one eigenvalue is most of a sum (docs/intervals.md)"
+            yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions, {wide}")
 
 
 _GROUP = ("group", "parameters", "largest", "smallest", "trace", "effective rank")

@@ -15,7 +15,7 @@ from hessiankit.optim.guard import MODES, remember, watch
 from hessiankit.optim.ratios import CAP, POWER, Ratio, SharpnessByType, by_type, measured_ratios, preset
 from hessiankit.partition import TYPES, Part, model_parts
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.tables import Piece, Printed, table
 
 HIDDEN = ("QK", "VO", "FFN")
@@ -107,6 +107,7 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
     for part in parts:
         if part.parameter not in found:
             raise InputError(f"blockwise_lr: parts= has {part.name!r}, and the model has no parameter {part.parameter!r}.")
+        check_name("blockwise_lr", f"type of part {part.name!r}", part.type, TYPES)
         found[part.parameter].append(part)
     for name, own in found.items():
         if not own:
@@ -114,11 +115,11 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
         if len(own) == 1 and own[0].axis is None:
             continue
         axes = {part.axis for part in own}
-        cuts = sorted(segment for part in own for segment in part.segments)
         axis = axes.pop()
-        ends = [0, *(stop for _, stop in cuts)]
-        whole = axis is not None and not axes and ends[-1] == shapes[name][axis]
-        if not whole or [start for start, _ in cuts] != ends[:-1]:
+        length = shapes[name][axis] if axis is not None and 0 <= axis < len(shapes[name]) else 0
+        cuts = [segment for part in own for segment in part.segments]
+        covered = sorted(at for start, stop in cuts for at in range(start, stop))
+        if axes or not covered or covered != list(range(length)) or not all(start < stop for start, stop in cuts):
             raise InputError(
                 f"blockwise_lr: {', '.join(part.name for part in own)} do not cover {name!r} of shape {tuple(shapes[name])} "
                 "exactly once."

@@ -125,8 +125,8 @@ def uncovered_segments(found: list[Finding], p: Tensor) -> tuple[tuple[int, int]
     return tuple(segments_of(free))
 
 
-CONFLICT = "!"
-"""Type of a part for which the modules and the flow of data contradict each other."""
+CONFLICT, UNKNOWN = "!", "?"
+"""Types of a part for which the modules and the flow of data contradict each other, and of one that is not recognised."""
 
 
 def merged(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_block: bool) -> list[Finding]:
@@ -170,7 +170,7 @@ def _whole(found: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding
     axis = found[0].axis
     if rest and rest[0].axis is None:
         return [*found, replace(rest[0], axis=axis, segments=free)]
-    return [*found, Finding("?", "", "what the flow of data leaves of it", axis, free)]
+    return [*found, Finding(UNKNOWN, "", "what the flow of data leaves of it", axis, free)]
 
 
 def _overlap(one: Finding, other: Finding) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.calling import arguments, map_tensors
-from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, segments_of, uncovered_segments
+from hessiankit.partition.findings import TYPE_OF_ROLE, UNKNOWN, Finding, segments_of, uncovered_segments
 from hessiankit.partition.flow_reader import RunRecord, read
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
@@ -21,6 +21,7 @@ _USES = (  # use of a parameter outside multiplications, type, role, reason; the
     ("gain", "Norm", "gain", "it multiplies activations entry by entry"),
     ("norm bias", "Norm", "norm bias", "it is added to a norm's output"),
     ("sink", "Other", "attention sink", "it is joined to the scores of a softmax"),
+    ("added to values", "VO", "value bias", "it is added to the output of attention"),
     ("added to scores", "Emb", "relative position bias", "it is added to the scores of a softmax"),
     ("joined", "Emb", "learned token", "it is joined to the activations"),
     ("added", "Emb", "position embedding", "it is added to activations, and is no bias"),
@@ -90,10 +91,9 @@ class _FlowFindings:
             for source in m.read.sources - run.residual:
                 self.consumers.setdefault(source, set()).add(number)
         weights = {name for m in run.multiplications.values() for name in m.weight}
-        biases = {name for m in run.multiplications.values() for name in m.bias}
         self.findings: dict[str, list[Finding]] = {}
         for name, p in parameters.items():
-            found = list(self._of(name, p, name in weights, name in biases))
+            found = list(self._of(name, p, name in weights, name in run.biases))
             if found:
                 self.findings[name] = found
 
@@ -116,14 +116,20 @@ class _FlowFindings:
         if not rest:
             return
         axis = sliced[0].axis if sliced else None
-        mine = [n for n, m in self.run.multiplications.items() if name in m.weight | m.bias]
-        said = [found for n in mine if (found := self._of_multiplication(n)) is not None]
-        if len({block_type for block_type, *_ in said}) == 1:
+        mine = {n for n, m in self.run.multiplications.items() if name in m.weight} | self.run.biases.get(name, set())
+        said = [of_one for n in sorted(mine) if (of_one := self._of_multiplication(n)) is not None]
+        types = {block_type for block_type, *_ in said}
+        if len(types) == 1:
             block_type, role, why, certain = said[0]
             yield Finding(block_type, role + suffix, f"flow: {why}", axis, () if axis is None else rest, certain)
+        elif types and suffix:
+            both = f"flow: it is added to a sum of {' and '.join(sorted(types))}"
+            yield Finding(UNKNOWN, "bias", both, axis, () if axis is None else rest, certain=False)
 
     def _of_multiplication(self, number: int) -> tuple[str, str, str, bool] | None:
-        """Return type, role, reason and certainty of a multiplication by a weight that makes no queries, keys or values."""
+        """Return type, role, reason and certainty of a gain, or of a multiplication that makes no queries, keys or values."""
+        if number in self.run.gains:
+            return "Norm", "norm", "it is added to a norm's output", True
         run, m = self.run, self.run.multiplications[number]
         readers = self.consumers.get(number, set())
         if m.read.context:

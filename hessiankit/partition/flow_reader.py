@@ -11,11 +11,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hessiankit.partition.summands import Ids, Summand, Sums, summand
 from hessiankit.tracing.graph import Node, Recording, map_nodes
 
 
@@ -31,7 +32,9 @@ RESHAPING = _words(
 )
 LOOKUPS = _words("embedding embedding_bag")
 CHOICES = _words("index index_select gather take")
-SUMS = _words("add sub rsub __iadd__")
+SUMS = _words("add sub rsub __iadd__ index_add scatter_add")
+TOTALS = _words("sum mean neg masked_fill stack")
+CUTS = _words("getitem select slice narrow")
 SCALINGS = _words("mul div multiply divide addcmul")
 JOINS = _words("cat concat concatenate stack hstack vstack where index_put masked_scatter copy index_copy slice_scatter")
 EMPTY = _words("new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like rand_like size sym_size")
@@ -87,9 +90,6 @@ def storage(x: Any) -> int | None:
     return x.untyped_storage().data_ptr() if isinstance(x, Tensor) and x.numel() else None
 
 
-Ids: TypeAlias = frozenset[int]
-
-
 class Rank(IntEnum):
     """Dependence of a tensor: on nothing, parameters, rows of parameters chosen by an index, or the model's inputs."""
 
@@ -111,7 +111,7 @@ class FlowValue:
         scores: Those products that no softmax has followed.
         probs: Softmaxes of such scores that it comes from.
         context: Applications of attention whose output it is part of.
-        producer: The multiplication by a weight, or the gain, whose output it is up to reshaping.
+        summands: What it is the sum of, up to reshaping and constant factors.
         weighted: Whether any multiplication by a weight precedes it.
     """
 
@@ -122,7 +122,7 @@ class FlowValue:
     scores: Ids = frozenset()
     probs: Ids = frozenset()
     context: Ids = frozenset()
-    producer: tuple[str, int] | None = None
+    summands: frozenset[Summand] = frozenset()
     weighted: bool = False
 
     @property
@@ -143,32 +143,17 @@ def joined(values: Iterable[FlowValue]) -> FlowValue:
     rank = max(v.rank for v in given)
     both = {
         name: frozenset().union(*(getattr(v, name) for v in given))
-        for name in ("sources", "products", "scores", "probs", "context")
+        for name in ("sources", "products", "scores", "probs", "context", "summands")
     }
     params = frozenset().union(*(v.params for v in given)) if rank < Rank.DATA else frozenset()
-    producer = given[0].producer if len(given) == 1 else None
-    return FlowValue(rank, params, producer=producer, weighted=any(v.weighted for v in given), **both)
-
-
-def added(left: FlowValue, right: FlowValue) -> FlowValue:
-    """Return the provenance of a sum of two activations; with a residual added it no longer counts as attention's output.
-
-    >>> attention = FlowValue(Rank.DATA, context=frozenset({3}))
-    >>> added(attention, FlowValue(Rank.DATA)).context, added(attention, attention).context
-    (frozenset(), frozenset({3}))
-    """
-    found = joined((left, right))
-    if left.context and right.context:
-        return found
-    return replace(found, context=frozenset())
+    return FlowValue(rank, params, weighted=any(v.weighted for v in given), **both)
 
 
 @dataclass
 class Multiplication:
-    """One multiplication by a weight: its weight, bias and input, and whether the data choose among stacked weights."""
+    """One multiplication by a weight: its weight and input, and whether the data choose among stacked weights."""
 
     weight: frozenset[str]
-    bias: frozenset[str]
     read: FlowValue
     expert: bool
 
@@ -181,6 +166,8 @@ class RunRecord:
         multiplications: By the number of the operation.
         masks: Query, key and value entries of a parameter, by its name and the role.
         uses: Other uses of a parameter, by its name: ``"gain"``, ``"lookup"``, ``"joined"``, ...
+        biases: Multiplications and gains that a parameter is the bias of, by its name.
+        gains: Operations that multiply activations by a gain.
         residual: Multiplications whose output is added to other activations.
         routers: Multiplications of whose output the largest entries are taken.
         product_factors: Multiplications whose output is a factor of a product of activations.
@@ -190,6 +177,8 @@ class RunRecord:
     multiplications: dict[int, Multiplication] = field(default_factory=dict)
     masks: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    biases: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    gains: set[int] = field(default_factory=set)
     residual: set[int] = field(default_factory=set)
     routers: set[int] = field(default_factory=set)
     product_factors: set[int] = field(default_factory=set)
@@ -214,7 +203,10 @@ class _RunReader:
         self.known: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}
         self.operands: dict[int, tuple[Tensor, Tensor]] = {}  # factors of a product of activations, before they were cut
-        self.seen: set[int] = set()
+        self.seen: set[int] = set()  # products that a softmax has followed
+        self.sums = Sums()
+        self.vectors: dict[tuple[int, str], bool] = {}  # parameters that were added: whether every row gets the same
+        self.contexts: set[int] = set()
         self.generator = torch.Generator().manual_seed(0)
         self.at: dict[int, list[Node]] = defaultdict(list)  # nodes by memory
         given = iter([*self.leaves.items(), *(("", x) for x in data)])
@@ -222,17 +214,20 @@ class _RunReader:
             for number, node in enumerate(recording.graph.nodes):
                 if node.op == "placeholder":
                     name, self.known[node] = next(given)
-                    self.values[node] = FlowValue(Rank.WEIGHT, frozenset({name})) if name else FlowValue(Rank.DATA)
+                    weight, datum = FlowValue(Rank.WEIGHT, frozenset({name})), FlowValue(Rank.DATA, summands=summand(number))
+                    self.values[node] = weight if name else datum
                 elif node.op == "get_attr":
                     self.known[node], self.values[node] = recording.constants[str(node.target)], FlowValue()
                 elif node.op == "segment":
-                    self.known[node], self.values[node] = recording.unseen[node].root.detach(), joined(self._of(node.args))
+                    inside = self._opaque(number, self._of(node.args))
+                    self.known[node], self.values[node] = recording.unseen[node].root.detach(), inside
                 elif node.op == "output":
-                    self.record.output = joined(self._of(torch.utils._pytree.tree_leaves(node.args)))
+                    self.record.output = self._opaque(number, self._of(torch.utils._pytree.tree_leaves(node.args)))
                     continue
                 elif node.target is not torch._C._set_grad_enabled:
                     self.values[node] = self._operation(number, node)
                 self._remember(node)
+        self._assign()
 
     def _remember(self, node: Node) -> None:
         if (place := storage(self.known.get(node))) is not None:
@@ -287,37 +282,55 @@ class _RunReader:
         chosen = self.values[weight].rank is Rank.CHOSEN
         if chosen:
             self._use(self.values[weight], "of an expert")  # not an embedding
-        added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
-        biases = added_to.params if added_to.is_weight else frozenset()
         expert = chosen or name_of(node)[0] == "_grouped_mm"
-        record.multiplications[number] = Multiplication(self.values[weight].params, biases, read_from, expert)
-        self._run(node, cut=[other, *([bias] if isinstance(bias, Node) and added_to.rank is Rank.DATA else [])])
-        return FlowValue(Rank.DATA, sources=frozenset({number}), producer=("weight", number), weighted=True)
+        record.multiplications[number] = Multiplication(self.values[weight].params, read_from, expert)
+        self._read(read_from)
+        self.sums.sources[number] = frozenset({number})
+        added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
+        self._run(node, cut=[other, *([bias] if added_to.rank is Rank.DATA else [])])
+        value = FlowValue(Rank.DATA, sources=frozenset({number}), summands=summand(number), weighted=True)
+        if added_to.is_weight and all(self._fits(name, number, _is_vector(self.known[bias])) for name in added_to.params):
+            for name in added_to.params:
+                record.biases[name].add(number)
+            return value
+        return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
 
     def _activations(self, number: int, node: Node, first: Node, second: Node, bias: Any) -> FlowValue:
         a, b = self.values[first], self.values[second]
         self.operands[number] = (self.known[first], self.known[second])
         self._run(node, cut=[first, second])
-        for name in self._of([bias]):
-            self._use(name, "added to scores")
+        self._read(a, b)
         weighted, products = a.weighted or b.weighted, frozenset({number})
         if bool(a.probs) is not bool(b.probs):
             self._mask("value", self.known[second if a.probs else first])
-            return FlowValue(Rank.DATA, products=products, context=products, weighted=weighted)
-        self.record.product_factors |= a.sources | b.sources
-        return FlowValue(
-            Rank.DATA, products=products | a.products | b.products, scores=products | a.scores | b.scores, weighted=weighted
-        )
+            self.contexts.add(number)
+            value = FlowValue(Rank.DATA, products=products, context=products, summands=summand(number), weighted=weighted)
+        else:
+            self.record.product_factors |= a.sources | b.sources
+            value = FlowValue(
+                Rank.DATA,
+                products=products | a.products | b.products,
+                scores=products | a.scores | b.scores,
+                summands=summand(number),
+                weighted=weighted,
+            )
+        added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
+        return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
 
     def _attention(self, number: int, node: Node, name: str) -> FlowValue | None:
         made_of = attention_of(name, node.args)
         if made_of is not None:
             for role, operand in zip(("query", "key", "value"), made_of, strict=True):
                 self._mask(role, self.known[operand])
+                self._read(self.values[operand])
             for extra in self._of([*node.args[3:], *node.kwargs.values()]):
                 self._use(extra, "added to scores")
+                for _, name, _ in extra.summands:
+                    self.record.uses[name].add("added to scores")
             self._run(node, cut=made_of)
-            return FlowValue(Rank.DATA, products=frozenset({number}), context=frozenset({number}), weighted=True)
+            self.contexts.add(number)
+            one = frozenset({number})
+            return FlowValue(Rank.DATA, products=one, context=one, summands=summand(number), weighted=True)
         if name in SOFTMAX:
             scores = self.values[node.args[0]]  # type: ignore[index]
             if scores.scores:
@@ -326,7 +339,8 @@ class _RunReader:
                         self._mask(role, operand)
                 self.seen |= scores.scores
                 self._run(node, cut=[node.args[0]])  # type: ignore[list-item]
-                return replace(scores, sources=frozenset(), scores=frozenset(), probs=frozenset({number}), producer=None)
+                value = self._opaque(number, [scores])
+                return replace(value, sources=frozenset(), scores=frozenset(), probs=frozenset({number}))
         return None
 
     def _mask(self, role: str, operand: Tensor) -> None:
@@ -353,75 +367,130 @@ class _RunReader:
         if name in LOOKUPS:
             table = self.values[node.args[0]]  # type: ignore[index]
             self._use(table, "lookup")
-            return replace(table, rank=Rank.CHOSEN, producer=None)
+            return replace(table, rank=Rank.CHOSEN, summands=summand(number))
         if name in CHOICES and inputs[0].is_weight:
             if value.rank is not Rank.DATA:  # by a constant index: another arrangement of the parameter
-                return replace(inputs[0], producer=None)
+                return inputs[0]
             self._use(inputs[0], "chosen")
-            return replace(inputs[0], rank=Rank.CHOSEN, producer=None)
+            return replace(inputs[0], rank=Rank.CHOSEN)
         if name in ROUTING:
             self.record.routers |= value.sources
         if name in RESHAPING and inputs:
-            return replace(inputs[0], rank=value.rank) if value.rank is not inputs[0].rank else inputs[0]
+            cut = frozenset({number} if name in CUTS else ())
+            pieces = frozenset((at, of, cuts | cut) for at, of, cuts in inputs[0].summands)
+            return replace(inputs[0], rank=value.rank, summands=pieces)
+        if name in SUMS:
+            self._run(node)
+            nodes = [n for n in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if isinstance(n, Node)]
+            return self._sum(number, [(self.values[n], self.known[n]) for n in nodes if n in self.values])
         weights, data = [v for v in inputs if v.is_weight], [v for v in inputs if v.rank is Rank.DATA]
         if not data and {v.rank for v in weights} >= {Rank.WEIGHT, Rank.CHOSEN}:  # rows of one table, and a whole parameter
             data = [v for v in weights if v.rank is Rank.CHOSEN]
             weights = [v for v in weights if v.rank is Rank.WEIGHT]
         if weights and data:
             return self._with_weights(number, name, weights, data, value)
-        if len(data) == 2 and name in SUMS:
-            self.record.residual |= data[0].sources ^ data[1].sources
-            return added(*data)
-        return replace(value, producer=None)
+        if name in JOINS - TOTALS:
+            self.sums.joins[number] = value.summands
+        is_linear = name in TOTALS or (name in SCALINGS and sum(bool(v.summands) for v in inputs) == 1)
+        return value if is_linear else self._opaque(number, inputs)
 
     def _norm(self, number: int, node: Node, name: str) -> FlowValue:
         for place, use in zip(NORMS[name], ("gain", "norm bias"), strict=True):
             if place is not None and place < len(node.args):
                 for value in self._of([node.args[place]]):
                     self._use(value, use)
-        return replace(self.values[node.args[0]], rank=Rank.DATA, params=frozenset(), producer=("gain", number))  # type: ignore[index]
+        self.record.gains.add(number)
+        value = self._opaque(number, [self.values[node.args[0]]])  # type: ignore[index]
+        return replace(value, rank=Rank.DATA, params=frozenset())
 
     def _with_weights(
         self, number: int, name: str, weights: list[FlowValue], data: list[FlowValue], value: FlowValue
     ) -> FlowValue:
-        """Return the provenance of an operation, not a matrix product, on parameters and activations."""
-        producer = None
+        """Return the provenance of an operation, no product or sum of tensors, on parameters and activations."""
+        use = "sink" if any(v.scores for v in data) else "joined"
         for weight in weights:
-            if weight.rank is Rank.CHOSEN and name in SUMS:
-                kind, source = data[0].producer or ("", -1)
-                if kind == "weight" and self.record.multiplications[source].expert:
-                    self._use(weight, "of an expert")
-                    self._added(weight, data[0])
-                continue  # other rows that were looked up begin the residual
             if name in SCALINGS:
                 self._use(weight, "gain" if weight.rank is Rank.WEIGHT else "lookup")
-                producer = ("gain", number)
-            elif name in SUMS:
-                self._added(weight, data[0])
-                producer = data[0].producer
-            elif name in JOINS:
-                self._use(weight, "sink" if any(v.scores for v in data) else "joined")
             else:
-                self._use(weight, "other")
-        return replace(value, rank=Rank.DATA, params=frozenset(), producer=producer)
+                self._use(weight, use if name in JOINS else "other")
+        if name in SCALINGS:
+            self.record.gains.add(number)
+        if name in JOINS:
+            self.sums.joins[number] = value.summands
+        return replace(self._opaque(number, data), rank=Rank.DATA, params=frozenset())
 
-    def _added(self, weight: FlowValue, data: FlowValue) -> None:
-        if data.scores:
-            self._use(weight, "added to scores")
-        elif data.producer is None or not self._fits(weight, data.producer):
-            self._use(weight, "added")
-        elif data.producer[0] == "gain":
-            self._use(weight, "norm bias")
+    # -- sums --------------------------------------------------------------------------------------------------------------
+
+    def _read(self, *values: FlowValue) -> None:
+        """Record what was added up before something that is no sum reads it."""
+        for value in values:
+            self.sums.read(value.summands)
+
+    def _opaque(self, number: int, inputs: Sequence[FlowValue]) -> FlowValue:
+        """Return the provenance of the result of an operation that is a summand by itself."""
+        self._read(*inputs)
+        value = joined(inputs)
+        self.sums.sources[number] = value.sources
+        return replace(value, summands=summand(number)) if value.rank is Rank.DATA or value.summands else value
+
+    def _sum(self, number: int, terms: Sequence[tuple[FlowValue, Any]]) -> FlowValue:
+        """Return the provenance of a sum. Whatever the order, its parameters, as any of its terms, are summands."""
+        value = joined(v for v, _ in terms)
+        if value.rank <= Rank.WEIGHT:
+            return value
+        activations = []
+        for v, x in terms:
+            if v.rank is Rank.WEIGHT or (v.rank is Rank.CHOSEN and self._of_experts(v, value.sources)):
+                for name in v.params:
+                    self.vectors[number, name] = _is_vector(x)
+                    value = replace(value, rank=Rank.DATA, summands=value.summands | summand(number, name))
+            elif v.rank is not Rank.CONSTANT and x.is_floating_point():
+                activations.append(v)
+        params = value.params if value.rank < Rank.DATA else frozenset()
+        context = value.context if all(v.context for v in activations) else frozenset()  # else a residual was added
+        return replace(value, params=params, context=context)
+
+    def _of_experts(self, bias: FlowValue, sources: Ids) -> bool:
+        return any(self.record.multiplications[n].expert and self._is_stacked(name, n) for name in bias.params for n in sources)
+
+    def _is_stacked(self, bias: str, number: int) -> bool:
+        """Whether a parameter has a row for each of the stacked weights of a multiplication."""
+        p, weights = self.leaves[bias], self.record.multiplications[number].weight
+        return p.ndim == 2 and any(w.ndim == 3 and len(w) == len(p) for w in (self.leaves[name] for name in weights))
+
+    def _fits(self, bias: str, number: int, is_vector: bool) -> bool:
+        """Whether a parameter has the axes of the bias of a multiplication by a weight, or of a gain."""
+        if is_vector or sum(n > 1 for n in self.leaves[bias].shape) <= 1:
+            return True
+        return number in self.record.multiplications and self._is_stacked(bias, number)
+
+    def _assign(self) -> None:
+        """Say what parameters that were added are biases of: of the multiplications or gains in the same contribution to sums."""
+        self.record.residual = self.sums.residual()
+        for members in self.sums.contributions():
+            makers = self.sums.makers(members)
+            for number, name, _ in members:
+                if name:
+                    self._assign_one(name, self.vectors[number, name], makers)
+
+    def _assign_one(self, name: str, is_vector: bool, makers: Ids) -> None:
+        owners = {n for n in makers if n in self.record.multiplications or n in self.record.gains}
+        if makers & self.seen:
+            self.record.uses[name].add("added to scores")
+        elif makers & self.contexts and not owners:
+            self.record.uses[name].add("added to values")
+        elif owners and all(self._fits(name, n, is_vector) for n in owners):
+            self.record.biases[name] |= owners
+            if any(n in self.record.multiplications and self._is_stacked(name, n) for n in owners):
+                self.record.uses[name].add("of an expert")
         else:
-            self.record.multiplications[data.producer[1]].bias |= weight.params
-
-    def _fits(self, bias: FlowValue, producer: tuple[str, int]) -> bool:
-        """Whether parameters have the number of axes of a bias: one, or two beside stacked experts."""
-        kind, number = producer
-        weights = self.record.multiplications[number].weight if kind == "weight" else frozenset()
-        stacked = any(self.leaves[name].ndim == 3 for name in weights)
-        return all(self.leaves[name].ndim <= (2 if stacked else 1) for name in bias.params)
+            self.record.uses[name].add("added")
 
     def _use(self, value: FlowValue, use: str) -> None:
         for name in value.params if value.is_weight else ():
             self.record.uses[name].add(use)
+
+
+def _is_vector(x: Tensor) -> bool:
+    """Whether a tensor, as it was broadcast, varies along one axis at most."""
+    return sum(n > 1 and step != 0 for n, step in zip(x.shape, x.stride(), strict=True)) <= 1

@@ -7,15 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hessiankit.partition.findings import CONFLICT, Finding, Owner, Policy, merged, override, owners
+from hessiankit.partition.findings import CONFLICT, UNKNOWN, Finding, Owner, Policy, merged, override, owners
 from hessiankit.partition.flow_findings import flow
 from hessiankit.partition.modules import by_name
 from hessiankit.partition.part import BlockTypes, Part
 from hessiankit.partition.structure import ModelStructure, structure
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-
-_UNKNOWN = "?"
 
 
 @checked("model_parts")
@@ -32,7 +30,8 @@ def model_parts(
 
     The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
     leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
-    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight. Names are last.
+    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight or of additions. A vector that
+    is added to one sum of layers of several types, as in a parallel block, is the bias of none of them. Names are last.
 
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
@@ -71,12 +70,12 @@ def model_parts(
     if contradicted := [part for part in typed if part.type == CONFLICT]:
         listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
         raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")
-    if unknown := [part for part in typed if part.type == _UNKNOWN]:
+    if unknown := [part for part in typed if part.type == UNKNOWN]:
         listed = ", ".join(f"{part.name!r} ({part.reason})" for part in unknown)
         more = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
         raise InputError(
             f"model_parts: not recognised: {listed}; pass {more}overrides={{regular expression: type}} "
-            "to hessiankit.block_types, which other functions take as by=, or its .parts as parts="
+            "to hessiankit.block_types; spectrum takes the result as by=, sharpness, blockwise_lr and Monitor its .parts"
         )
     return typed
 
@@ -106,9 +105,10 @@ def _of_parameter(
     name: str, p: Tensor, places: list[Owner], read: ModelStructure, flowing: list[Finding], policy: Policy
 ) -> list[Part]:
     layer = read.layers.index(places[0].path)
-    findings = policy.of_tie(merged(read.findings[name], flowing, p, in_block=layer is not None or read.alone))
+    known = [f for f in flowing if f.type != UNKNOWN or f.axis is not None]
+    findings = policy.of_tie(merged(read.findings[name], known, p, in_block=layer is not None or read.alone))
     if not findings:
-        findings = [by_name(places[0]) or Finding(_UNKNOWN, "", type(places[0].module).__name__)]
+        findings = [by_name(places[0]) or next(iter(flowing), Finding(UNKNOWN, "", type(places[0].module).__name__))]
     after = read.layers.is_final(places[0].path)
     parts = []
     for f in findings:

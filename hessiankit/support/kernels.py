@@ -1,4 +1,4 @@
-"""Building the compiled kernels with torch's extension loader, and what replays plans, and loading them.
+"""Building the compiled kernels with torch's extension loader, and loading them.
 
 The result is kept in the user's cache, under a name that tells sources, flags and processor apart: another version of the
 toolkit, or another machine on the same disk, takes none that is not its own.
@@ -26,14 +26,7 @@ from hessiankit.support.errors import InputError
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread")
 SWITCH = "HESSIANKIT_COMPILED"  # an environment variable: 0 for plain torch
 _FOLDER = Path(__file__).parent / "cpp"
-_REPLAYER = _FOLDER / "torch" / "replay.cpp"
 _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
-_recorders: ContextVar[int] = ContextVar("recorders", default=0)  # modes that look on, and are told what a kernel writes
-
-
-def replayer() -> ctypes.CDLL | None:
-    """Return what runs the operations of a plan without Python in between, or None where it was not built or is turned off."""
-    return None if not _allowed.get() or os.environ.get(SWITCH) == "0" else _found_replayer()
 
 
 def kernels() -> ctypes.CDLL | None:
@@ -41,7 +34,7 @@ def kernels() -> ctypes.CDLL | None:
 
     A tracer or a transform sees what torch does, and not what a kernel writes.
     """
-    watched = torch._C._len_torch_dispatch_stack() > _recorders.get() or torch._C._functorch.peek_interpreter_stack() is not None
+    watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
     return None if watched or not _allowed.get() or os.environ.get(SWITCH) == "0" else _found()
 
 
@@ -58,16 +51,6 @@ def plain() -> Iterator[None]:
         yield
     finally:
         _allowed.reset(token)
-
-
-@contextmanager
-def noted() -> Iterator[None]:
-    """Use kernels within the block though one mode looks on: their callers tell it what they write."""
-    token = _recorders.set(_recorders.get() + 1)
-    try:
-        yield
-    finally:
-        _recorders.reset(token)
 
 
 def build(*, verbose: bool = False) -> Path:
@@ -87,23 +70,6 @@ def build(*, verbose: bool = False) -> Path:
             ) from error
     _found.cache_clear()
     return built()
-
-
-def build_replayer(*, verbose: bool = False) -> str:
-    """Compile what replays plans, unless that was done before; what is planned afterwards uses it.
-
-    It needs the headers of torch, takes half a minute, and is for this version of torch only.
-
-    Returns:
-        Why it could not be built; empty where it was.
-    """
-    if not built_replayer().exists():
-        try:
-            _compile([_REPLAYER], built_replayer(), ("-O2",), verbose=verbose)
-        except (RuntimeError, OSError, CalledProcessError) as error:
-            return _why(error)
-    _found_replayer.cache_clear()
-    return "" if _found_replayer() is not None else "what was built cannot be loaded"
 
 
 def _compile(sources: list[Path], target: Path, flags: tuple[str, ...], *, verbose: bool) -> None:
@@ -135,12 +101,6 @@ def built() -> Path:
     return _root() / f"hessiankit_{_key()}" / "hessiankit_kernels.so"
 
 
-def built_replayer() -> Path:
-    """Return where that which replays plans with this torch is, once it is built."""
-    parts = (_REPLAYER.read_text(encoding="utf-8"), torch.__version__, platform.machine())
-    return _root() / f"hessiankit_{_digest(parts)}" / "hessiankit_replayer.so"
-
-
 def _root() -> Path:
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
 
@@ -158,23 +118,6 @@ def _found() -> ctypes.CDLL | None:
     library.hessiankit_multiply.restype = ctypes.c_int
     library.hessiankit_mirror.argtypes = [ctypes.c_int, pointer, number, pointer, number, number, pointer]
     library.hessiankit_mirror.restype = None
-    return library
-
-
-@cache
-def _found_replayer() -> ctypes.CDLL | None:
-    try:
-        library = ctypes.CDLL(str(built_replayer()))
-    except OSError:
-        return None
-    pointer, number, single = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.hessiankit_tape.restype = pointer
-    library.hessiankit_tape_end.argtypes = [pointer]
-    library.hessiankit_tape_operation.argtypes = [pointer, ctypes.c_char_p, ctypes.c_char_p, pointer, pointer, number]
-    library.hessiankit_tape_product.argtypes = [pointer, pointer, single, single, pointer, pointer]
-    library.hessiankit_tape_sum.argtypes = [pointer, pointer, single, single, pointer, pointer, number, pointer]
-    library.hessiankit_tape_run.argtypes = [pointer, number, number]
-    library.hessiankit_tape_run.restype = number
     return library
 
 

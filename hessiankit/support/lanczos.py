@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -165,18 +165,6 @@ class LanczosBasis:
         self.known = float(self.known[-1]) * vectors[-1, chosen]
         self.n = len(chosen)
 
-    def state(self) -> dict[str, Any]:
-        """Return what :meth:`load` takes to go on to the same digits."""
-        names = ("draws", "n", "beta", "largest", "taken", "dropped")
-        kept = {"Q": self.Q[: self.n].clone(), "T": self.T, "known": self.known, "direction": self.direction}
-        return {**kept, **{name: getattr(self, name) for name in names}}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
-        self.__dict__ |= {name: value for name, value in state.items() if name != "Q"}
-        self.Q[: self.n] = state["Q"].to(self.Q)
-        self.direction = self.direction.to(self.Q)
-
 
 @dataclass(frozen=True)
 class RitzPairs:
@@ -301,15 +289,6 @@ class EigenSearch:
         products = self.basis.taken + len(chosen)
         enough = len(chosen) == self.top + self.bottom
         return RitzPairs(found[order, 0].double().cpu(), V[order], residuals[order.cpu()], products, ok and enough)
-
-    def state(self) -> dict[str, Any]:
-        """Return what :meth:`load` takes to go on to the same digits."""
-        return {"basis": self.basis.state(), "before": self.before}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state` was taken."""
-        self.basis.load(state["basis"])
-        self.before = state["before"]
 
 
 def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:

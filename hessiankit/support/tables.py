@@ -357,3 +357,13 @@ def _stacked(headers: Sequence[str], row: Sequence[str], width: int) -> list[str
             line = ""
         line = f"{line}{GAP}{item}"
     return lines + (_filled(line, width) if line else [])
+
+
+def two_numbers(a: float, b: float) -> str:
+    """Return two different numbers with as many digits as tell them apart, six at least.
+
+    >>> two_numbers(1.0, 2.0), two_numbers(1.116, 1.116 + 1e-9)
+    ('1 and 2', '1.116 and 1.116000001')
+    """
+    digits = next((n for n in range(6, 17) if f"{a:.{n}g}" != f"{b:.{n}g}"), 17)
+    return f"{a:.{digits}g} and {b:.{digits}g}"

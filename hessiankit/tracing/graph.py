@@ -259,6 +259,9 @@ def _through_hooks(edge: Edge) -> Edge:
 aten = torch.ops.aten
 
 
+NUMBER = (bool, int, float, complex)
+
+
 @dataclass
 class Recording:
     """A graph, and tensors that belong to it.
@@ -268,12 +271,19 @@ class Recording:
         constants: The tensors that were found ready: ``get_attr`` nodes carry their names.
         values: What operations returned that would return the same if they were run again by themselves.
         unseen: What is known of values that come from no operation that was seen: "segment" nodes stand for them.
+        course: The operations that the function called, in order, each followed by the number that it read, if any.
     """
 
     graph: Graph = field(default_factory=Graph)
     constants: dict[str, Tensor] = field(default_factory=dict)
     values: dict[Node, Tensor] = field(default_factory=dict)
     unseen: dict[Node, Unseen] = field(default_factory=dict)
+    course: list[Any] = field(default_factory=list)
+
+    @property
+    def reads_numbers(self) -> bool:
+        """Whether the function reads numbers out of tensors, which may decide what it computes."""
+        return any(isinstance(step, NUMBER) for step in self.course)
 
 
 class GraphBuilder:
@@ -288,6 +298,8 @@ class GraphBuilder:
         self.unseen: set[int] = set()  # memory that was filled out of sight
         self.stale: set[int] = set()  # tensors written into out of sight since they were named
         self.rewritten: set[int] = set()  # their memory
+        self.outside: set[int] = set()  # memory that was there before the function ran, but that of arguments
+        self.inside: set[int] = set()  # other memory of values that were named
         self.complex = False  # whether any were met that have a derivative
         self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
         self._passing_known = 0
@@ -317,6 +329,8 @@ class GraphBuilder:
             if node is None and memory(x) in self.unseen:
                 self.ready(x)
             else:
+                if node is None and memory(x) not in self.inside:
+                    self.outside.add(memory(x))
                 self._name(x, self._constant(x) if node is None else node)
         self.stale.discard(id(x))
         return self.nodes[id(x)]
@@ -346,12 +360,23 @@ class GraphBuilder:
 
     def write_untraced(self, tensors: Sequence[Any]) -> None:
         """Remember that some tensors, and all others on their memory, have been written into out of sight."""
-        rewritten = {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
+        rewritten = _memory_of(tensors)
         self.rewritten |= rewritten
         for x in self._sharing(rewritten):
             if self.nodes[id(x)].op == "placeholder":
                 raise TraceError("trace: a parameter is written into within the module; compute a new tensor")
             self.stale.add(id(x))
+
+    def is_outside(self, tensors: Sequence[Any]) -> bool:
+        """Tell whether tensors lie in memory that was there before, such as a buffer's, and not in an argument's."""
+        return all(x in self.outside or not (x in self.inside or x in self.unseen) for x in _memory_of(tensors))
+
+    def keep_constants(self, tensors: Sequence[Any]) -> None:
+        """Let constants in the memory of some tensors be copies: it is about to be written into."""
+        for x in self._sharing(_memory_of(tensors)):
+            node = self.nodes[id(x)]
+            if node.op == "get_attr":
+                self.recording.constants[node.target] = self.recording.constants[node.target].clone()
 
     def passes_gradients(self, tensors: Sequence[Any]) -> bool:
         """Tell whether a write into some tensors changes values that go on passing their gradients; not if data change too."""
@@ -359,7 +384,7 @@ class GraphBuilder:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 self._passing.add(memory(x))
         self._passing_known = len(self.kept)
-        places = {memory(x) for x in tensors if isinstance(x, Tensor)}
+        places = _memory_of(tensors)
         if self._passing.isdisjoint(places):
             return False
         return not any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in self._sharing(places))
@@ -436,9 +461,15 @@ class GraphBuilder:
     def _name(self, x: Tensor, node: Node) -> None:
         if not self.differentiable:
             self.cut.add(node)
+        if (at := memory(x)) not in self.outside:
+            self.inside.add(at)
         (self.bare.discard if x.requires_grad else self.bare.add)(id(x))
         self.nodes[id(x)] = node
         self.kept.append(x)
+
+
+def _memory_of(tensors: Sequence[Any]) -> set[int]:
+    return {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import without_autocast
 from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.graph import GraphBuilder, Recording, place, unwrapped
+from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
+from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
 
@@ -58,9 +59,8 @@ def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     return operation if plain else None
 
 
-_ARRAYS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__))
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it, modulo 2^64, mixes the bits of a number
-_SILENT_READS = _ARRAYS | {Tensor.tolist, torch.tensor, torch.as_tensor}
+_SILENT_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, torch.tensor, torch.as_tensor))
 
 
 def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> torch.dtype | None:
@@ -135,6 +135,7 @@ def record(
     decompositions: Mapping[Any, Callable[..., Any]],
     *,
     keep_values: bool = False,
+    course: list[Any] | None = None,
 ) -> Recording:
     """Run a function without arguments and return what it did with some tensors.
 
@@ -144,22 +145,25 @@ def record(
             Those that require a gradient are what is differentiated.
         decompositions: Operations to be replaced by what a Python function makes of them, unless it returns NotImplemented.
         keep_values: Whether to keep what operations return.
+        course: An empty list to use for :attr:`Recording.course`.
 
     Raises:
         TraceError: If something that depends on the leaves is computed where it cannot be seen, or if this torch lacks what
             recording stands on.
 
     >>> x = torch.ones(3, requires_grad=True)
-    >>> graph = record(lambda: (x * 2).sum(), [x], {}).graph
-    >>> [str(node.target) for node in graph.nodes if node.op == "call_function"]
-    ['aten.mul.Tensor', 'aten.sum.default']
+    >>> recording = record(lambda: (x * x.sum().item()).sum(), [x], {})
+    >>> [str(node.target) for node in recording.graph.nodes if node.op == "call_function"]
+    ['aten.sum.default', 'aten.item.default', 'aten.mul.Tensor', 'aten.sum.default']
+    >>> [str(step) for step in recording.course]
+    ['aten.sum.default', 'aten.item.default', '3.0', 'aten.mul.Tensor', 'aten.sum.default']
     """
     if not can_record():
         raise TraceError(
             f"trace: torch {torch.__version__} lacks internals that recording a module stands on; install a version that "
             "hessiankit was run with (2.6 to 2.15)"
         )
-    recording = Recording()
+    recording = Recording(course=[] if course is None else course)
     builder = GraphBuilder(recording, keep_values)
     for leaf in leaves:
         builder.placeholder(leaf)
@@ -169,6 +173,32 @@ def record(
         result = function()
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(builder.node_of, result),))
     return recording
+
+
+class _Reached(BaseException):
+    """Ends a recording at the step in question."""
+
+
+class _Course(list[Any]):
+    """A course that ends after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    def append(self, step: Any) -> None:
+        super().append(step)
+        if len(self) == self.steps:
+            raise _Reached
+
+
+def line_of_step(function: Callable[[], Any], leaves: Sequence[Tensor], step: int) -> str:
+    """Return the line of the user's, as :func:`source_line` does, at which a function takes a step of its course."""
+    try:
+        record(function, leaves, {}, course=_Course(step + 1))
+    except _Reached as reached:
+        return source_line(reached)
+    return ""
 
 
 def may_draw(operation: Any) -> bool:
@@ -227,6 +257,7 @@ class _Recorder(ProxyTorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
+        self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
             return self._untraced(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
@@ -243,6 +274,7 @@ class _Recorder(ProxyTorchDispatchMode):
         operation = operation_of(func, args)
         if operation is None or self._has_parts(operation, args, {}) or torch._C._functorch.maybe_current_level() is not None:
             return NotImplemented
+        self.builder.recording.course.append(operation)
         return self._run(operation, func, args, {})
 
     def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
@@ -271,6 +303,8 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.remove_last()
                 return value
             self.builder.keep(node, value)
+            if isinstance(value, NUMBER):
+                self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
             self.builder.made(node, value)
@@ -285,7 +319,7 @@ class _Recorder(ProxyTorchDispatchMode):
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
-        return self.builder.passes_gradients(targets)
+        return self.builder.is_outside(targets) or self.builder.passes_gradients(targets)
 
     def _untraced(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
@@ -293,6 +327,7 @@ class _Recorder(ProxyTorchDispatchMode):
         with torch._C._DisablePythonDispatcher():
             if targets:
                 self.builder.edges.look()  # they belong to the values before
+                self.builder.keep_constants(targets)
             value = func(*args, **kwargs)
         self.builder.add_untraced(value)
         if targets:
@@ -309,8 +344,11 @@ class _Recorder(ProxyTorchDispatchMode):
         whole = func if twin is None else twin
         if not self._has_parts(whole, args, kwargs) or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
+        course = self.builder.recording.course
+        known = len(course)
         with self:
             value = self.decompositions[whole](*args, **kwargs)
+            del course[known:]  # what the function itself called alone
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
 
@@ -356,7 +394,7 @@ class _FunctionMode(TorchFunctionMode):
         if func in _SILENT_READS:
             for x in _tensors(args):
                 _mark_read(x)
-            args = (args[0].detach(), *args[1:]) if func in _ARRAYS else args  # the mark is what refuses it, in words of its own
+            args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
         moved = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))

@@ -46,7 +46,15 @@ def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Prob
 
     ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
     """
-    names = tuple(dict.fromkeys(a.primitive.name for a in trace.applications if isinstance(a.primitive, Segment)))
+    needed, segments = (
+        {trace.output},
+        list[Segment](),
+    )  # those of values on the way to the loss, which it may only read as numbers
+    for a in reversed(trace.applications):
+        if a.output in needed:
+            needed.update(at for at in a.inputs if at is not None)
+            segments += [a.primitive] if isinstance(a.primitive, Segment) else []
+    names = tuple(dict.fromkeys(segment.name for segment in reversed(segments)))
     if not names:
         return None
     found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
@@ -113,8 +121,8 @@ def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, .
         f"trace: the {which} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to {unsure:.1g}) "
         f"along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a backward is known: "
         "that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong when it is "
-        "differentiated itself (where it reads what forward computed and kept); a detach() elsewhere does the same. "
-        "Write it in operations of torch"
+        "differentiated itself (where it reads what forward computed and kept); a detach() elsewhere does the same, "
+        "or a number that is read out of a tensor. Write it in operations of torch"
     )
 
 

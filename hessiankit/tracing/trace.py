@@ -63,7 +63,7 @@ class Trace(Printed):
     ``marked`` are the ids of further values that the traced call returned; None for those that the parameters do not reach.
     ``eps`` is the rounding unit of the coarsest type that the module computed in, once its values have been brought to one type,
     and ``narrow`` the types of those that were made in another. ``constants`` are the tensors that the call read besides the
-    parameters, as they lie in the caller's memory.
+    parameters, as they lie in the caller's memory; ``course`` is that of the :class:`Recording`.
     """
 
     values: list[Tensor] = field(default_factory=list)
@@ -76,6 +76,7 @@ class Trace(Printed):
     narrow: dict[int, torch.dtype] = field(default_factory=dict)
     fallbacks: tuple[str, ...] = ()
     constants: list[Tensor] = field(default_factory=list)
+    course: list[Any] = field(default_factory=list)
 
     def add_value(self, value: Tensor, *, moving: bool = False) -> int:
         """Store a value and return its id."""
@@ -178,8 +179,7 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor],
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise TraceError(
             f"trace: torch could not trace the module ({reason}){at_line(error, ', at {}')}. "
-            "A module must not turn the values of its tensors into Python numbers or NumPy arrays, nor leave torch; "
-            "write that line in operations of torch, or compute what it needs before and pass it as an argument"
+            "Write that line in operations of torch, or compute what it needs before and pass it as an argument"
         ) from error
     try:
         with torch.no_grad():
@@ -189,7 +189,7 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor],
 
 
 def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collection[int] | None) -> Trace:
-    result = Trace()
+    result = Trace(course=recording.course)
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []
@@ -289,12 +289,7 @@ def _record(
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
         moving = []
     known[node] = value
-    if moving and isinstance(value, (float, complex)):
-        raise TraceError(
-            "trace: the module turns a value that the parameters reach into a Python number or an array, which has no "
-            "derivative; keep it a tensor, or detach() it to treat it as a constant"
-        )
-    if not moving or not isinstance(value, Tensor):  # a truth value or an integer: the same in a neighbourhood of the point
+    if not moving or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
         return []
     is_sparse = [isinstance(known[n], Tensor) and known[n].layout is not torch.strided for n in source.all_input_nodes]
     if value.layout is not torch.strided or any(s and n in ids for s, n in zip(is_sparse, source.all_input_nodes, strict=True)):

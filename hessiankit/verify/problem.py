@@ -18,6 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
+from hessiankit.engine.problem.calling import arguments, as_one_argument, read_outputs
 from hessiankit.engine.problem.state import Held
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
@@ -85,6 +86,7 @@ class Problem:
             raise InputError("Problem: no floating-point parameter to differentiate; give `params` or set requires_grad.")
         if isinstance(self.loss, str) and self.loss not in _LOSSES:
             raise InputError(f"Problem: unknown loss '{self.loss}'; expected 'mse', 'cross_entropy', a callable or None.")
+        object.__setattr__(self, "inputs", as_one_argument(self.module, self.inputs))
         object.__setattr__(self, "params", {name: value.detach() for name, value in chosen.items()})
 
     @cached_property
@@ -265,15 +267,9 @@ class Problem:
 
 
 def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:
-    """Call a module, and return what its loss reads: the whole of it, or ``loss`` or ``logits`` of an object or dict."""
-    if isinstance(inputs, Mapping):
-        outputs = module(**inputs)
-    else:
-        outputs = module(*inputs) if isinstance(inputs, (tuple, list)) else module(inputs)
-    if callable(loss) or isinstance(outputs, Tensor):
-        return outputs
-    key = "logits" if loss else "loss"
-    return outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, outputs)
+    """Call a module, and return what its loss reads: the whole of it, or ``loss`` or ``logits`` of an object, dict or tuple."""
+    positional, keywords = arguments(inputs)
+    return read_outputs("Problem", loss, module(*positional, **keywords))
 
 
 def _call(module: Callable[..., Any], inputs: Any, target: Any, loss: Loss) -> Tensor:
@@ -366,7 +362,7 @@ def labelled_cross_entropy(logits: Tensor, labels: Tensor | None) -> Tensor:
         raise InputError(
             f"cross_entropy: logits {tuple(logits.shape)} need integer labels {tuple(logits.shape[:-1])}; got {seen}."
         )
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1), ignore_index=IGNORED_LABEL)
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORED_LABEL)
 
 
 _LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}

@@ -189,6 +189,22 @@ class TestKeyIdentity:
 
 
 class TestTight:
+    @pytest.mark.parametrize("sigma", [0.5, 3.0])
+    def test_what_eps_leaves_of_a_row_without_a_target_is_attained(self, sigma: float) -> None:
+        """g^2 |M|^2 / (2 s^2) of a row M of root mean square sigma, which is constant but for eps; d = 3, s^2 = sigma^2 + eps."""
+        eps, gain, d = 1e-7, 1.5, 3
+        M = sigma * torch.tensor([1.0, -1.0, 1.0], dtype=F64)
+
+        def loss(row: Tensor) -> Tensor:
+            return (gain * row / (row.square().mean() + eps).sqrt()).square().sum() / 2
+
+        slope = torch.autograd.functional.jacobian(loss, M)
+        curvature = torch.autograd.functional.hessian(loss, M)
+        attention = AttentionNorms(2, 1, 1.0, (1.0,), (1.0,), (1.0,), 0.0, d_out=d)
+        parts = post_block_a_priori(PostBlockNorms(attention, 1.0, 1.0, 1.0, sigma, eps=eps, gain_2=gain)).parts
+        assert parts["gradient_S"] == pytest.approx(float(slope.norm()), rel=1e-5)
+        assert parts["hessian_S"] == pytest.approx(float(torch.linalg.matrix_norm(curvature, 2)), rel=1e-5)
+
     def test_slack_of_the_table(self) -> None:
         """Medians over the problems of bound_problems stay below these."""
         for kind, structured in (("init", 1.5), ("large", 1.1)):

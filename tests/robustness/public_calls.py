@@ -171,7 +171,7 @@ SIZE = sum(p.numel() for p in block().parameters())
 CALLS = {
     "hessian": Call(
         hk.hessian,
-        on_block(params=None, batch_size=None, progress=None, weights=None, reduction=None, lazy=False, out=None, overwrite=False),
+        on_block(params=None, batch_size=None, progress=None, weights=None, reduction=None, lazy=False, out=None, overwrite=False, resume=False),
         ("hessian",),
         {"out": ("text", "number", "huge")},
     ),
@@ -229,9 +229,9 @@ CALLS = {
     "spectrum": Call(
         hk.spectrum,
         on_block(k=2, bottom=1, params=None, kind="ggn", directions=2, steps=4, by=None, method="products", tol=1e-3, max_products=40,
-                 seed=0, checkpoint=None, progress=False, weights=None, reduction=None),
+                 seed=0, progress=False, weights=None, reduction=None),
         ("spectrum",),
-        {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS, "checkpoint": ("text",)},
+        {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS},
     ),
     "loss_slices": Call(
         hk.loss_slices,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
+from hessiankit.diagnostics.distributed.same_function import check_same_function, common, forward_of, sequence
 from hessiankit.diagnostics.distributed.sharded import sharded_replicates
 from hessiankit.diagnostics.distributed.unwrapping import is_sharded, unwrapped
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, micro_batches
@@ -146,6 +147,8 @@ def sharpness(
         found, drawn = sharded_replicates(ranks, module, batches, own)
         return replace(report_of(found, confidence=confidence), histograms=drawn)
     check_same_tensors(ranks, dict(module.named_parameters()), "parameter")
+    if ranks.size > 1 and (sent := common(ranks, sequence(batches))) is not None:
+        check_same_function(ranks, *forward_of(module, sent))
     numbers = [number for batch in batches for number in batch.numbers]
 
     def measure() -> Replicates | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,11 +20,13 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, fingerprint
+from hessiankit.diagnostics.distributed.same_function import check_same_function, common
 from hessiankit.diagnostics.distributed.unwrapping import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
 from hessiankit.engine.problem.batches import Weights, batches
-from hessiankit.engine.problem.calling import known_count, known_reduction
+from hessiankit.engine.problem.calling import known_count, known_reduction, map_tensors, named_tensors
+from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.engine.problem.task import Loss, Params, Task
@@ -152,6 +155,7 @@ def hessian_operator(
         return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
 
     tasks, linearisations, counts = ranks.together(own)
+    _check_same_function(ranks, tasks[0], bool(linearisations))
     held = ranks.gather((counts, any(not isinstance(batch, Constant) for batch in linearisations)))
     terms = math.fsum(count for its, _ in held for count in its)
     if not terms:
@@ -163,8 +167,29 @@ def hessian_operator(
     return ranks.together(lambda: DistributedOperator(ranks, tasks[0], linearisations, counts, kind, block_size))
 
 
+def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
+    """Compare modules, and losses of the user's own, by what they do with the first batch of the first rank that holds data."""
+    if ranks.size == 1:
+        return
+    data = map_tensors(lambda x: x.detach().cpu(), (task.inputs, task.target))
+    sent = common(ranks, [(*data, task.keywords, task.whole)] if has_data else [])
+    if sent is None:
+        return
+    inputs, target = map_tensors(lambda x: x.to(task.device), sent[:2])
+    same = replace(task, inputs=inputs, target=target, keywords=sent[2], whole=sent[3], reference=None)
+
+    def run(watched: AbstractContextManager[Any]) -> None:
+        with same.at(), watched:
+            outputs = same.run()
+            if not isinstance(task.loss, str):
+                own_loss(same, outputs)
+
+    own = [(name, x) for name, *both in task.state.tensors() for x in both]
+    check_same_function(ranks, run, [*own, *named_tensors((inputs, target))])
+
+
 def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
-    check_options(loss, kind, block_size)
+    check_options(kind, block_size)
     if kind == "fisher-mc":
         raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
     if size > 1 and weights is None and reduction != "sum" and known_reduction(loss) is None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hessiankit.diagnostics.distributed.ranks import Ranks
+from hessiankit.diagnostics.distributed.same_function import check_same_function, forward_of, on
 from hessiankit.diagnostics.distributed.unwrapping import reshard
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
 from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
@@ -30,7 +31,6 @@ from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOpt
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates
 from hessiankit.diagnostics.sharpness.squares import Histogram, SquaredGradients, histogram, merged, row_sums
-from hessiankit.engine.problem.calling import map_tensors
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
 
@@ -181,7 +181,7 @@ def sharded_replicates(
     shards = ranks.together(lambda: {n: local_shard(ranks.who, n, p, ranks.size, ranks.rank) for n, p in parameters.items()})
     ranks.together(lambda: _check_reduction(ranks.who, model))
     steps, spare = _steps(ranks, batches)
-    sequences = 0
+    sequences, unlikely = 0, 0.0
 
     def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
         check_devices(ranks.who, batch, model)
@@ -189,17 +189,20 @@ def sharded_replicates(
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, chosen) as seen, torch.enable_grad():
         sums = ShardedSquares(ranks, measured, shards, draws, options.histograms, seen)
-        spare = _on(spare, next(model.parameters()).device)
+        spare = on(spare, next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
             (spare,) = probe(ranks.who, model, [spare], backward=False, copies=0)
+        if ranks.size > 1:
+            check_same_function(ranks, *forward_of(model, spare), sharded=True)
         for k in range(steps):
             batch = batches[k] if k < len(batches) else None
             batch = replace(batch, shifted=spare.shifted) if batch is not None and not _is_settled(batch) else batch
             with ranks.exchange():
                 output = forward(model, batch or spare)
             drawn = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
-            held = ranks.gather((drawn.terms, drawn.sequences) if drawn else (0, 0))
-            terms, sequences = sum(n for n, _ in held), sequences + sum(n for _, n in held)
+            held = ranks.gather((drawn.terms, drawn.sequences, drawn.unlikely) if drawn else (0, 0, 0.0))
+            terms, more, other = (sum(column) for column in zip(*held, strict=True))
+            sequences, unlikely = sequences + more, unlikely + other
             if not terms:
                 continue
             scale = ranks.size * math.sqrt(drawn.terms / terms) if drawn else 0.0
@@ -230,6 +233,7 @@ def sharded_replicates(
         measured.frozen,
         tuple(name for name in parameters if name in set.intersection(*ranks.gather(sums.unused))),
         max(ranks.gather(time.perf_counter() - began)),
+        unlikely,
     )
     return found, sums.histograms() if options.histograms else {}
 
@@ -237,7 +241,7 @@ def sharded_replicates(
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
     """Return the number of steps, and a sequence for ranks that have fewer: one whose label shift is not known yet, if any."""
     own = sorted(batches, key=_is_settled)[:1]
-    sent = [_on(one.part(slice(0, 1)), torch.device("cpu")) for one in own]
+    sent = [on(one.part(slice(0, 1)), torch.device("cpu")) for one in own]
     held = ranks.gather((len(batches), sent))
     found = sorted((one for _, of_rank in held for one in of_rank), key=_is_settled)
     if not found:
@@ -247,10 +251,6 @@ def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch
 
 def _is_settled(batch: MicroBatch) -> bool:
     return batch.shifted is not None
-
-
-def _on(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    return replace(batch, inputs=map_tensors(lambda x: x.to(device), batch.inputs), target=batch.target.to(device))
 
 
 def _check_reduction(who: str, model: nn.Module) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain, replace_file
@@ -163,3 +167,23 @@ def _difference(name: str, there: Any, here: Any) -> str:
 
 def _unusable(path: Path, error: OSError) -> InputError:
     return InputError(f"{WHO}: cannot write {path}: {error.strerror}; name a file in a folder that can be written to")
+
+
+def digest(x: Any) -> str:
+    """Return a digest of tensors and plain values, nested in any way.
+
+    >>> digest([torch.ones(2), 1]) == digest([torch.ones(2), 1]), digest(torch.ones(2)) == digest(torch.ones(2, 1))
+    (True, False)
+    """
+    total = hashlib.sha256()
+    leaves, structure = torch.utils._pytree.tree_flatten(x)
+    total.update(str(structure).encode() if len(leaves) != 1 else b"")
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            flat = leaf.detach().cpu().contiguous().reshape(-1)
+            total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+        else:
+            plain = leaf is None or isinstance(leaf, (bool, int, float, str))
+            total.update((repr(leaf) if plain else type(leaf).__qualname__).encode())
+    return total.hexdigest()

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.approximating import approximations
-from hessiankit.curvature.dense import spectral_norm
-from hessiankit.curvature.hessian_function import HessianFunction, hessian_function
+from hessiankit.curvature.dense import hessian, spectral_norm
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.suboperators import positions
 from hessiankit.diagnostics.depth import depth_diagnostics
@@ -210,20 +209,14 @@ def approximated(model: nn.Module, batches: Sequence[Batch], names: Sequence[str
 
 
 class HessianNorms:
-    """Norms of the exact Hessian of the loss by block type, from one function that is planned at the first measurement."""
+    """Norms of the exact Hessian of the loss by block type."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts, self._function = parts, None
-
-    _function: HessianFunction | None
+        self.parts = parts
 
     def __call__(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return the spectral and Frobenius norm of the whole and of each type's diagonal block, and the extreme eigenvalues."""
-        if len(batches) != 1:
-            raise InputError(f"{WHO}: hessian=True plans for one batch, the data hold {len(batches)}; join them into one")
-        if self._function is None or self._function.module is not model:
-            self._function = hessian_function(model, *batches[0], loss="cross_entropy")
-        found = self._function(*batches[0])
+        found = hessian(model, list(batches), loss="cross_entropy")
         values = found.eigvalsh()
         types: dict[str, list[str]] = {}
         for part in self.parts:
@@ -237,7 +230,6 @@ class HessianNorms:
             "bottom": float(values[0]),
             "frobenius": float(found.matrix.norm()),
             "types": {name: spectral_norm(block, symmetric=True) for name, block in blocks.items()},
-            "plans": self._function.plans,
         }
 
 

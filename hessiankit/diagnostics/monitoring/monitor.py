@@ -11,10 +11,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hessiankit.approximating import APPROXIMATIONS
-from hessiankit.curvature.matrix_file import digest
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.monitoring import measurements
-from hessiankit.diagnostics.monitoring.lines import Lines
+from hessiankit.diagnostics.monitoring.lines import Lines, digest
 from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, loss_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
@@ -159,8 +158,7 @@ class Monitor:
             spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
                 :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
-            hessian: Whether to take norms of the exact Hessian by block type, from a :func:`hessiankit.hessian_function` that
-                is planned once; for small models, and one batch.
+            hessian: Whether to take norms of the exact Hessian by block type; for small models.
             share: Measurements may take this share of the time since the first step, measurements included; a step that is due
                 while they have taken more is left out, and the next line says how many were. None: no limit. What is measured
                 then depends on the speed of the machine; training does not.

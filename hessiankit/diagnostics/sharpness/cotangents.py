@@ -34,6 +34,7 @@ class Cotangents:
         terms: How many terms the loss is the mean of.
         sequences: How many sequences have a position that counts.
         scale: 1 / sqrt(terms).
+        unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
     """
 
     softmax: Tensor
@@ -42,6 +43,7 @@ class Cotangents:
     terms: int
     sequences: int
     scale: float
+    unlikely: float = math.inf
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield the gradient of each draw; the next one overwrites it.
@@ -87,7 +89,7 @@ def cotangents(
         else:
             normal = sampler(output, batch.numbers, draws) if sampler else sample_residuals(output, batch.numbers, draws, seed)
             labels = math.sqrt(0.5) * normal
-        scale, softmax = 1.0 / math.sqrt(terms), z
+        scale, softmax, unlikely = 1.0 / math.sqrt(terms), z, math.inf
     else:
         counted = (target != IGNORE_INDEX).reshape(B, -1)
         sequences = int(counted.any(1).sum())
@@ -103,11 +105,13 @@ def cotangents(
         rows = counted.reshape(-1).nonzero()[:, 0]
         labels, scale = labels[:, rows], 1.0 / math.sqrt(terms)
         softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
-        softmax.mul_(counted.unsqueeze(-1)).mul_(scale)  # a product of a number and booleans would be rounded to float32
+        softmax.mul_(counted.unsqueeze(-1))
+        unlikely = float(counted.sum() - softmax.amax(-1).double().sum())
+        softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
         softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
     if not output.requires_grad:
         raise InputError(f"{who}: the model's output does not depend on its parameters; do not detach it in forward")
-    return Cotangents(softmax, rows, labels, terms, sequences, scale)
+    return Cotangents(softmax, rows, labels, terms, sequences, scale, unlikely)
 
 
 def _check_finite(who: str, output: Tensor, batch: MicroBatch, *, masked: bool) -> None:

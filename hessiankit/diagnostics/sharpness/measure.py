@@ -145,7 +145,8 @@ def sharpness(
             else of them is used. For squared error a tensor of the output's shape.
         loss: ``"cross_entropy"``, or ``"mse"``, the mean of (f - y)^2 over all entries: y is then drawn from a Gaussian of
             variance 1/2 around f, whose Fisher information is the Gauss-Newton matrix (2 / N) J^T J.
-        draws: Draws of the labels; with one draw there is no standard error.
+        draws: Draws of the labels; with one draw there is no standard error. A report of fewer than four, or of labels that are
+            nearly certain, says that its intervals are not sure.
         seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
             the data are split.
         per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
@@ -157,7 +158,7 @@ def sharpness(
             :func:`hessiankit.diagnostics.sharpness.exact_sharpness`. Options of draws and labels are then refused.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
-        confidence: Of the intervals.
+        confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
             as the parameters, and on a small batch longer than a draw.
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.

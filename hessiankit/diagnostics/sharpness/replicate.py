@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,7 @@ class Replicates:
         frozen: Parameters that were left out because they do not require a gradient.
         unused: Parameters that no output depended on; their h is 0.
         seconds: Time taken.
+        unlikely: How many labels of one draw of all are expected not to be the likeliest one; infinite for squared error.
     """
 
     parts: tuple[Part, ...]
@@ -57,6 +59,7 @@ class Replicates:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     seconds: float = 0.0
+    unlikely: float = math.inf
 
     @property
     def draws(self) -> int:
@@ -87,6 +90,7 @@ def joined(found: Sequence[Replicates]) -> Replicates:
         sequences=sum(one.sequences for one in found),
         unused=tuple(name for name in first.unused if all(name in one.unused for one in found)),
         seconds=max(one.seconds for one in found),
+        unlikely=sum(one.unlikely for one in found),
     )
 
 
@@ -104,7 +108,7 @@ def replicates(
     batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
     draws = own.label_draws
     measured = measured_parts(model, own.parts)
-    weights, sequences = list(measured.parameters.values()), 0
+    weights, sequences, unlikely = list(measured.parameters.values()), 0, 0.0
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, measured.parts) as seen:
         sums = SquaredGradients(WHO, measured.parts, measured.parameters, draws, own.histograms)
         for batch in batches:
@@ -116,7 +120,7 @@ def replicates(
             if drawn is None:
                 continue
             sums.begin(drawn.terms)
-            sequences += drawn.sequences
+            sequences, unlikely = sequences + drawn.sequences, unlikely + drawn.unlikely
             for d, gradient in enumerate(drawn):
                 found = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
                 gradients = {n: g for n, g in zip(measured.parameters, found, strict=True) if g is not None}
@@ -142,6 +146,7 @@ def replicates(
         measured.frozen,
         tuple(name for name in measured.parameters if name in sums.unused),
         time.perf_counter() - start,
+        unlikely,
     )
 
 

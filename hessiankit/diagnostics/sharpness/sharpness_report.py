@@ -21,6 +21,9 @@ from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 
 K = TypeVar("K", bound=Hashable)
+ENOUGH_DRAWS, ENOUGH_LABELS = 4, 10
+"""Draws, and labels other than the likeliest ones among all drawn, from which on intervals held 91 % of the time or more."""
+COVERAGE = "see docs/intervals.md"
 NAMES = {
     "fisher-mc": "Fisher information (labels drawn from the model)",
     "fisher-empirical": "EMPIRICAL Fisher (the data's own labels: not the Fisher information, and its cross terms do not cancel)",
@@ -152,6 +155,12 @@ class SharpnessReport(Printed, WithDict):
         found = [f"from flat to sharp: {self.ordering}"]
         if self.draws == 1:
             found.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
+        if 1 < self.draws < ENOUGH_DRAWS:
+            found.append(f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more")
+        unlikely = self.draws * self.replicates.unlikely
+        if self.draws > 1 and unlikely < ENOUGH_LABELS:
+            counted = f"{unlikely:.2g} of all labels drawn are expected not to be the likeliest ones"
+            found.append(f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences")
         if self.seen_rows is not None:
             found.append(f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}")
         if self.frozen:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind, rows_of
+from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import ParameterSelection, Params, repeatable
 from hessiankit.engine.problem.task import Task
@@ -94,6 +95,7 @@ def requests(
         raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
     given = None if weights is None or callable(weights) else iter(weights)
     task: Task | None = None
+    first = 0
     for number, (inputs, labels) in enumerate(pairs):
         if several and number == 1 and rule is None and weights is None:
             raise InputError(
@@ -101,10 +103,10 @@ def requests(
                 "batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
             )
         count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
-        if count == 0.0:
-            continue
-        task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
-        yield task, count
+        if count:
+            task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
+            yield replace(task, first=first), count
+        first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
     if given is not None and (left := list(given)):
         raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")
     if task is None:
@@ -204,9 +206,7 @@ def gather(
     tasks: list[Task] = []
     counts: list[float] = []
     made = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
-    before = 0
     for task, count in made:
-        tasks.append(as_gauss_newton(task, kind, seed=seed, draws=draws, before=before))
+        tasks.append(as_gauss_newton(task, kind, seed=seed, draws=draws))
         counts.append(count)
-        before += rows_of(tasks[-1])
     return tasks, shares(counts, loss, reduction)

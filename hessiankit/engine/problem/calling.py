@@ -6,9 +6,11 @@ Every message of a check says what was asked, what was seen, what was expected, 
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +38,24 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def as_one_argument(module: nn.Module, inputs: Any) -> Any:
+    """Return inputs, in a tuple of their own where they are a list or tuple that forward takes as a whole.
+
+    >>> [type(as_one_argument(layer, [1, 2])) for layer in (nn.Linear(1, 1), nn.Bilinear(1, 1, 1))]
+    [<class 'tuple'>, <class 'list'>]
+    """
+    whole = isinstance(inputs, (list, tuple)) and not _accepts(module, inputs) and _accepts(module, [inputs])
+    return (inputs,) if whole else inputs
+
+
+def _accepts(module: nn.Module, positional: Sequence[Any]) -> bool:
+    try:
+        inspect.signature(module.forward).bind(*positional)
+    except (TypeError, ValueError) as error:
+        return isinstance(error, ValueError)  # a function in C, which has no signature
+    return True
 
 
 def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]:
@@ -100,8 +120,9 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
     Args:
         who: What an error message starts with.
-        loss: None: the module returns its loss, as a tensor, an attribute ``.loss`` or an entry ``"loss"``. A name: the
-            same with ``logits``. A callable is given exactly what the module returns.
+        loss: None: the module returns its loss, as a tensor, an attribute ``.loss``, an entry ``"loss"`` or the only number of a
+            tuple. A name, or a loss of torch's: the same with ``logits``, in a tuple the only tensor that is no number. Another
+            callable is given exactly what the module returns.
         outputs: What the module returned.
 
     Raises:
@@ -109,19 +130,40 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
     >>> read_outputs("example", "mse", {"logits": Tensor([1.0]), "other": 2})
     tensor([1.])
+    >>> read_outputs("example", None, (torch.zeros(2), torch.ones(())))
+    tensor(1.)
     """
-    if callable(loss) or isinstance(outputs, Tensor):
+    if isinstance(outputs, Tensor) or (callable(loss) and not _takes_tensors(loss)):
         return outputs
     key = "loss" if loss is None else "logits"
-    found = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
-    if isinstance(found, Tensor):
+    found = member(outputs, key)
+    if found is not None:
         return found
-    what = f"one tensor, or an object or dict with {key!r}"
+    what = f"one tensor, an object or dict with {key!r}, or a tuple with one {'number' if loss is None else 'tensor of them'}"
     if loss is None:
         remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
     else:
         remedy = "pass a callable loss=f(outputs, target), which is given the whole of it, or wrap the module"
     raise InputError(f"{who}: the module returned {_describe(outputs, key)}, expected {what}; {remedy}")
+
+
+def member(outputs: Any, key: str) -> Tensor | None:
+    """Return the tensor ``loss`` or ``logits`` of what a module returned, by name, or in a tuple by its axes: none or some.
+
+    >>> member((torch.ones(2), None), "logits"), member((torch.ones(2), torch.ones(2)), "logits") is None
+    (tensor([1., 1.]), True)
+    """
+    if isinstance(outputs, (tuple, list)) and not hasattr(outputs, key):
+        found = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
+        return found[0] if len(found) == 1 else None
+    value = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
+    return value if isinstance(value, Tensor) else None
+
+
+def _takes_tensors(loss: Loss) -> bool:
+    """Tell whether a loss is one of torch's modules or functions, which read no objects."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return getattr(function, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional")
 
 
 def _describe(outputs: Any, key: str) -> str:
@@ -223,14 +265,14 @@ def known_count(loss: Loss, target: Any) -> float | None:
         return float(kept.numel())
     if kept.numel() and not (int(kept.min()) >= 0 and int(kept.max()) < weight.numel()):
         return math.nan  # the loss itself says what is wrong with the labels
-    return float(weight.to(torch.float64)[kept].sum())
+    return float(weight.to(torch.float64)[kept.long()].sum())
 
 
 def check_module(who: str, module: nn.Module) -> None:
     """Refuse modules that cannot be traced as they are, or whose loss is random.
 
     Raises:
-        InputError: A scripted or quantised module; dropout or batch norm in training mode.
+        InputError: A scripted or quantised module; dropout in training mode.
     """
     for name, child in module.named_modules():
         what = f"{name!r}" if name else "the module"
@@ -250,11 +292,6 @@ def check_module(who: str, module: nn.Module) -> None:
             raise InputError(
                 f"{who}: {what} has a dropout layer for its attention weights (dropout={child.dropout}) and is in training mode, "
                 "so the loss is random; call module.eval() first"
-            )
-        if isinstance(child, nn.modules.batchnorm._BatchNorm) and child.training:
-            raise InputError(
-                f"{who}: {what} is a batch norm in training mode, which couples the samples and changes its buffers; "
-                "call module.eval() first"
             )
     for name, p in module.named_parameters():
         if not p.is_floating_point() and not p.is_complex():
@@ -291,7 +328,10 @@ def one_kind(
         raise InputError(f"{who}: {meta!r} is on the meta device, which holds no values; load the weights first")
     odd = next((p.dtype for p in parameters.values() if not p.dtype.is_floating_point), None)
     if odd is not None:
-        raise InputError(f"{who}: the parameters are {odd}; expected a real floating-point dtype, e.g. module.double()")
+        raise InputError(
+            f"{who}: the parameters are {odd}; expected real ones, such as the real and imaginary parts, which forward puts "
+            "together by torch.complex"
+        )
     for name, x in everything:
         check_dense(who, name, x, constant=name in buffers)
     for name, x in everything:

@@ -119,13 +119,16 @@ def check_kind(kind: str, seed: int, draws: int) -> None:
 
 def check_fits(task: Task, kind: str) -> None:
     """Raise InputError if a kind does not fit the loss of a task."""
-    if kind != "hessian" and (task.loss is None or task.whole):
-        raise InputError(f"kind={kind!r} needs the module's output as one tensor; pass loss=... that compares one tensor")
+    if kind != "hessian" and (task.loss is None or task.whole) and not task.by_logits:
+        raise InputError(
+            f"kind={kind!r} needs the module's output as one tensor, or its 'logits' and a loss that nothing else of the module "
+            "enters; pass loss=... that compares one tensor"
+        )
     if kind.startswith("fisher") and not isinstance(task.loss, str):
         raise InputError(f"kind={kind!r} needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
 
 
-def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1, before: int = 0) -> Task:
+def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1) -> Task:
     """Return a task with the same loss and gradient whose Gauss-Newton matrix is of this kind.
 
     Args:
@@ -133,8 +136,6 @@ def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1, bef
         kind: One of :data:`KINDS`.
         seed: Of the drawn labels.
         draws: Labels drawn for each term.
-        before: Rows of the outputs of the earlier batches along the first axis, so that the labels drawn for a sample do not
-            depend on how the data are cut.
 
     Raises:
         InputError: If the kind does not fit the loss.
@@ -148,15 +149,10 @@ def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1, bef
         (slope,) = torch.autograd.grad(value, Z)
     Z, value = Z.detach(), value.detach()
     with torch.no_grad():
-        G = _gradients(task, Z, before, draws if kind == "fisher-mc" else 0, seed)
+        G = _gradients(task, Z, draws if kind == "fisher-mc" else 0, seed)
         rows = (Z, slope, (value / Z.numel()).expand_as(Z))
         model = torch.cat([*(x.reshape(len(G), 1, *G.shape[2:]) for x in rows), G], 1)
     return replace(task, loss=QUADRATIC_MODEL, target=model)
-
-
-def rows_of(task: Task) -> int:
-    """Return the rows of the outputs along the first axis, as drawn labels are numbered; 0 where none are drawn."""
-    return len(task.target) if task.loss == QUADRATIC_MODEL else 0
 
 
 def counted_samples(task: Task) -> Tensor | slice:
@@ -168,7 +164,7 @@ def counted_samples(task: Task) -> Tensor | slice:
     return (task.target != IGNORE_INDEX).reshape(len(task.target), -1).any(1)  # type: ignore[no-any-return]
 
 
-def _gradients(task: Task, Z: Tensor, before: int, draws: int, seed: int) -> Tensor:
+def _gradients(task: Task, Z: Tensor, draws: int, seed: int) -> Tensor:
     """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C).
 
     Outputs without a first axis of samples are one sample.
@@ -178,7 +174,7 @@ def _gradients(task: Task, Z: Tensor, before: int, draws: int, seed: int) -> Ten
     if task.loss == "mse":
         Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, task.target))
         if draws:  # y ~ N(z, 1/2): 2 (z - y)
-            residuals = math.sqrt(2.0) * sample_residuals(Z, range(before, before + len(Z)), draws, seed)
+            residuals = math.sqrt(2.0) * sample_residuals(Z, range(task.first, task.first + len(Z)), draws, seed)
             G = residuals.to(Z).transpose(0, 1).contiguous()
         else:
             G = 2 * (Z - target).unsqueeze(1)
@@ -187,7 +183,7 @@ def _gradients(task: Task, Z: Tensor, before: int, draws: int, seed: int) -> Ten
     labels = target.unsqueeze(0)
     if draws:
         rows = Z.reshape(len(Z), -1, Z.shape[-1])
-        labels = sample_labels(rows, range(before, before + len(Z)), draws, seed).reshape(draws, *target.shape)
+        labels = sample_labels(rows, range(task.first, task.first + len(Z)), draws, seed).reshape(draws, *target.shape)
     counted = (target != IGNORE_INDEX).unsqueeze(0)
     at = labels.where(counted, 0).unsqueeze(-1)
     p = torch.softmax(Z, -1).expand(len(labels), *Z.shape)

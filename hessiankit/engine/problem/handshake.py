@@ -8,13 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from hessiankit.engine.problem.loss_trace import call_and_loss
 from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
+from hessiankit.support.tables import two_numbers
+from hessiankit.tracing.recording import line_of_step, record
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.trace import Trace
 
@@ -47,6 +52,7 @@ class Handshake:
         self._missing = dict.fromkeys(task.parameters, parts)
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
+        self._courses: list[list[Any]] = []
         self._agreed: set[str] = set()
         slopes = task.reference.gradient.values() if task.reference is not None else ()
         self._largest = max(filter(math.isfinite, map(_largest, slopes)), default=0.0)
@@ -57,6 +63,7 @@ class Handshake:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
+        self._courses.append(trace.course)
         if (probe := probe_segments(trace, self._task.still)) is not None:
             self._probes.append(probe)
         for name, at in trace.parameters.items():
@@ -102,7 +109,7 @@ class Handshake:
         loss, eps = abs(own.loss - again.loss), self._eps
         if loss > ROUNDING * eps * abs(own.loss):
             raise TraceError(
-                f"trace: two calls of the module on the same data give different losses ({own.loss:.6g} and {again.loss:.6g}), "
+                f"trace: two calls of the module on the same data give different losses ({two_numbers(own.loss, again.loss)}), "
                 "so the loss is not a function of the parameters: it is random, depends on earlier calls, or reads something "
                 "that has changed since; call module.eval(), take what changes out of forward, or start anew"
             )
@@ -112,10 +119,29 @@ class Handshake:
                 f"trace: two calls of the module on the same data give different gradients in {apart!r}, so something that it "
                 "reads has changed since the first one, such as a flag; change it back, or start anew"
             )
+        self._check_course()
         noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
         different = self._differences(again, self._left, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
+
+    def _check_course(self) -> None:
+        """Raise an error if the module's own call takes another course than its trace: what looks like noise is a branch."""
+        if len(self._courses) != 1:
+            return
+        task, leaves = self._task, list(self._task.leaves.values())
+        run = task.read if isinstance(task.loss, str) else lambda: call_and_loss(task, [])
+        with task.at():
+            own = record(run, leaves, {}).course
+            pairs = enumerate(zip_longest(own, self._courses[0]))
+            apart = next(((step, *pair) for step, pair in pairs if not _is_same_step(*pair)), None)
+            line = "" if apart is None else line_of_step(run, leaves, apart[0])
+        if apart is not None:
+            raise TraceError(
+                f"trace: the module's own call has {apart[1]} where its trace has {apart[2]}{f', at {line}' if line else ''}: "
+                "rounding decides what it computes, by a number that it reads out of a tensor, as between entries that are "
+                "equal; keep such numbers out of it"
+            )
 
     def _moved(self, before: Tensor | None, now: Tensor | None) -> bool:
         """Tell whether two calls of the module itself have different gradients, by more than rounding."""
@@ -222,6 +248,11 @@ class GenericSlope:
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([x.reshape(-1) for x in tensors]).double()
+
+
+def _is_same_step(x: Any, y: Any) -> bool:
+    """Tell whether two steps are the same operation, truth value or integer; other numbers are rounded."""
+    return x == y or (isinstance(x, (float, complex)) and isinstance(y, (float, complex)))
 
 
 def _largest(x: Tensor | None) -> float:

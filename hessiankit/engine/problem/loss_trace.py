@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from torch import Tensor
 
 from derivations.loss import CrossEntropy, MeanSquaredError, QuadraticModel
 from derivations.primitive import Primitive
-from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.dead_entries import without_dead_entries
+from hessiankit.tracing.recording import record
 from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
 
 
@@ -45,11 +48,9 @@ def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTra
     with task.at():
         if isinstance(task.loss, str):
             return _named(task, normalizer, kept)
-        if task.loss is None:
-            return LossTrace(trace_call(lambda: (_scalar(task.read()),), task.leaves, kept), None)
-        outputs: list[Any] = []
-        traced = trace_call(lambda: _by_callable(task, outputs), task.leaves, kept)
-    if task.whole:
+        outputs: list[Tensor] = []
+        traced = trace_call(lambda: call_and_loss(task, outputs), task.leaves, kept)
+    if not outputs:
         return LossTrace(traced, None)
     at = traced.marked[0]
     return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
@@ -66,11 +67,14 @@ def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
     return LossTrace(traced, output)
 
 
-def _by_callable(task: Task, outputs: list[Any]) -> tuple[Any, ...]:
-    outputs.append(task.run())
-    assert callable(task.loss)
-    value = _scalar(task.loss(outputs[0], task.target))
-    return (value,) if task.whole else (value, outputs[0])
+def call_and_loss(task: Task, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return the loss, and the output layer that it depends on, which is appended to ``outputs``, where one is known."""
+    result = task.run()
+    read = read_outputs("hessian", task.loss, result)
+    value = _scalar(task.loss(read, task.target) if callable(task.loss) else read)
+    output = member(result, "logits") if task.by_logits else read if callable(task.loss) and not task.whole else None
+    outputs += [] if output is None else [output]
+    return (value, *outputs)
 
 
 def _scalar(value: Any) -> Tensor:
@@ -97,37 +101,54 @@ def samples_are_independent(task: Task) -> bool:
     """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts.
 
     At the given parameters and at generic ones near them: a gate that is zero hides what it multiplies, but not its slope.
+    The parts are halves, and single samples too where the module reads numbers out of tensors: a branch that all of the batch
+    takes together may be another for one of its samples.
     """
     batch = task.batch
     if batch < 2 or not isinstance(task.target, Tensor) or task.target.ndim == 0 or task.target.shape[0] != batch:
         return False
+    numbers = torch.arange(batch, device=task.device)
     try:
-        return all(_agree_on_parts(task, at) for at in (None, _nearby(task)))
+        for parameters in (None, nearby(task)):
+            with task.at(parameters):
+                outputs: list[Tensor] = []
+                recording = record(partial(_read, task, outputs), list(task.leaves.values()), {})
+                parts = [*_halves(numbers), *(numbers.split(1) if recording.reads_numbers else ())]
+                if not _agrees_on_parts(task, outputs[0].detach(), parts):
+                    return False
     except Exception:
         return False  # one sample at a time is only a matter of memory
-
-
-def _agree_on_parts(task: Task, parameters: dict[str, Tensor] | None) -> bool:
-    """Compare the outputs of halves of the samples, by each digit of their numbers: any two of them are apart in one of these."""
-    numbers = torch.arange(task.batch, device=task.device)
-    with task.at(parameters):
-        whole = task.read().detach()
-        if whole.ndim == 0 or whole.shape[0] != task.batch:
-            return False
-        tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
-        for digit in range((task.batch - 1).bit_length()):
-            odd = (numbers >> digit) % 2 == 1
-            for rows in (numbers[odd], numbers[~odd]):
-                part = task.part(rows).read().detach()
-                if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
-                    return False
     return True
 
 
-def _nearby(task: Task) -> dict[str, Tensor]:
+def _read(task: Task, outputs: list[Tensor]) -> None:
+    outputs.append(task.read())
+
+
+def _halves(numbers: Tensor) -> Iterator[Tensor]:
+    """Yield the samples with each digit of their numbers: any two of them are apart in one of these."""
+    for digit in range((len(numbers) - 1).bit_length()):
+        odd = (numbers >> digit) % 2 == 1
+        yield from (numbers[odd], numbers[~odd])
+
+
+def _agrees_on_parts(task: Task, whole: Tensor, parts: Iterable[Tensor]) -> bool:
+    """Compare the output on parts of the samples with that on all of them."""
+    if whole.ndim == 0 or whole.shape[0] != task.batch:
+        return False
+    tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
+    for rows in parts:
+        part = task.part(rows).read().detach()
+        if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
+            return False
+    return True
+
+
+def nearby(task: Task, size: float = 0.1) -> dict[str, Tensor]:
+    """Return generic parameters near those of a task; each moves by about ``size`` times its largest entry."""
     generator = torch.Generator().manual_seed(0)
     moved = {}
     for name, p in task.parameters.items():
-        step = 0.1 * (float(p.abs().max()) or 1.0)
+        step = size * (float(p.abs().max()) or 1.0)
         moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
     return moved

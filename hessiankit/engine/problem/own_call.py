@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from hessiankit.engine.problem.calling import (
     MASKED,
     QUADRATIC_MODEL,
     arguments,
+    as_one_argument,
     check_arguments,
     check_module,
     check_tensor,
@@ -23,6 +25,7 @@ from hessiankit.engine.problem.calling import (
     is_finite,
     loss_module,
     map_tensors,
+    member,
     named_tensors,
     one_kind,
     ordinary,
@@ -34,6 +37,7 @@ from hessiankit.engine.problem.selection import ParameterSelection, select
 from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values, write_values
 from hessiankit.tracing.source_line import at_line, first_line
 
@@ -72,10 +76,12 @@ def make_task(
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
-    inputs, target = ordinary(inputs), ordinary(target)
+    inputs, target = as_one_argument(module, ordinary(inputs)), ordinary(target)
     parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
+    if loss == "cross_entropy" and not target.is_floating_point():
+        target = target if target.dtype == torch.bool else target.long()  # labels of any integer type, as torch's loss takes one
     positional, keyword = arguments(inputs)
     state = ModuleState(module, loss, share=share) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
@@ -108,7 +114,7 @@ def own_call(
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
     _check_constant_rows(who, task, inputs)
-    if later and task.state.changed_tensor() is not None:
+    if later and next(chain(task.state.changed_parameters(), task.state.changed_buffers()), None) is not None:
         with task.at():
             return called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(task, data)
@@ -144,9 +150,9 @@ def own_value(task: Task, parameters: Mapping[str, Tensor] | None = None) -> flo
 
 def own_loss(task: Task, outputs: Any) -> Tensor:
     """Return the loss of what the module returned, in operations of torch; a loss of the user's own as it is called."""
-    if callable(task.loss):
-        return task.loss(outputs, task.target).reshape(())
     read = read_outputs("hessian", task.loss, outputs)
+    if callable(task.loss):
+        return task.loss(read, task.target).reshape(())
     if task.loss == "mse":
         return (read - task.target).square().mean()
     if task.loss == "cross_entropy":
@@ -198,13 +204,37 @@ def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake
         value = _value_of_callable(who, task, out)
     else:
         value = out.reshape(())
-    named = same_as(task.loss, outputs, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+    if any(function.name() == "CheckpointFunctionBackward" for function in _functions_behind(value)):
+        raise InputError(
+            f"{who}: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or turn checkpointing off"
+        )
     found = float(value.detach())
     reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
     if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
         _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
-    whole = callable(task.loss) and not isinstance(outputs, Tensor)
-    return replace(task, loss=named or task.loss, whole=whole, reference=reference), found
+    whole = callable(task.loss) and not isinstance(out, Tensor)
+    by_logits = (whole or task.loss is None) and _depends_by_alone(member(outputs, "logits"), value)
+    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), found
+
+
+def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
+    """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
+    if output is None or value is output or value.grad_fn is None:
+        return False
+    return not any(hasattr(function, "variable") for function in _functions_behind(value, (output.grad_fn, output.output_nr)))
+
+
+def _functions_behind(value: Tensor, end: tuple[Any, int] | None = None) -> set[Any]:
+    """Return the functions of autograd that a value comes from, not through an edge at which to end."""
+    waiting: list[Any] = [] if value.grad_fn is None else [value.grad_fn]
+    known = set(waiting)
+    while waiting:
+        behind = {after for after, number in waiting.pop().next_functions if after and (after, number) != end} - known
+        waiting += behind
+        known |= behind
+    return known
 
 
 def _check_inputs(who: str, inputs: Any) -> None:
@@ -254,21 +284,26 @@ class _Data:
 
 
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
-    """Refuse a call that changed its parameters, buffers or inputs, or after which another call gives another loss."""
-    changed = task.state.changed_tensor()
-    if changed is not None:
+    """Refuse a call that changed its parameters, or after which another call gives another loss.
+
+    A call may change buffers that have no effect on the loss, such as running statistics.
+    """
+    parameter = next(task.state.changed_parameters(), None)
+    if parameter is not None:
         raise InputError(
-            f"{who}: a call of the module changes its {changed}, so the loss is not a function of the parameters; "
-            "call module.eval(), call the module once before if it sets itself up, or keep the values as they are in forward"
+            f"{who}: a call of the module changes its parameter {parameter!r}, so the loss is not a function of the parameters; "
+            "call the module once before if it sets itself up, or keep the values as they are in forward"
         )
-    attribute, drawn = task.state.changed_attribute(), random.drawn_from()
+    task.state.written.update(task.state.changed_buffers())
+    buffer = next(iter(sorted(task.state.written)), None)
+    attribute, drawn = buffer or task.state.changed_attribute(), random.drawn_from()
     if attribute is None and not drawn:
         return
     again = float(own_loss(task, _run(who, task, task.inputs)).detach())
     if not abs(first - again) <= 64 * torch.finfo(next(iter(task.parameters.values())).dtype).eps * max(abs(first), abs(again)):
-        why = "it draws random numbers" if drawn else f"it changes its {attribute!r}"
+        why = "it draws random numbers" if drawn else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
         raise InputError(
-            f"{who}: two calls of the module on the same inputs give different losses ({first:.6g} and {again:.6g}): {why}; "
+            f"{who}: two calls of the module on the same inputs give different losses ({two_numbers(first, again)}): {why}; "
             "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
         )
 
@@ -332,16 +367,16 @@ def _run(who: str, task: Task, inputs: Any) -> Any:
         raise
     except Exception as error:
         tensors = [x for _, x in named_tensors(inputs)]
-        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
-        if tensors and not embeds and not any(x.is_floating_point() for x in tensors):
-            dtype = next(iter(task.parameters.values())).dtype
-            raise InputError(
-                f"{who}: inputs are {tensors[0].dtype} but the module has no embedding to look them up in; pass {dtype}"
-            ) from error
         shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
         where = f"{first_line(error)}{at_line(error)}"
         given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}") from error
+        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
+        of_types = isinstance(error, RuntimeError) and any(word in str(error) for word in ("dtype", "scalar type", "type_as"))
+        hint = ""
+        if tensors and of_types and not embeds and not any(x.is_floating_point() for x in tensors):
+            dtype = next(iter(task.parameters.values())).dtype
+            hint = f"; inputs are {tensors[0].dtype} but the module has no embedding to look them up in, pass {dtype}"
+        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}{hint}") from error
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy as shallow
 from functools import partial
@@ -37,6 +37,7 @@ class ModuleState:
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
         modes: Whether each submodule is in training mode, by name.
+        written: The buffers that a call of the module gives other values, such as the running statistics of a batch norm.
         is_present: Whether the module is as it was, now.
 
     >>> layer = nn.Linear(2, 1)
@@ -57,6 +58,7 @@ class ModuleState:
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
         self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
         self.modes = {name: m.training for name, m in module.named_modules()}
+        self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
             self._tensors.setdefault(name, (x, x.detach().clone()))
@@ -89,7 +91,7 @@ class ModuleState:
             self._held.restore()
             for name, (x, copy) in self._tensors.items():
                 if values is None and dense[name]:
-                    x.data = copy
+                    x.data = copy.clone() if name in self.written else copy
                 else:
                     write_values(x, copy if values is None else values.get(name, copy))
             self.is_present = values is None
@@ -127,14 +129,19 @@ class ModuleState:
         """Tell whether a tensor is one of the module's own."""
         return any(x is own for own, _ in self._tensors.values())
 
-    def changed_tensor(self) -> str | None:
-        """Return the parameter or buffer that has been given other values since; None if none has."""
-        for kind, found in (("parameter", self.module.named_parameters()), ("buffer", self.module.named_buffers())):
-            for name, x in found:
-                same = name in self.values and same_values(x, self.values[name])
-                if not same or (name in self._marks and _mark(x) != self._marks[name]):
-                    return f"{kind} {name!r}"
-        return None
+    def changed_parameters(self) -> Iterator[str]:
+        """Yield the names of parameters that have been given other values since."""
+        yield from self._changed(self.module.named_parameters())
+
+    def changed_buffers(self) -> Iterator[str]:
+        """Yield the names of buffers that have been given other values since."""
+        yield from self._changed(self.module.named_buffers())
+
+    def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        for name, x in tensors:
+            same = name in self.values and same_values(x, self.values[name])
+            if not same or (name in self._marks and _mark(x) != self._marks[name]):
+                yield name
 
     def check_shared(self, who: str) -> None:
         """Raise an error if a parameter that is shared has been given other values since."""

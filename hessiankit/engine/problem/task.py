@@ -53,7 +53,9 @@ class Task:
         state: The module as it was.
         keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
+        by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
+        first: The number of the first sample in the whole data, by which labels are drawn.
     """
 
     module: nn.Module
@@ -64,7 +66,9 @@ class Task:
     state: ModuleState
     keywords: tuple[str, ...] = ()
     whole: bool = False
+    by_logits: bool = False
     reference: OwnGradient | None = None
+    first: int = 0
 
     @property
     def slices(self) -> dict[str, slice]:

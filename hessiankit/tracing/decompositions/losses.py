@@ -89,7 +89,7 @@ def _rows(x: Tensor) -> Tensor:
 def _likelihood(log_p: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Return -w log p of each row's label, zero where it is ignored, and what a mean divides by (zero if all are ignored)."""
     ignored = target == ignore_index
-    label = target.masked_fill(ignored, 0)
+    label = target.long().masked_fill(ignored, 0)
     share = torch.ones_like(label, dtype=log_p.dtype) if weight is None else weight[label]
     share = share.masked_fill(ignored, 0)
     return -log_p.gather(1, label.unsqueeze(1)).squeeze(1).masked_fill(ignored, 0) * share, share.sum()

@@ -41,7 +41,7 @@ def _instance_norm(
     cudnn: bool,
 ) -> Any:
     if use_input_stats:
-        return _group_norm(x, x.shape[1], weight, bias, eps) if mean is None else NotImplemented
+        return _group_norm(x, x.shape[1], weight, bias, eps)
     return _batch_norm(x, weight, bias, mean, variance, False, momentum, eps, cudnn)
 
 
@@ -57,8 +57,14 @@ def _batch_norm(
     eps: float,
     cudnn: bool,
 ) -> Any:
-    if training or mean is None or variance is None:
-        return NotImplemented
+    if training or mean is None or variance is None:  # the entries of a channel are one row of a layer norm
+        rows = x.transpose(0, 1).reshape(x.shape[1], -1)
+        if mean is not None and variance is not None:
+            with torch.no_grad():
+                mean.lerp_(rows.mean(-1).to(mean), momentum)
+                variance.lerp_(rows.var(-1).to(variance), momentum)
+        normed = F.layer_norm(rows, rows.shape[-1:], eps=eps).reshape(x.shape[1], x.shape[0], *x.shape[2:])
+        return _scaled(normed.transpose(0, 1), weight, bias)
     return _scaled((x - _per_channel(mean, x)) * _per_channel((variance + eps).rsqrt(), x), weight, bias)
 
 

@@ -1,0 +1,76 @@
+"""``python -m papers``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hessiankit.cli import parsing as exit_codes
+from papers import claims
+from papers.__main__ import PAPERS, main
+from papers.claim import PAPERS as KNOWN
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_choices_are_the_papers() -> None:
+    assert tuple(KNOWN) == PAPERS
+
+
+def test_the_statements_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--json", "-"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["id"], row["verdict"]) for row in rows] == [(row.id, row.verdict) for row in claims()]
+
+
+@pytest.mark.parametrize("command", ["run --id hybridnorm/eq20", "show hybridnorm/eq19"])
+def test_verdicts_as_json(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for seed in ("0", "1"):
+        assert main([*shlex.split(command), "--seed", seed, "--json", str(tmp_path / "rows.json")]) == 0
+        (row,) = json.loads((tmp_path / "rows.json").read_text(encoding="utf-8"))
+        assert row["id"].startswith("hybridnorm/")
+        assert row["verdict"] in capsys.readouterr().out
+        assert row["reproduced"] is True
+
+
+def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "--paper", "ours", "--markdown", str(tmp_path / "a.md"), "--html", str(tmp_path / "a.html")]) == 0
+    assert "## Statements of this code base" in (tmp_path / "a.md").read_text(encoding="utf-8")
+    assert "<title>The papers' statements</title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_corrections(tmp_path: Path) -> None:
+    assert main(["errata", "--out", str(tmp_path / "errata")]) == 0
+    for page in (ROOT / "docs" / "errata").glob("*.md"):
+        assert (tmp_path / "errata" / page.name).is_file()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("list --verdict wrong", "--verdict 'wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
+        ("list --paper hybrid", "did you mean 'hybridnorm'?"),
+        ("run --id nothing", "--id 'nothing' is not known; all"),
+        ("show nothing", "'nothing' is not known; all"),
+        ("show hybridnorm/eq1*", "show takes one of them"),
+        ("list --markdown no/such/a.md", "there is no folder no/such"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(shlex.split(given)) == exit_codes.USAGE
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_nothing_in_the_toolkit_imports_the_papers() -> None:
+    code = "import sys, hessiankit as hk; [getattr(hk, name) for name in hk.__all__]; assert 'papers' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -1,0 +1,148 @@
+"""Chains of many small operations: rows of the Hessian as products with unit vectors, chosen from shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, draw, gauss_newton, largest_error, mse, randomised, reverse_over_reverse
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.curvature import forecast as forecasting
+from hessiankit.curvature import planning, streaming
+from hessiankit.engine import forward_sweep, product_rows
+
+
+class Recurrent(nn.Module):
+    """A loop over shared weights."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inward, self.across, self.out = nn.Linear(2, width), nn.Linear(width, width, bias=False), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(x.shape[0], self.across.in_features, dtype=x.dtype)
+        for step in range(x.shape[1]):
+            h = torch.tanh(self.inward(x[:, step]) + self.across(h))
+        return self.out(h)
+
+
+STEPS = 24
+X, T = draw(5, STEPS, 2), draw(5, 1, seed=2)
+
+
+@pytest.fixture(autouse=True)
+def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chain of this length is treated by products alone."""
+
+    def run(self: Any) -> None:
+        raise AssertionError("a sweep of a long chain")
+
+    monkeypatch.setattr(forward_sweep.ForwardSweep, "run", run)
+
+
+def module() -> nn.Module:
+    return randomised(Recurrent())
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"params": ["across.weight", "out.bias"]}])
+def test_the_whole_matrix(options: dict[str, Any]) -> None:
+    net = module()
+    H = hk.hessian(net, X, T, **options)
+    assert largest_error(H, reverse_over_reverse(net, X, T, mse, H.names)) <= 1e-12
+    assert H.asymmetry <= 1e-13
+    assert H.loss == pytest.approx(mse(net(X), T).item(), rel=1e-14)
+
+
+def test_several_batches_with_a_gauss_newton_part() -> None:
+    net = module()
+    H = hk.hessian(net, [(X[:2], T[:2]), (X[2:], T[2:])])
+    expected = reverse_over_reverse(net, X, T, mse, H.names)
+    assert largest_error(H, expected) <= 1e-12
+    outer = gauss_newton(net, X, T, mse)
+    assert float((H.outer() - outer).abs().max()) <= 1e-12 * float(outer.abs().max())
+    assert float((H.functional() - (expected - outer)).abs().max()) <= 1e-12 * float(expected.abs().max())
+
+
+def test_single_precision() -> None:
+    net = module()
+    expected = reverse_over_reverse(net, X, T, mse)
+    H = hk.hessian(net.float(), X.float(), T.float())
+    assert largest_error(H, expected.float()) <= 1e-5
+
+
+def test_blocks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = module()
+    expected = reverse_over_reverse(net, X, T, mse)
+    lazy = hk.hessian(net, X, T, lazy=True)
+    rows, columns = lazy.slices["inward.weight"], lazy.slices["across.weight"]
+    block = lazy.block("inward.weight", "across.weight")
+    assert float((block - expected[rows, columns]).abs().max()) <= 1e-12 * float(expected.abs().max())
+    monkeypatch.setattr(streaming, "PANEL", 1500)
+    for cached in (0, 2**30):
+        monkeypatch.setattr(planning, "CACHE", cached)
+        H = hk.hessian(net, X, T, out=tmp_path / "h.npy", overwrite=True)
+        assert largest_error(H, expected) <= 1e-12
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_the_diagonal(kind: str, batch_size: int | None) -> None:
+    net = module()
+    expected = (reverse_over_reverse if kind == "hessian" else gauss_newton)(net, X, T, mse).diagonal()
+    diagonal = hk.hessian_diagonal(net, X, T, kind=kind, batch_size=batch_size)
+    assert float((diagonal.flat - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+    with pytest.raises(hk.InputError, match=r"as long as about 33 products"):
+        hk.hessian_diagonal(net, X, T, max_products=32)
+
+
+def test_the_gradient_is_compared_with_the_modules_own() -> None:
+    net = module()
+    net.across.weight.register_hook(lambda slope: 2 * slope)
+    for call in (hk.hessian, hk.hessian_diagonal):
+        with pytest.raises(hk.TraceError, match="a hook on the parameter"):
+            call(net, X, T)
+        call(net, X, T, handshake=False)
+
+
+def test_values_that_are_not_finite_are_named() -> None:
+    def run(s: nn.Module, x: Tensor) -> Tensor:
+        h = x
+        for _ in range(2 * STEPS):
+            h = torch.tanh(h @ s.W)
+        return (h * s.v).abs().sqrt()
+
+    net = Formula(run, W=(3, 3), v=(3,))
+    net.v.data.zero_()
+    with pytest.raises(hk.InputError, match=r"NaN or infinite|has no finite"):
+        hk.hessian(net, draw(2, 3), draw(2, 3, seed=2))
+
+
+def test_a_forecast_runs_no_sweep() -> None:
+    net = module()
+    found = forecasting.forecast(net, X, T)
+    assert found.parameters == 33
+    assert found.workspace_bytes >= 33 * 33 * 8
+    assert found.flops > 0
+
+
+def test_the_choice_follows_shapes() -> None:
+    """Short and wide networks are swept; long and narrow ones are not."""
+    from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+    from hessiankit.engine.problem.own_call import make_task
+
+    def chosen(net: nn.Module, x: Tensor, t: Tensor, *, diagonal: bool = False) -> bool:
+        task = make_task("test", net, x, t, "mse")
+        trace = loss_trace(task, normalizer_of(task)).trace
+        return product_rows.products_are_cheaper(trace, task.size, 8, diagonal=diagonal)
+
+    deep = randomised(nn.Sequential(*[layer for _ in range(40) for layer in (nn.Linear(6, 6), nn.Tanh())]))
+    wide = randomised(nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30)))
+    assert chosen(module(), X, T)
+    assert chosen(module(), X, T, diagonal=True)
+    assert chosen(deep, draw(2, 6), draw(2, 6))
+    assert not chosen(deep, draw(2, 6), draw(2, 6), diagonal=True)  # no parameter is used twice: linear in the length
+    assert not chosen(wide, draw(64, 30), draw(64, 30))
