@@ -63,7 +63,7 @@ def _elu(x: Tensor, alpha: float = 1.0, scale: float = 1.0, rate: float = 1.0) -
     bent = x <= 0
     below = scale * alpha * rate * torch.exp(rate * torch.where(bent, x, 0))
     value = scale * torch.where(bent, alpha * torch.expm1(rate * torch.where(bent, x, 0)), x)
-    return value, torch.where(bent, below, scale), torch.where(bent, rate * below, 0)
+    return value, torch.where(bent, below, scale), torch.where(x < 0, rate * below, 0)
 
 
 def _hardswish(x: Tensor) -> Derivatives:
@@ -100,7 +100,7 @@ KINKED: dict[str, Callable[..., Derivatives]] = {
     ),
 }
 """
-    elu           b x for x > 0, else a b (e^(cx) - 1):  b or a b c e^(cx),  0 or a b c^2 e^(cx);  at 0 the latter
+    elu           b x for x > 0, else a b (e^(cx) - 1):  b or a b c e^(cx),  0 or a b c^2 e^(cx);  at 0 as torch
                   (constants a, b, c: selu has b for a scale, celu c = 1/a)
     hardsigmoid   0, (x + 3)/6, 1:     slope 1/6 within -3 < x < 3
     hardswish     0, x (x + 3)/6, x:   slope x/3 + 1/2 and curvature 1/3 within -3 < x < 3

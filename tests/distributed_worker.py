@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.diagnostics import distributed as hd
+from hessiankit.diagnostics.sharpness import SharpnessReport
 from hessiankit.partition import Part, model_parts
 
 VOCABULARY, LENGTH = 13, 6
@@ -93,7 +94,7 @@ def some_cut(made: nn.Module) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def own(report: hk.SharpnessReport) -> dict[str, Any]:
+def own(report: SharpnessReport) -> dict[str, Any]:
     """Return a report without its time."""
     return {name: value for name, value in report.to_dict().items() if name != "seconds"}
 

@@ -9,13 +9,14 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, generic
+from hessiankit.verify.check_report import CheckReport
 
 __all__ = ["ATTENTIONS", "QUICK", "InDouble", "checked", "generic", "images"]
 
 QUICK = ("reverse-over-reverse", "jvp(grad)")
 
 
-def checked(module: nn.Module, inputs: Any, target: Tensor | None = None, **options: Any) -> hk.CheckReport:
+def checked(module: nn.Module, inputs: Any, target: Tensor | None = None, **options: Any) -> CheckReport:
     """Assert that two healthy references confirm the Hessian to 1e-10, and that none of it was left to autograd."""
     report = hk.check(module, inputs, target, **{"against": QUICK, **options})
     assert report, f"{report.verdict}\n" + "\n".join(report.health_lines())

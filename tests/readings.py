@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import hessiankit as hk
+from hessiankit.curvature.diagonal import CurvatureDiagonal
+from hessiankit.curvature.frobenius import FrobeniusNorms
 
 PANEL = 30_000  # bytes
 
@@ -47,12 +49,12 @@ def _products(*args: Any, **options: Any) -> tuple[hk.HessianOperator, Tensor]:
     return found, found.to_matrix()
 
 
-def _diagonal(*args: Any, **options: Any) -> tuple[hk.CurvatureDiagonal, Tensor]:
+def _diagonal(*args: Any, **options: Any) -> tuple[CurvatureDiagonal, Tensor]:
     found = hk.hessian_diagonal(*args, **options)
     return found, found.flat
 
 
-def _norms(*args: Any, **options: Any) -> tuple[hk.FrobeniusNorms, Tensor]:
+def _norms(*args: Any, **options: Any) -> tuple[FrobeniusNorms, Tensor]:
     found = hk.frobenius_norms(*args, **options)
     return found, found.matrix
 

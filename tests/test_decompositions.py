@@ -12,6 +12,7 @@ import hessiankit as hk
 from derivations.linear import Add, Linear, MatMul
 from hessiankit.engine.jacobians import find_sites
 from hessiankit.tracing.decompositions import COMPOSITE, DECOMPOSITIONS, aten
+from hessiankit.tracing.trace import Trace
 
 
 class Decoder(nn.Module):
@@ -102,7 +103,7 @@ def test_other_families(module, shape):
     assert assert_exact(randomised(module()).eval(), draw(*shape), tolerance=1e-11).fallbacks == ()
 
 
-def applied(f: object, *inputs: Tensor, **shapes: tuple[int, ...]) -> hk.Trace:
+def applied(f: object, *inputs: Tensor, **shapes: tuple[int, ...]) -> Trace:
     module = Formula(f, **shapes)
     return hk.trace_module(lambda p, *x: torch.func.functional_call(module, p, x).sum(), dict(module.named_parameters()), inputs)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import estimators
+from hessiankit.curvature.estimators import ScalarEstimates
 
 SEEDS = 200
 
@@ -30,7 +31,7 @@ def true_of(matrix: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def found() -> tuple[Tensor, list[hk.ScalarEstimates]]:
+def found() -> tuple[Tensor, list[ScalarEstimates]]:
     """The exact Hessian by autograd, and estimates with many seeds."""
     module, x, t = block()
     matrix = reverse_over_reverse(module, x, t, mse)
@@ -38,7 +39,7 @@ def found() -> tuple[Tensor, list[hk.ScalarEstimates]]:
     return matrix, [hk.scalar_estimates(operator, products=40, seed=seed) for seed in range(SEEDS)]
 
 
-def test_intervals_hold_the_truth_at_about_their_level(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+def test_intervals_hold_the_truth_at_about_their_level(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """At 95 %: from 91 %, three standard deviations of a share of 200 below, to less than always."""
     matrix, drawn = found
     assert float(torch.linalg.eigvalsh(matrix)[0]) < -0.01 * float(torch.linalg.eigvalsh(matrix)[-1])  # indefinite
@@ -177,7 +178,7 @@ def test_small_matrices_are_taken_whole() -> None:
         assert found.products == 7
 
 
-def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """The lowest shares of the page's rows of these estimates, over all products and from 20 products on."""
     lines = (Path(__file__).parent.parent / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
     names = ("trace", "sum of squares", "trace of a parameter", "entry of the diagonal")
@@ -189,7 +190,7 @@ def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[hk
     assert f"held {min(value for (_, n), value in lowest.items() if n >= 20)} to 100 % of the time" in repr(found[1][0])
 
 
-def test_estimates_are_unbiased(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+def test_estimates_are_unbiased(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """The mean over seeds, within four of its standard errors; traces add up to the diagonal's."""
     matrix, drawn = found
     true = true_of(matrix)
@@ -203,7 +204,7 @@ def test_estimates_are_unbiased(found: tuple[Tensor, list[hk.ScalarEstimates]]) 
     assert sum(e.value for e in one.traces.values()) == pytest.approx(float(one.diagonal.sum()), rel=1e-12)
 
 
-def test_intervals_of_another_level(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+def test_intervals_of_another_level(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     module, x, t = block()
     half = hk.scalar_estimates(hk.hessian_operator(module, x, t), products=40, level=0.5)
     assert half.trace.value == found[1][0].trace.value
@@ -234,7 +235,7 @@ def test_exact_where_products_span_the_matrix(name: str, dtype: torch.dtype) -> 
     assert ("exact up to rounding" in found.table()) == (name == "all columns")
 
 
-def test_prints_and_becomes_json(found: tuple[Tensor, list[hk.ScalarEstimates]]) -> None:
+def test_prints_and_becomes_json(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     one = found[1][0]
     assert f"trace {one.trace}" in repr(one)
     assert "ESTIMATES from 40 products, 95 % intervals" in one.table()

@@ -14,6 +14,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.curvature import evaluation, forecast, planning, streaming
+from hessiankit.curvature.forecast import Forecast
 from hessiankit.curvature.planning import Meter, measure
 from hessiankit.engine import forward_sweep
 from hessiankit.engine.problem import task
@@ -28,7 +29,7 @@ def block() -> nn.Module:
 def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "assemble", None)
     found = hk.hessian(block(), X, T, dry_run=True)
-    assert isinstance(found, hk.Forecast)
+    assert isinstance(found, Forecast)
     assert (found.parameters, found.matrix_bytes, found.disk_bytes) == (180, 180 * 180 * 8, 0)
     assert (found.samples, found.batches, found.chunks, found.panels) == (5, 1, 1, 1)
     assert found.dtype == "float64"

@@ -11,9 +11,10 @@ from curvature_reference import draw, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import FrobeniusNorms, frobenius_norms
+from hessiankit import frobenius_norms
 from hessiankit.curvature import evaluation, frobenius, planning
 from hessiankit.curvature import streaming as panel_sum
+from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.curvature.planning import Meter
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)

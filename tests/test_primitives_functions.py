@@ -144,3 +144,12 @@ def test_rrelu_in_evaluation():
 
 def test_numbers_given_as_scalars():
     assert {MatMul, Multiple} <= {type(p) for p in applied(module_of(lambda y: torch.ops.aten.mul.Scalar(y, 2.0)))}
+
+
+@pytest.mark.parametrize("f", [F.elu, F.selu, lambda z: F.celu(z, 0.5), lambda z: F.elu(z, 0.7)])
+def test_the_second_derivative_at_the_kink_is_that_of_torch(f) -> None:
+    """Of an entry that is zero and moves, as behind a hard choice."""
+    chosen = torch.tensor([0.0, 1.0, 0.0, 1.0], dtype=torch.float64)
+    module, x = Formula(lambda s, x: f(x @ s.W * chosen), W=(3, 4)), draw(5, 3)
+    assert_exact(module, x, draw(5, 4, seed=2))
+    assert_exact(Formula(lambda s, x: f(x @ s.W * (s.W.sum() - s.W.sum().detach())), W=(3, 4)), x, draw(5, 4, seed=2))

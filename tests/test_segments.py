@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
 from hessiankit.tracing.segment_probe import probe_segments, products, verify_segments
+from hessiankit.tracing.trace import Trace
 
 X, WEIGHT = draw(3, 4), draw(3, 4, seed=5)
 
@@ -393,7 +394,7 @@ def test_a_row_left_out_of_the_gradient_is_left_out_of_the_comparison():
 
 
 def test_a_trace_is_compared_along_one_direction():
-    def traced(kind: type[Cubed]) -> tuple[hk.Trace, Callable[[dict[str, Tensor]], tuple[float, dict[str, Tensor]]]]:
+    def traced(kind: type[Cubed]) -> tuple[Trace, Callable[[dict[str, Tensor]], tuple[float, dict[str, Tensor]]]]:
         def loss(p: dict[str, Tensor]) -> Tensor:
             return scalar(kind.apply(X @ p["W"]) * p["v"])
 

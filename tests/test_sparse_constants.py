@@ -106,7 +106,7 @@ def test_what_is_wrong_with_a_sparse_tensor_is_said(layout: str) -> None:
             return super().forward(x)
 
     module = Written(torch.mm, LAYOUTS[layout](ADJACENCY))
-    with pytest.raises(hk.InputError, match="a call of the module changes its buffer 'adjacency'"):
+    with pytest.raises(hk.InputError, match="changes its buffer 'adjacency'"):
         hk.hessian(module, X, TARGET)
     assert module.adjacency.to_dense().equal(ADJACENCY)
 

@@ -16,18 +16,19 @@ from derivations.normalization import LayerNorm
 from derivations.pooling import Mean
 from derivations.softmax import Softmax
 from hessiankit.tracing.fallback import AutomaticDifferentiation
+from hessiankit.tracing.trace import Trace
 
 EVERYTHING = {"bias": True, "attention_bias": True, "n_heads": 2, "causal": True}
 
 
-def traced(module: nn.Module, *inputs: Tensor) -> hk.Trace:
+def traced(module: nn.Module, *inputs: Tensor) -> Trace:
     def function(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
         return torch.func.functional_call(module, parameters, given)
 
     return hk.trace_module(function, dict(module.named_parameters()), inputs)
 
 
-def kinds(trace: hk.Trace) -> list[type]:
+def kinds(trace: Trace) -> list[type]:
     return [type(a.primitive) for a in trace.applications]
 
 

@@ -148,7 +148,7 @@ def _checkpoint() -> nn.Module:
     return Net(lambda m, x: checkpoint(m.l, x, use_reentrant=False).tanh() * m.v)
 
 
-@refused("a compiled submodule", "compile")
+@way("a compiled submodule")
 def _compiled() -> nn.Module:
     net = Net()
     net.l = torch.compile(net.l, backend="eager")

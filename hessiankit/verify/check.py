@@ -136,8 +136,10 @@ def check(
 
     try:
         return report_in(dtype)
-    except InputError:
-        if dtype is None or inputs is None or not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
+    except InputError as error:
+        if "NaN or infinite" not in str(error) or dtype is None or inputs is None:
+            raise
+        if not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
             raise
         kind = next(block_or_module.parameters()).dtype
         note = f"the loss is not finite in {dtype}, as where a mask of finfo.min is cast to a narrower type: compared in {kind}"
@@ -151,9 +153,12 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     for kind in (None, dtype):
         with preserved(module, loss), converted((module, loss), kind):
             given, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
-            problem = Problem(module, given, labels, loss)
-            with problem.at():
-                finite.append(bool(problem.call().isfinite()))
+            try:
+                problem = Problem(module, given, labels, loss)
+                with problem.at():
+                    finite.append(bool(problem.call().isfinite()))
+            except Exception:  # whatever a module may raise: the first error is the one to report
+                return False
     return finite == [True, False]
 
 

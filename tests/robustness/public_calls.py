@@ -263,7 +263,6 @@ CALLS = {
     ),
     "model_parts": Call(parts.model_parts, lambda: {"model": language_model(), "inputs": None}, ("model_parts",)),
     "named_slices": Call(hk.named_slices, lambda: {"module": language_model(), "heads": True}, ("named_slices",)),
-    "claims": Call(hk.claims, lambda: {"paper": None, "verdict": None, "id": None}, ("claims",)),
     "sharpness": Call(
         hk.sharpness,
         on_language(

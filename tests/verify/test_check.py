@@ -14,6 +14,7 @@ from torch import nn
 import hessiankit as hk
 from derivations.normalization import RMSNormAt
 from hessiankit.verify import small_blocks
+from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
@@ -26,7 +27,7 @@ def block(**options: object) -> hk.TransformerBlock:
 
 
 @functools.cache
-def plain() -> hk.CheckReport:
+def plain() -> CheckReport:
     """Return the report of the post-norm block, which many tests read."""
     return hk.check(block())
 

@@ -12,7 +12,9 @@ from reference_cases import RIGHT, draw, relative
 from torch import Tensor, nn
 
 import hessiankit as hk
+from hessiankit.curvature.diagonal import CurvatureDiagonal
 from hessiankit.verify import REFERENCES, Problem, Unsupported
+from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.probes import EVERYTHING, MOST_GROUPS, directions, roles
 
 IDS = torch.tensor([[1, 7, 3, 0], [5, 5, 29, 2]])
@@ -24,7 +26,7 @@ def model(d_model: int = 16, d_ff: int = 24, layers: int = 3, **options: Any) ->
     return hk.Transformer(31, d_model, d_ff, layers, 2, activation="gelu", causal=True, bias=True, **options)
 
 
-def checked(module: nn.Module | None = None, **options: Any) -> hk.CheckReport:
+def checked(module: nn.Module | None = None, **options: Any) -> CheckReport:
     return hk.check(module or model(), IDS, LABELS, loss="cross_entropy", **options)
 
 
@@ -92,8 +94,8 @@ def test_one_wrong_row_of_one_parameter_is_seen(part: str, small: nn.Module, mon
 
 
 def test_a_wrong_gradient_and_a_wrong_diagonal_are_seen(small: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = hk.CurvatureDiagonal.flat
-    monkeypatch.setattr(hk.CurvatureDiagonal, "flat", property(lambda self: right.fget(self) * (1 + 1e-7)))
+    right = CurvatureDiagonal.flat
+    monkeypatch.setattr(CurvatureDiagonal, "flat", property(lambda self: right.fget(self) * (1 + 1e-7)))
     init = hk.HessianOperator.__init__
 
     def wrong(self: hk.HessianOperator, *args: Any, **options: Any) -> None:

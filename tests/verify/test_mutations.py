@@ -21,17 +21,18 @@ from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing import primitives
 from hessiankit.verify import small_blocks as formulas
+from hessiankit.verify.check_report import CheckReport
 
 AGAINST = ("reverse-over-reverse", "central-differences")
 
 
-def verdict(**options: object) -> hk.CheckReport:
+def verdict(**options: object) -> CheckReport:
     torch.manual_seed(0)
     block = hk.TransformerBlock(d_model=4, d_ff=5, d_k=2, activation="gelu")
     return hk.check(block, against=AGAINST, **options)
 
 
-def failed_names(report: hk.CheckReport) -> set[str]:
+def failed_names(report: CheckReport) -> set[str]:
     return {row.name for row in report.rows if not row.passed}
 
 
