@@ -126,7 +126,7 @@ def results(folder: Path) -> dict[str, Any]:
         "ledger": found,
         "claim": found[0],
         "ledger report": papers.claims(id="hybridnorm/eq1*").run(),
-        "monitor": read_monitor(folder / "run.jsonl"),
+        "monitor": hk.Monitor.read(folder / "run.jsonl"),
         "depth": hk.depth_diagnostics(model, batch),
         "identities": identities(block, x, t),
         "routes": routes(["layer_norm", "softmax"]),
