@@ -15,7 +15,7 @@ import torch
 from benchmarks import real_sizes
 from benchmarks.mutants import command as mutants
 from benchmarks.plan import Benchmark, Plan
-from benchmarks.problems import DTYPES, GPT2, names, read
+from benchmarks.problems import DTYPES, GPT2, RECURRENCE, names, read
 from benchmarks.report import write
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS, scale
@@ -91,7 +91,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         InputError: They cannot be used.
     """
     for size in options.sizes or ():
-        if size not in (*GPT2, *MODELS) and real_sizes.read(size) is None:
+        if size not in (*GPT2, RECURRENCE, *MODELS) and real_sizes.read(size) is None:
             read(size)
     for method in options.methods or ():
         scale.options_of(method)

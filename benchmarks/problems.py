@@ -38,11 +38,29 @@ SIZES = {
     "large": Size(256, 256, 1024),
 }
 GPT2 = ("gpt2-untied", "gpt2-tied")
+RECURRENCE = "recurrence"  # 60 steps of a loop in Python over shared weights
+STEPS = 60
 VOCABULARY, CONTEXT = 64, 16
 BATCHES = (1, 8, 32, 128)
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 _NAME = re.compile(r"(?P<size>.+?)(?P<affine>-affine)?(?:-x(?P<layers>\d+))?")
 _CUSTOM = re.compile(r"L(\d+)d(\d+)f(\d+)")  # a size that has no name: L16d8f32
+
+
+class Recurrence(nn.Module):
+    """A loop of tanh units over the tokens of a sequence, B x L x 2 -> B x L x 1; 33 parameters."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.inward, self.across, self.out = nn.Linear(2, width), nn.Linear(width, width, bias=False), nn.Linear(width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the outputs of all steps."""
+        h, states = x.new_zeros(len(x), self.across.in_features), []
+        for step in x.unbind(1):
+            h = torch.tanh(self.inward(step) + self.across(h))
+            states.append(h)
+        return self.out(torch.stack(states, 1))
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +129,7 @@ class Case:
 
 def names() -> tuple[str, ...]:
     """Return the names of all problems that the suites use."""
-    return (*SIZES, *(f"{size}-affine" for size in SIZES), *GPT2)
+    return (*SIZES, *(f"{size}-affine" for size in SIZES), *GPT2, RECURRENCE)
 
 
 def make(
@@ -133,6 +151,10 @@ def make(
             tokens = torch.randint(VOCABULARY, (batch, CONTEXT + 1))
             inputs, target, loss = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), "cross_entropy"
             return Case(name, module.to(where, kind), inputs.to(where), target.to(where), loss, wanted=wanted)
+        if name == RECURRENCE:
+            recurrence = Recurrence().to(where, kind)
+            inputs, target = (torch.randn(batch, STEPS, n, dtype=torch.float64).to(where, kind) for n in (2, 1))
+            return Case(name, recurrence, inputs, target, "mse", wanted=wanted)
         size, layers, affine = read(name)
         blocks = [TransformerBlock(size.d_model, size.d_ff, affine=affine) for _ in range(layers)]
         module = nn.Sequential(*blocks) if layers > 1 else blocks[0]
@@ -159,7 +181,7 @@ def parameters_of(name: str) -> int:
     >>> parameters_of("medium"), parameters_of("small-x3")
     (11264, 2112)
     """
-    if name in GPT2:
+    if name in (*GPT2, RECURRENCE):
         return make(name, 1).size
     size, layers, affine = read(name)
     return layers * (3 * size.d_model**2 + 2 * size.d_model * size.d_ff + (4 * size.d_model if affine else 0))
@@ -167,6 +189,8 @@ def parameters_of(name: str) -> int:
 
 def tokens_of(name: str) -> int:
     """Return the tokens L of one sequence."""
+    if name == RECURRENCE:
+        return STEPS
     return CONTEXT if name in GPT2 else read(name)[0].tokens
 
 

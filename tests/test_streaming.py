@@ -216,8 +216,10 @@ def test_memory_and_values_are_checked_first(tmp_path: Path, monkeypatch: pytest
     def root(m: Any, x: Tensor) -> Tensor:
         return (x * m.w).abs().sqrt()
 
+    module = Formula(root, w=(3,))
+    module.w.data.zero_()
     with pytest.raises(hk.InputError, match=r"the block \('w', 'w'\) is NaN or infinite"):
-        hk.hessian(Formula(root, w=(3,)), torch.zeros(2, 3, dtype=torch.float64), draw(2, 3), out=tmp_path / "n.npy")
+        hk.hessian(module, draw(2, 3), draw(2, 3), out=tmp_path / "n.npy")
     assert not (tmp_path / "n.npy").exists()
     monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
     with pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* Pass batch_size=1"):

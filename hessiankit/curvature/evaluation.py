@@ -22,7 +22,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace, nearby
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task, available_memory
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.support.errors import TraceError
+from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
@@ -205,12 +205,34 @@ class Evaluation:
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
             check_finite("hessian", matrix.data, tasks[0].slices, tasks)
+        self._check_symmetric(matrix, asymmetry, value, fallbacks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
             self._loss = value
             self.seconds += time.perf_counter() - start
         return matrix.data
+
+    def _check_symmetric(self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...]) -> None:
+        """Refuse a matrix whose diagonal blocks were not symmetric, unless it is small enough beside the loss to be rounding.
+
+        Raises:
+            InputError: Half of the digits of its largest entry, or more, differ between H and its transpose.
+        """
+        kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
+        allowed = max(torch.finfo(kind).eps for kind in (matrix.data.dtype, *kinds)) ** 0.5
+        if asymmetry <= allowed:
+            return
+        low, high = torch.aminmax(matrix.data)
+        largest = max(-float(low), float(high))
+        error = asymmetry * matrix.largest() / largest
+        if error > allowed and largest > allowed * abs(loss):
+            named = f"; differentiated automatically: {', '.join(fallbacks)}" if fallbacks else ""
+            raise InputError(
+                f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
+                f"{named}. An operation has a wrong second derivative or overflows, or terms cancel; write it in other "
+                "operations, or use a wider dtype"
+            )
 
     def assembled(
         self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False, into: Tensor | None = None

@@ -181,7 +181,7 @@ class Handshake:
             if noise is not None:
                 allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
             if not difference <= allowed:
-                found[name] = difference / size
+                found[name] = difference / size if size else math.inf  # where the module's own is NaN
         return found
 
     def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
