@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import draw, largest_error, mse, randomised, reverse_over_reverse
+from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -193,3 +193,26 @@ def test_a_change_without_effect_on_loss_and_gradient_is_seen_later() -> None:
     strength["of the penalty"] = 1.0
     assert torch.equal(whole.outer(), outer)
     assert torch.equal(lazy.matrix, whole.matrix)
+
+
+def test_digits_that_an_operation_has_lost_are_refused() -> None:
+    """In single precision, behind torch's derivatives of eigenvalues and of a Cholesky factor, where entries reach 4e11."""
+    numbers = torch.Generator().manual_seed(223)
+    W, b, V = (torch.randn(*shape, generator=numbers, dtype=torch.float64) for shape in ((3, 4), (4,), (4, 2)))
+    b = 0.3 * b
+    b[223 % 4] -= 4
+
+    def run(s: nn.Module, x: Tensor) -> Tensor:
+        z = x @ s.W + s.b
+        z = z * torch.linalg.eigvalsh(z.T @ z + torch.diag(torch.arange(4.0)))
+        z = z @ torch.linalg.cholesky(z.T @ z + torch.eye(4))
+        z = nn.functional.interpolate(z.reshape(1, 1, 6, 4), scale_factor=2, mode="bilinear")[0, 0, :6, :4] * z
+        return torch.logsumexp(z @ s.V, 0).sum()
+
+    module = Formula(run, W=(3, 4), b=(4,), V=(4, 2)).float()
+    for p, values in zip((module.W, module.b, module.V), (W, b, 0.7 * V), strict=True):
+        p.data.copy_(values)
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(224), dtype=torch.float64).float()
+    for reading in (hk.hessian, hk.hessian_diagonal, hk.frobenius_norms):
+        with pytest.raises(hk.InputError, match="use a wider dtype"):
+            reading(module, x, loss=None)

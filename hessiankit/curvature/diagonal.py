@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
-from hessiankit.curvature.operator import HessianOperator, check_effect
+from hessiankit.curvature.operator import HessianOperator, check_effect, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import linearise
@@ -215,6 +215,8 @@ def hessian_diagonal(
         operator = HessianOperator(tasks, batches, factors, kind, None)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
+    elif fallbacks:
+        check_fallbacks(tasks, factors, kind, flat)
     shapes, slices = tasks[0].shapes, tasks[0].slices
     values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
     for name, x in values.items():

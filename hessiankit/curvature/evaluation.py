@@ -205,7 +205,7 @@ class Evaluation:
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
             check_finite("hessian", matrix.data, tasks[0].slices, tasks)
-        self._check_symmetric(matrix, asymmetry, value, fallbacks)
+        self.check_symmetric(matrix, asymmetry, value, fallbacks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
@@ -213,7 +213,7 @@ class Evaluation:
             self.seconds += time.perf_counter() - start
         return matrix.data
 
-    def _check_symmetric(self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...]) -> None:
+    def check_symmetric(self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...]) -> None:
         """Refuse a matrix whose diagonal blocks were not symmetric, unless it is small enough beside the loss to be rounding.
 
         Raises:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.operator import check_fallbacks
 from hessiankit.curvature.planning import PANEL, Plan, check_workspace, make_plan, panels
 from hessiankit.curvature.streaming import PanelSum
 from hessiankit.engine.diagnosis import not_finite, without_effect
@@ -197,6 +198,8 @@ def frobenius_norms(
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes
         value = total.loss()
+    if plan.fallbacks:
+        check_fallbacks(tasks, factors, kind)
     blocks = {(i, j): found[i, j] for i in shapes for j in shapes if (i, j) in found}
     return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
 
@@ -213,8 +216,9 @@ def _dense(
     first = tasks[0]
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
+    evaluation = Evaluation(tasks, factors, batch_size, progress)
     try:
-        matrix, value, fallbacks = Evaluation(tasks, factors, batch_size, progress).assembled(tasks, progress, outer=outer)
+        matrix, value, fallbacks = evaluation.assembled(tasks, progress, outer=outer)
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
     names = list(first.parameters)
@@ -223,6 +227,8 @@ def _dense(
         raise not_finite(WHO, *broken, tasks)
     if not any(found.values()) and not any(reached(task) for task in tasks):
         raise without_effect(WHO, names)
+    if fallbacks:
+        evaluation.check_symmetric(matrix, matrix.mirror(), value, fallbacks)
     return found, value, fallbacks
 
 

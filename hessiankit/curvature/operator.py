@@ -454,6 +454,31 @@ def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
         raise without_effect(WHO, tasks[0].parameters)
 
 
+def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, diagonal: Tensor | None = None) -> None:
+    """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits.
+
+    Raises:
+        InputError: Half of the digits differ, or more.
+    """
+    with torch.no_grad():
+        batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
+    operator = HessianOperator(tasks, batches, list(weights), kind, None)
+    _ = operator.symmetry_error
+    if diagonal is None:
+        return
+    at = int(diagonal.abs().argmax())
+    unit = torch.zeros_like(diagonal)
+    unit[at] = 1.0
+    seen, expected = float(diagonal[at]), float((operator @ unit)[at])
+    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in batches)) ** 0.5
+    if not abs(seen - expected) <= allowed * max(abs(seen), abs(expected)):
+        raise InputError(
+            f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian; "
+            f"differentiated automatically: {', '.join(operator.fallbacks)}. An operation has lost its digits; write it in other "
+            "operations, or use a wider dtype"
+        )
+
+
 def check_options(kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
     """Raise InputError if the options of an operator cannot be used together."""
     check_kind(kind, seed, draws)
