@@ -1,4 +1,4 @@
-"""A monitor of the spectrum, of approximations and of the planned Hessian, within a share of the time."""
+"""A monitor of the spectrum, of approximations and of the exact Hessian, within a share of the time."""
 
 from __future__ import annotations
 

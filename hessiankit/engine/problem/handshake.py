@@ -211,48 +211,6 @@ class Handshake:
         )
 
 
-class GenericSlope:
-    """The derivative of the loss along one generic direction: a number by which the gradients of a plan and a call are compared.
-
-    Args:
-        task: Whose parameters; its gradient is of the size that rounding is relative to.
-
-    Attributes:
-        eps: The rounding unit of the coarsest type that the module computes in.
-    """
-
-    def __init__(self, task: Task) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._along = {name: torch.randn(x.shape, generator=generator).to(x) for name, x in task.parameters.items()}
-        self._flat = _flat(self._along.values())
-        self._terms: list[Tensor] = []
-        self._size = 0.0
-        self.eps = max(torch.finfo(x.dtype).eps for x in (*task.parameters.values(), torch.empty(0, dtype=task.dtype)))
-        if task.reference is not None:
-            self._size = self.expected(task.reference)[1]
-
-    def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float) -> None:
-        """Add some samples, as :meth:`Handshake.add` does."""
-        self.eps = max(self.eps, trace.eps)
-        self._terms += [
-            (adjoints[at] * self._along[name]).sum() / share for name, at in trace.parameters.items() if at in adjoints
-        ]
-
-    def value(self) -> Tensor:
-        """Return the derivative by what has been added."""
-        return torch.stack(self._terms).sum()
-
-    def expected(self, own: OwnGradient) -> tuple[float, float]:
-        """Return the derivative by a gradient, and the size of its terms or of those of the task's own, the larger of the two."""
-        given = ((own.gradient[name], x) for name, x in self._along.items())
-        terms = _flat(torch.zeros_like(x) if slope is None else slope for slope, x in given) * self._flat
-        return float(terms.sum()), max(float(terms.abs().sum()), self._size)
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors]).double()
-
-
 def _is_same_step(x: Any, y: Any) -> bool:
     """Tell whether two steps are the same operation, truth value or integer; other numbers are rounded."""
     return x == y or (isinstance(x, (float, complex)) and isinstance(y, (float, complex)))
