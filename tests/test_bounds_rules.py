@@ -179,7 +179,7 @@ def test_heads_that_read_different_rows_have_a_longer_row_than_any_value():
     Q, K, V = torch.full((1, 2), 1e3), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0]])
     Q, K, V = (Y.double() for Y in (Q, K, V))
     C = context(Q, K, V, 1.0, 2, 1)
-    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2)
+    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2, groups=1)
     assert Z.row == pytest.approx(float(C.norm()), rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
 
 

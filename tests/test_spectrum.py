@@ -298,6 +298,8 @@ BAD = {
     "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
     "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
     "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
+    "inputs beside an operator": (lambda op: called(op, X), "an operator has its data"),
+    "a target beside an operator": (lambda op: called(op, target=T), "an operator has its data"),
     "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
 }
 
@@ -317,6 +319,15 @@ def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pyt
         hk.spectrum(operator, k=1, method="lanczos")
     with pytest.raises(hk.OutOfMemoryError, match="all eigenvalues of"):
         hk.spectrum(operator, k=1)
+
+
+def test_memory_for_all_eigenvalues_is_three_matrices(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch) -> None:
+    need = 3 * 8 * operator.shape[0] ** 2
+    monkeypatch.setattr("hessiankit.landscape.spectra.available_memory", lambda device: need)
+    assert hk.spectrum(operator, k=1, method="full").converged
+    monkeypatch.setattr("hessiankit.landscape.spectra.available_memory", lambda device: need - 1)
+    with pytest.raises(hk.OutOfMemoryError, match="all eigenvalues of"):
+        hk.spectrum(operator, k=1, method="full")
 
 
 def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_error_of_a_mean(operator: HessianOperator) -> None:

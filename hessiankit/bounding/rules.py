@@ -359,7 +359,7 @@ def merge(X: Bounded, heads: int) -> Bounded:
     return replace(X, centre=centre, spectral=X.frobenius, row=row, diameter=math.inf, jacobian_row={}, sphere=None)
 
 
-def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int = 1, groups: int = 1) -> Bounded:
+def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads: int, groups: int) -> Bounded:
     r"""Return the context of softmax attention, C_i = sum_j softmax_j(c q_i.k_j) v_j, heads side by side.
 
     With p a row of weights, cov and cum the covariance and third cumulant under it, r(Y) the range of Y's rows, so that a
