@@ -286,9 +286,9 @@ def test_a_gain_attains_its_second_derivative_with_the_value():
 def test_equal_keys_or_values_have_no_second_derivative():
     """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
     Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
-    Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1))
+    Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1), heads=1, groups=1)
     assert Z.hessian_row["Q", "Q"] == Z.jacobian["Q"] == Z.hessian_all["V", "Q"] == 0.0
-    Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1))
+    Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1), heads=1, groups=1)
     assert Z.hessian_row["Q", "Q"] == Z.hessian_row["K", "K"] == Z.jacobian["K"] == Z.hessian_all["Q", "K"] == 0.0
 
 
