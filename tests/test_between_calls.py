@@ -140,13 +140,13 @@ def run(seed: int) -> Counter[str]:
     return answers
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_each_result_is_that_of_its_moment(seed: int) -> None:
     answers = run(seed)
     assert answers["right"] >= answers["refused"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(25, 1025))
+@pytest.mark.parametrize("seed", range(12, 1012))
 def test_each_result_is_that_of_its_moment_in_a_thousand_programs(seed: int) -> None:
     run(seed)

@@ -10,6 +10,7 @@ import ast
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from benchmarks.mutants.listing import Mutant, every
@@ -55,6 +56,7 @@ def drawn(root: Path, files: Iterable[str], count: int, seed: int) -> list[Mutan
     return [_mutant(root, name, edit, tests[name]) for name, edit in chosen]
 
 
+@cache
 def known_tests(root: Path) -> Mapping[str, tuple[str, ...]]:
     """Return the tests by file: those that a list names for it or that import it, and its doctests.
 

@@ -294,8 +294,9 @@ CHOICES = (("reverse-over-reverse",), ("jvp(grad)", "torch.func.hessian"))
 CENTRAL_DIFFERENCES = "central-differences"
 BY_CHOICE_OF_TORCH = frozenset({"sdpa (default)", "nn.MultiheadAttention", "nn.TransformerEncoderLayer"})
 """Attention on a fused kernel: the references switch these off."""
-UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)"})
-"""Without known parts: a module with one is refused by its name before a reference is chosen."""
+UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)", "weight_norm"})
+"""Without known parts, so that a module with one is refused by its name before a reference is chosen; or run by the references
+as a plain formula (:data:`hessiankit.verify.problem.PLAIN`)."""
 
 
 @dataclass(frozen=True)
