@@ -19,7 +19,7 @@ from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing.trace import Trace
 
 LONG = 64
-"""Operations of a trace from which the two are compared; a sweep of fewer takes some hundredths of a second at most."""
+"""Operations of a trace from which the two are compared; a sweep of fewer takes some tenths of a second at most."""
 
 CALL = 8_000
 """Passes over a number that take as long as one call of a small operation of torch; measured, like the constants below."""
