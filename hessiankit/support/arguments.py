@@ -6,31 +6,35 @@ import inspect
 import os
 import re
 import sys
+from collections import abc
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
+from functools import cache, wraps
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin
 
-from hessiankit.support.errors import HessiankitError, InputError, OutOfMemoryError, did_you_mean
+import numpy as np
+
+from hessiankit.support.errors import HessiankitError, InputError, OutOfMemoryError, did_you_mean, named
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "None": (lambda x: x is None, "None"),
-    "bool": (lambda x: isinstance(x, bool) or _is_a(x, "bool_", "bool"), "True or False"),
-    "int": (lambda x: isinstance(x, Integral) and not isinstance(x, bool), "an integer"),
-    "float": (lambda x: isinstance(x, Real) and not isinstance(x, bool), "a number"),
-    "str": (lambda x: isinstance(x, str), "a string"),
-    "Path": (lambda x: isinstance(x, (str, os.PathLike)), "a path"),
-    "Callable": (callable, "a function"),
-    "Mapping": (lambda x: isinstance(x, Mapping), "a dict"),
-    "Iterable": (lambda x: _listed(x), "a list"),
+ACCEPTED: dict[Any, tuple[tuple[type, ...], str, str]] = {
+    NoneType: ((NoneType,), "None", "None"),
+    bool: ((bool, np.bool_), "True or False", "truth values"),
+    int: ((Integral,), "an integer", "integers"),
+    float: ((Real,), "a number", "numbers"),
+    str: ((str,), "a string", "strings"),
+    Path: ((str, os.PathLike), "a path", "paths"),
+    os.PathLike: ((str, os.PathLike), "a path", "paths"),
+    abc.Callable: ((abc.Callable,), "a function", "functions"),  # type: ignore[dict-item]
+    abc.Mapping: ((Mapping,), "a dict", "dicts"),
 }
-"""Kind -> predicate, and words for a message."""
-SAME = {"PathLike": "Path", "Tell": "Callable", "Sequence": "Iterable", "tuple": "Iterable", "dict": "Mapping"}
-CLASSES = {"Module", "Tensor", "Optimizer", "dtype", "MonitorLog", "Part", "Ratio"}
-"""Classes by their own name, so that they need not be imported here."""
+"""Annotation -> classes that it accepts, and words for one and for several of them."""
+LISTS = (abc.Iterable, abc.Sequence, tuple)
+"""Annotations that accept any iterable but text, mappings, classes, tensors and modules."""
 
 
 def checked(
@@ -40,9 +44,9 @@ def checked(
 
     A module that torch.compile returned is replaced by its original.
 
-    Checked are annotations made of the names in :data:`KINDS` and :data:`CLASSES`, with ``|``, and the elements of lists and
-    tuples; other annotations are left to the function. Too many or unknown arguments raise a TypeError that names the nearest
-    known argument, or all.
+    Checked are classes, ``|`` between them, and the elements of lists and tuples; a name that the function's module imports for
+    type checkers only is left to the function. Too many or unknown arguments raise a TypeError that names the nearest known
+    argument, or all.
 
     Args:
         who: The function or class, as its user knows it.
@@ -75,11 +79,14 @@ def checked(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(function)
+        signature, names = inspect.signature(function), inspect.unwrap(function).__globals__
         plain = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         known = [name for name in (*plain, *(inspect.signature(rest).parameters if rest else ())) if name != "self"]
         any_other = rest is None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        kinds = {name: allowed(str(p.annotation)) for name, p in plain.items() if name not in leave}
+
+        @cache
+        def annotation(name: str) -> Any:
+            return Any if name in leave or name not in plain else _evaluated(plain[name].annotation, names)
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -89,11 +96,12 @@ def checked(
                 raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{near}")
             args, kwargs = tuple(map(original, args)), {name: original(x) for name, x in kwargs.items()}  # type: ignore[assignment]
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
                 raise TypeError(f"{who}: {error}") from None
-            for name, value in given.items():
-                _check(who, name, value, kinds.get(name))
+            for name, value in arguments.items():
+                if not fits(value, annotation(name)):
+                    raise InputError(f"{who}: {_misfit(name, value, annotation(name))}")
             try:
                 return function(*args, **kwargs)
             except HessiankitError as error:
@@ -118,76 +126,59 @@ def original(x: Any) -> Any:
     return x
 
 
-def allowed(annotation: str) -> dict[str, str] | None:
-    """Return the kinds of an annotation, with the element kind of lists, or None where one is unknown.
+def fits(value: Any, annotation: Any) -> bool:
+    """Return whether an annotation accepts a value; the elements of lists and tuples are looked at, those of iterators not.
 
-    >>> allowed("str | os.PathLike[str] | None")
-    {'str': '', 'Path': '', 'None': ''}
-    >>> allowed("Iterable[Part]"), allowed("Iterable[str | nn.Module]"), allowed("Any")
-    ({'Iterable': 'Part'}, {'Iterable': ''}, None)
+    >>> fits(3, int | None), fits(True, int), fits(["a", 1], abc.Iterable[str]), fits("ab", abc.Iterable[str])
+    (True, False, False, False)
     """
-    found = {}
-    for part in re.split(r"\s*\|\s*(?![^\[]*\])", annotation):
-        name, _, inner = part.partition("[")
-        name = name.rpartition(".")[2]
-        name = SAME.get(name, name)
-        if name not in KINDS and name not in CLASSES:
-            return None
-        held = "" if "|" in inner else inner.rstrip("]").removesuffix(", ...").rpartition(".")[2]
-        found[name] = held if name == "Iterable" and (held in KINDS or held in CLASSES) else ""
-    return found
+    kind, of = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in (Union, UnionType):
+        return any(fits(value, one) for one in of)
+    if kind in LISTS:
+        return _listed(value) and (not isinstance(value, (list, tuple)) or all(fits(x, of[0]) for x in value))
+    if kind in ACCEPTED:
+        return isinstance(value, ACCEPTED[kind][0]) and (kind is bool or not isinstance(value, bool))
+    return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
 
 
-def named(who: str, text: str) -> str:
-    """Put a function's name before a message, instead of an inner function's; the name of a class stays.
-
-    >>> named("check", "hessian: no target"), named("Transformer", "FeedForward: no such activation")
-    ('check: no target', 'FeedForward: no such activation')
-    """
-    first, colon, rest = text.partition(": ")
-    if who[0].isupper() or first.partition(".")[0] == who:
-        return text
-    return f"{who}: {rest if colon and re.fullmatch(r'[a-z_]+', first) else text}"
+def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
+    """The annotation as an object, ``Any`` where it has a name that only type checkers know."""
+    try:
+        return eval(annotation, {**vars(abc), "os": os, **names}) if isinstance(annotation, str) else Any
+    except NameError:
+        return Any
 
 
-def _check(who: str, name: str, value: Any, kinds: dict[str, str] | None) -> None:
-    if kinds is None or any(_fits(value, kind, held) for kind, held in kinds.items()):
-        return
-    seen = type(value).__name__
-    if "Module" in kinds:
-        raise InputError(f"{who}: expected a torch.nn.Module, got {seen}; pass the model itself as {name}")
-    wanted = [_called(kind, held) for kind, held in kinds.items()]
-    an = "an" if seen[0].lower() in "aeio" else "a"
-    seen = "None" if value is None else f"{an} {seen}"
-    held = kinds.get("Iterable")
-    if held and isinstance(value, (list, tuple)):
-        strange = next(type(x).__name__ for x in value if not _fits(x, held, ""))
-        raise InputError(f"{who}: {name} holds {'an' if strange[0].lower() in 'aeio' else 'a'} {strange}; pass {_plural(held)}")
-    raise InputError(f"{who}: {name} is {seen}; pass {' or '.join(dict.fromkeys(wanted))}")
+def _misfit(name: str, value: Any, annotation: Any) -> str:
+    """Why a value does not fit, and what to pass."""
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    lists = [get_args(kind)[0] for kind in kinds if get_origin(kind) in LISTS]
+    if any(getattr(kind, "__name__", "") == "Module" for kind in kinds):
+        return f"expected a torch.nn.Module, got {type(value).__name__}; pass the model itself as {name}"
+    if lists and isinstance(value, (list, tuple)):
+        return f"{name} holds {_article(next(x for x in value if not fits(x, lists[0])))}; pass {_several(lists[0])}"
+    return f"{name} is {_article(value)}; pass {' or '.join(dict.fromkeys(map(_one, kinds)))}"
 
 
-def _fits(value: Any, kind: str, held: str) -> bool:
-    if kind in CLASSES:
-        return _is_a(value, kind)
-    if not KINDS[kind][0](value):
-        return False
-    return not (held and isinstance(value, (list, tuple))) or all(_fits(x, held, "") for x in value)
+def _article(value: Any) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
-def _called(kind: str, held: str) -> str:
-    words = KINDS[kind][1] if kind in KINDS else f"a {kind}"
-    return f"{words} of {_plural(held)}" if held else words
+def _one(annotation: Any) -> str:
+    kind, of = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in LISTS:
+        return "a list" + (f" of {_several(of[0])}" if of[0] is not Any and not get_args(of[0]) else "")
+    return ACCEPTED[kind][1] if kind in ACCEPTED else f"a {kind.__name__}"
 
 
-def _plural(held: str) -> str:
-    return {"str": "strings", "int": "integers", "float": "numbers"}.get(held, f"{held}s")
-
-
-def _is_a(value: Any, *names: str) -> bool:
-    return any(c.__name__ in names for c in type(value).__mro__)
+def _several(annotation: Any) -> str:
+    return ACCEPTED[annotation][2] if annotation in ACCEPTED else f"{annotation.__name__}s"
 
 
 def _listed(value: Any) -> bool:
     """Whether a value is an iterable other than text, a mapping, a class, a tensor or a module."""
-    other = isinstance(value, (str, bytes, Mapping, type)) or _is_a(value, "Tensor", "Module")
-    return isinstance(value, Iterable) and not other
+    if isinstance(value, (str, bytes, Mapping, type)) or {"Tensor", "Module"} & {kind.__name__ for kind in type(value).__mro__}:
+        return False
+    return isinstance(value, Iterable)

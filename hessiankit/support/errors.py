@@ -5,6 +5,7 @@ A message names the request, the value seen, the value expected, and the remedy.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
@@ -93,3 +94,15 @@ def check_name(who: str, option: str, value: object, known: Iterable[str]) -> No
     names = tuple(known)
     if value not in names:
         raise unknown(who, option, value, names)
+
+
+def named(who: str, text: str) -> str:
+    """Put a function's name before a message, instead of an inner function's; the name of a class stays.
+
+    >>> named("check", "hessian: no target"), named("Transformer", "FeedForward: no such activation")
+    ('check: no target', 'FeedForward: no such activation')
+    """
+    first, colon, rest = text.partition(": ")
+    if who[0].isupper() or first.partition(".")[0] == who:
+        return text
+    return f"{who}: {rest if colon and re.fullmatch(r'[a-z_]+', first) else text}"

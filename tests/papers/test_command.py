@@ -55,9 +55,9 @@ def test_corrections(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("list --verdict wrong", "--verdict 'wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
+        ("list --verdict wrong", "verdict='wrong' is not known; did you mean 'WRONG AS PRINTED'?"),
         ("list --paper hybrid", "did you mean 'hybridnorm'?"),
-        ("run --id nothing", "--id 'nothing' is not known; all"),
+        ("run --id nothing", "id='nothing' is not known; all"),
         ("show nothing", "'nothing' is not known; all"),
         ("show hybridnorm/eq1*", "show takes one of them"),
         ("list --markdown no/such/a.md", "there is no folder no/such"),
