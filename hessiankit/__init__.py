@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hessiankit.support.package import __version__, names_for_type_checkers
+from hessiankit.support.package import __version__
 
-if TYPE_CHECKING:  # the public names, listed here and nowhere else
+if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.approximating import approximations
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
     from hessiankit.bounding.bounds import bounds
@@ -34,7 +34,29 @@ if TYPE_CHECKING:  # the public names, listed here and nowhere else
     from hessiankit.tracing.trace import trace_module
     from hessiankit.verify.check import check
 
-_HOME = names_for_type_checkers(__file__)
+_NAMES = {
+    "approximating": "approximations",
+    "blocks": "Transformer TransformerBlock VisionTransformer",
+    "bounding.bounds": "bounds",
+    "curvature.dense": "Hessian hessian",
+    "curvature.diagonal": "hessian_diagonal",
+    "curvature.estimators": "scalar_estimates",
+    "curvature.frobenius": "frobenius_norms",
+    "curvature.hessian_function": "hessian_function",
+    "curvature.jacobian": "JacobianOperator jacobian_operator",
+    "curvature.operator": "HessianOperator hessian_operator",
+    "diagnostics.depth": "depth_diagnostics",
+    "diagnostics.monitoring": "Monitor",
+    "diagnostics.sharpness": "sharpness",
+    "formulas": "derive",
+    "landscape": "loss_slices spectrum",
+    "optim": "blockwise_lr blockwise_schedule",
+    "partition": "block_types named_slices",
+    "support.errors": "ConvergenceError HessiankitError InputError OutOfMemoryError TraceError",
+    "tracing.trace": "trace_module",
+    "verify.check": "check",
+}
+_HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_HOME)
 
 if not TYPE_CHECKING:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import subprocess
 import sys
 import traceback
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +22,13 @@ CALLED = sorted(MADE | {name for name in hessiankit.__all__ if inspect.isfunctio
 def test_every_name_is_there_and_documented(name: str):
     assert getattr(hessiankit, name).__doc__
     assert name in dir(hessiankit)
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse(Path(hessiankit.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {alias.name: str(node.module) for node in block.body for alias in node.names}
+    assert seen == hessiankit._HOME
 
 
 def test_a_name_that_is_not_there():
