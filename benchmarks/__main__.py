@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks --list | NAME... | --all [--quick]``, or measure the tests: ``... mutants``."""
+"""Run benchmarks: ``python -m benchmarks --list | NAME... | --all [--quick]``, or ``... mutants``, ``... routes``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.mutants import command as mutants
 from benchmarks.plan import Benchmark, Plan
 from benchmarks.problems import DTYPES, GPT2, RECURRENCE, names, read
 from benchmarks.report import write
+from benchmarks.routes import command as routes
 from benchmarks.runner import Outcome, measure
 from benchmarks.suites import ALIASES, BENCHMARKS, scale
 from benchmarks.suites.sharpness import MODELS
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks",
         description="Measure speed and memory beside other routes, and check every result that is compared. A finished cell is "
         "kept: the same command again continues. Exit code 0: measured; 1: a closed form was not confirmed, or a cell failed; "
-        "2: an option cannot be used; 130: interrupted (Ctrl-C). 'mutants' for a NAME measures the tests; it has its own --help.",
+        "2: an option cannot be used; 130: interrupted (Ctrl-C). 'mutants' for a NAME measures the tests, 'routes' audits torch's "
+        "second derivatives; each has its own --help.",
     )
     top.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}")
     top.add_argument("--all", action="store_true", help="every benchmark")
@@ -155,6 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] == ["mutants"]:
         return mutants.main(arguments[1:])
+    if arguments[:1] == ["routes"]:
+        return routes.main(arguments[1:])
     top = parser()
     options = top.parse_args(arguments)
     if options.list:

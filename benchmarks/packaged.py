@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.peers import Peer
 from benchmarks.problems import Case
-from hessiankit.verify.torch_routes import Products
+from benchmarks.routes.torch_routes import Products
 
 SAMPLES_AT_ONCE = 32
 """Samples of one of the batches that a package's operator loops over."""

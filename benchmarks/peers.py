@@ -1,4 +1,4 @@
-"""Peers of the closed form: torch's routes to a dense Hessian (``hessiankit.verify.torch_routes``), as a user would write them.
+"""Peers of the closed form: torch's routes to a dense Hessian (``benchmarks.routes.torch_routes``), as a user would write them.
 
 Some return something else than the Hessian through ``layer_norm`` with a gain: they are measured all the same, compared, and
 marked.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.problems import Case
-from hessiankit.verify.torch_routes import ROUTES, Products
+from benchmarks.routes.torch_routes import ROUTES, Products
 
 
 @dataclass(frozen=True)

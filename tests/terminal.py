@@ -88,10 +88,10 @@ def results(folder: Path) -> dict[str, Any]:
 
     import hessiankit as hk
     import papers
+    from benchmarks.routes.table import routes
     from hessiankit.bounding.attack import attack
     from hessiankit.bounding.loss_surface import loss_surface_bound
     from hessiankit.verify.identities import identities
-    from hessiankit.verify.route_table import routes
 
     torch.manual_seed(0)
     block = hk.TransformerBlock(4, 6, n_heads=2, placement="hybridnorm", bias=True, activation="gelu").double()
@@ -148,7 +148,7 @@ COMMANDS = {
     "$ papers list": "papers list --paper hybridnorm",
     "$ papers run": "papers run --id hybridnorm/eq1*",
     "$ papers show": "papers show hybridnorm/eq19",
-    "$ routes": "routes --operation layer_norm",
+    "$ routes": "benchmarks routes --operation layer_norm",
     "$ tune-lr": "tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",
 }
@@ -159,11 +159,13 @@ AT_ALL_WIDTHS = ("$ papers list", "$ papers show", "$ monitor")
 def _child(folder: Path) -> None:
     from test_tuning_command import TINY
 
+    from benchmarks.__main__ import main as of_benchmarks
     from hessiankit.cli.main import main
     from hessiankit.studies.tuning import experiment
     from papers.__main__ import main as of_papers
 
     experiment.QUICK = TINY
+    packages = {"papers": of_papers, "benchmarks": of_benchmarks}
     terminal, complete = sys.stdout, {}
 
     def print_at(name: str, width: int, run: Callable[[], Any]) -> None:
@@ -186,7 +188,8 @@ def _child(folder: Path) -> None:
     for name, line in COMMANDS.items():
         for width in WIDTHS if name in AT_ALL_WIDTHS else WIDTHS[:1]:
             codes: list[int] = []
-            program, words = (of_papers, line.split()[1:]) if line.startswith("papers ") else (main, line.split())
+            name_of, _, rest = line.partition(" ")
+            program, words = (packages[name_of], rest.split()) if name_of in packages else (main, line.split())
             print_at(name, width, lambda run=program, words=words, codes=codes: codes.append(run(words)))  # type: ignore[misc]
             assert codes == [0], (name, codes)
     (folder / "complete.json").write_text(json.dumps(complete))

@@ -112,8 +112,6 @@ def test_the_page_of_the_documentation_parses() -> None:
 def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = words(example)
     quick = QUICK.get(given[0]) or ""
-    if given[0] == "routes" and "--operation" not in given:
-        given += ["--operation", "tanh"]
     assert main([*given, *quick.split()]) == 0
     printed = capsys.readouterr().out
     assert printed or "--out" in given
@@ -129,7 +127,6 @@ def test_examples_run(example: str, here: Path, capsys: pytest.CaptureFixture[st
         "hessian --tokens 2 --dry-run",
         "derive --wrt down",
         "bounds --tokens 2 --d-model 2 --d-ff 2",
-        "routes --operation tanh",
         "monitor run.jsonl",
         "sharpness --model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     ],
@@ -143,7 +140,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
     found = json.loads(alone.out, parse_constant=refuse)
     assert found
     assert alone.err  # what people read is there
-    if command.split()[0] in ("routes", "sharpness"):  # slow ones, which end as the others do
+    if command.startswith("sharpness"):  # slow, and ends as the others do
         return
     assert main(shlex.split(f"{command} --json found.json")) == 0
     beside = capfd.readouterr()
@@ -154,8 +151,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
-    for command in ("bounds", "routes"):
-        monkeypatch.setattr(f"hessiankit.cli.{command}.run", lambda args: pytest.fail("computed"))
+    monkeypatch.setattr("hessiankit.cli.bounds.run", lambda args: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
     for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
@@ -164,7 +160,7 @@ def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monke
             " in an existing folder\n" if "no" in path else "\n"
         )
     monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may write anywhere
-    assert main(["routes", "--markdown", "locked"]) == exit_codes.USAGE
+    assert main(["bounds", "--json", "locked"]) == exit_codes.USAGE
     assert "cannot write locked: permission denied" in capsys.readouterr().err
 
 
@@ -207,7 +203,6 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ),
         ("bounds --placement Post_Norm", "did you mean 'post'?"),
         ("check --placement lns-after-brnch", "did you mean 'lns-after-branch'"),
-        ("routes --operation layernorm", "operation='layernorm' is not known; did you mean 'layer_norm'"),
         ("hessian --model my_models:mak --shape 10,6", "'my_models' has no function 'mak'; did you mean 'make'?"),
         (
             "hessian --params attention.W_q",

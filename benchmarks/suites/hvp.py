@@ -17,13 +17,14 @@ from benchmarks.packaged import CURVLINOPS, curvlinops_products, jax_products
 from benchmarks.peers import Peer, products_of
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, make
+from benchmarks.routes.torch_routes import Products
 from benchmarks.suites.common import BLOCK_SIZES, case_of, race
 from benchmarks.tables import NOTES, contest_tables
 from benchmarks.timing import rounds_within, timed
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
+from hessiankit.verify.reference_automatic import GradientGraph
 from hessiankit.verify.reference_base import bytes_per_direction
-from hessiankit.verify.torch_routes import GradientGraph, Products
 
 BLOCK = 16
 CHECKED = 2

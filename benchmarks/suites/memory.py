@@ -16,12 +16,12 @@ from benchmarks.peers import FUNC_HESSIAN, REVERSE, Peer
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES, Case, make, parameters_of
 from benchmarks.residence import Memory
+from benchmarks.routes.torch_routes import ROUTES
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, mebibytes, short
 from hessiankit import hessian_operator
 from hessiankit.engine.problem.task import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction
-from hessiankit.verify.torch_routes import ROUTES
 
 CHUNK = 16
 OURS = ("hessian", "hessian_operator")

@@ -33,8 +33,8 @@ from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, shor
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import bounds, frobenius_norms, hessian_operator
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.verify.reference_automatic import GradientGraph
 from hessiankit.verify.reference_base import typed_line
-from hessiankit.verify.torch_routes import GradientGraph
 
 Runner: TypeAlias = Callable[[Tensor], Any]
 Row = dict[str, Any]

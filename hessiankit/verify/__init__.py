@@ -6,7 +6,6 @@ from hessiankit.verify.exact import ExactRow, check_exact, check_exact_blocks
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
-from hessiankit.verify.route_table import RouteTable, routes
 
 __all__ = [
     "REFERENCES",
@@ -15,12 +14,10 @@ __all__ = [
     "ExactRow",
     "Health",
     "Problem",
-    "RouteTable",
     "Unsupported",
     "check",
     "check_exact",
     "check_exact_blocks",
     "examine",
-    "routes",
     "run_references",
 ]

@@ -85,8 +85,8 @@ def check(
         target: What the loss compares with; drawn if omitted together with the inputs.
         loss: As in :func:`hessiankit.hessian`.
         against: Names of the references, see ``hessiankit.verify.REFERENCES``. By default two that share no path and that the
-            route table (``hessiankit routes``) calls right for every operation of the module, and central differences; where
-            the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
+            route table (``hessiankit/verify/route_table.json``) calls right for every operation of the module, and central
+            differences; where the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Seed of all random numbers.
         dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs

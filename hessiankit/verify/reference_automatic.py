@@ -11,13 +11,47 @@ import torch
 from torch import Tensor, nn
 from torch._vmap_internals import _vmap  # what torch.autograd.functional takes forward-mode directions together with
 from torch.autograd import forward_ad
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, in_chunks, typed_line
-from hessiankit.verify.torch_routes import ROUTES, GradientGraph
 from hessiankit.verify.traits import NO_GRAD, traits
+
+
+class GradientGraph:
+    """The gradient of a loss in some leaves, with the graph that a second reverse sweep needs.
+
+    Attributes:
+        parts: Position of a leaf -> its gradient, where that depends on the leaves.
+
+    >>> x, y, unused = (torch.tensor(v, requires_grad=True) for v in (2.0, 3.0, 1.0))
+    >>> graph = GradientGraph(x**2 * y, [x, y, unused])
+    >>> [g.item() for g in graph.product([torch.tensor(1.0)] * 3)]  # H = [[2 y, 2 x], [2 x, 0]]
+    [10.0, 4.0, 0.0]
+    """
+
+    def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
+        self.loss, self.leaves = loss, leaves
+        found: Sequence[Tensor | None] = [None] * len(leaves)
+        if loss.requires_grad:
+            found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        self.parts = {at: g for at, g in enumerate(found) if g is not None and g.requires_grad}
+
+    def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
+        """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""
+        moving = [at for at in self.parts if v[at] is not None]
+        if not moving:
+            return [torch.zeros_like(leaf) for leaf in self.leaves]
+        return torch.autograd.grad(
+            [self.parts[at] for at in moving],
+            self.leaves,
+            [v[at] for at in moving],
+            retain_graph=True,
+            is_grads_batched=batched,
+            allow_unused=True,
+            materialize_grads=True,
+        )
 
 
 class ReverseOverReverse(Reference):
@@ -34,7 +68,6 @@ class ReverseOverReverse(Reference):
 
     name = "reverse-over-reverse"
     independent_group = "reverse"
-    routes = ("grad twice (batched)", "grad twice")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         def pull(rows: Tensor, batched: bool) -> Tensor:
@@ -75,7 +108,6 @@ class JvpOfGrad(Reference):
 
     name = "jvp(grad)"
     independent_group = "forward-over-reverse"
-    routes = ("jacfwd(grad)", "jvp(grad)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         def push(v: Tensor) -> Tensor:
@@ -173,13 +205,14 @@ class FuncHessian(Reference):
 
     name = "torch.func.hessian"
     independent_group = "jacfwd(jacrev)"
-    routes = ("torch.func.hessian", "jvp(jacrev)")
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        together, alone = (ROUTES[name].products(problem.flat_loss, problem.theta) for name in self.routes)  # type: ignore[misc]
+        def push(v: Tensor) -> Tensor:
+            return jvp(jacrev(problem.flat_loss), (problem.theta,), (v,))[1]
+
         if problem.swap_fault:
             raise Unsupported(self.name, problem.swap_fault)
-        value, note = in_chunks(together, lambda row: alone(row[None])[0], V, chunk, progress)
+        value, note = in_chunks(vmap(push), push, V, chunk, progress)
         return value, None, note
 
 
@@ -266,7 +299,6 @@ class Curvlinops(Reference):
 
     name = "curvlinops"
     independent_group = "jacfwd(jacrev)"
-    routes = FuncHessian.routes
 
     def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
         try:

@@ -75,8 +75,6 @@ class Reference(ABC):
 
     name: str
     independent_group: str
-    routes: tuple[str, ...] = ()
-    """Its names in ``torch_routes.ROUTES``: for all directions together, and for one at a time where torch cannot batch them."""
     many_calls = False
     """Whether a direction costs dozens of calls of the module, so that a few directions have to do."""
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.func import hessian as func_hessian
 
-from hessiankit.cli.main import main
+from benchmarks.__main__ import main
+from benchmarks.routes import command, table
+from benchmarks.routes.operations import OPERATIONS, written_out_attention, written_out_layer_norm
+from benchmarks.routes.table import DISAGREE, RIGHT, ROUTES_OF, UNSUPPORTED, WRONG, distilled, routes
+from benchmarks.routes.torch_routes import ROUTES, Route, central_differences
+from hessiankit.cli import parsing as exit_codes
 from hessiankit.support.errors import InputError
-from hessiankit.verify.operations import OPERATIONS, written_out_attention, written_out_layer_norm
-from hessiankit.verify.route_table import DISAGREE, PATH, RIGHT, UNSUPPORTED, WRONG, distilled, load, routes
-from hessiankit.verify.torch_routes import ROUTES, Route, central_differences
+from hessiankit.verify.check import AGAINST
+from hessiankit.verify.references import REFERENCES
+from hessiankit.verify.route_table import PATH, load
 
 pytestmark = pytest.mark.slow
 
@@ -40,6 +44,12 @@ def minimal(seed: int = 0):
         return ((z - T) ** 2).sum() / 15
 
     return loss, torch.cat([gain, bias, W.reshape(-1)])
+
+
+def test_names_are_those_of_references_and_routes():
+    assert set(ROUTES_OF) | {"central-differences"} == set(AGAINST)
+    assert set(AGAINST) <= set(REFERENCES)
+    assert {route for tried in ROUTES_OF.values() for route in tried} <= set(ROUTES)
 
 
 def test_the_catalogue_is_tiny_double_and_generic():
@@ -122,7 +132,7 @@ def test_the_table_as_a_whole(whole):
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the shipped table is of the CPU build")
 def test_the_shipped_table_is_true(whole):
     shipped = json.loads(PATH.read_text(encoding="utf-8"))
-    assert distilled(whole) == shipped, "run: python -c 'from hessiankit.verify.route_table import write; write()'"
+    assert distilled(whole) == shipped, "run: python -m benchmarks routes --write"
 
 
 def test_layer_norm_with_a_gain_is_measured_as_it_is(whole):
@@ -188,7 +198,9 @@ def facts(page: str) -> list[str]:
 @pinned
 @pytest.mark.skipif(torch.cuda.is_available() or torch.version.cuda is not None, reason="the page is of the CPU build")
 def test_the_page_in_docs_is_true(whole):
-    assert facts(PAGE.read_text(encoding="utf-8")) == facts(whole.markdown()), "run: hessiankit routes --markdown docs/routes.md"
+    assert facts(PAGE.read_text(encoding="utf-8")) == facts(whole.markdown()), (
+        "run: python -m benchmarks routes --markdown docs/routes.md"
+    )
 
 
 def test_table_says_what_the_cells_say(whole):
@@ -235,8 +247,7 @@ def test_a_route_that_is_wrong_is_called_wrong(monkeypatch, matrix, status, symm
 
 
 def test_judges_that_differ_are_reported(monkeypatch):
-    module = sys.modules["hessiankit.verify.route_table"]
-    monkeypatch.setattr(module, "central_differences", lambda f, x: 1.5 * central_differences(f, x))
+    monkeypatch.setattr(table, "central_differences", lambda f, x: 1.5 * central_differences(f, x))
     found = routes("tanh")
     assert found.judgements[0].judge == DISAGREE
     assert found.judgements[0].disagreement == pytest.approx(1 / 3)
@@ -260,3 +271,34 @@ def test_command_line(tmp_path, capsys):
     assert torch.__version__ in printed
     assert [j["operation"] for j in json.loads(path.read_text(encoding="utf-8"))["judgements"]] == ["layer_norm", "gelu (tanh)"]
     assert page.read_text(encoding="utf-8").startswith("# Second derivatives in torch")
+
+
+def test_json_alone_on_standard_output(capsys):
+    assert main(["routes", "--operation", "tanh", "--json", "-"]) == exit_codes.OK
+    printed = capsys.readouterr()
+    assert [j["operation"] for j in json.loads(printed.out)["judgements"]] == ["tanh"]
+    assert "tanh" in printed.err
+
+
+def test_the_help_has_examples_that_parse(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["routes", "--help"])
+    printed = capsys.readouterr().out
+    for example, what in command.EXAMPLES:
+        assert f"  {example}\n      {what}\n" in printed
+        assert example.startswith("python -m benchmarks routes")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--operation", "layernorm"], "routes: operation='layernorm' is not known; did you mean 'layer_norm'"),
+        (["--markdown", "no/such/page.md"], "routes: cannot write no/such/page.md: there is no folder no/such"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(given, message, capsys):
+    assert main(["routes", *given]) == exit_codes.USAGE
+    seen = capsys.readouterr()
+    assert seen.err.startswith(f"benchmarks: {message}")
+    assert seen.err.count("\n") == 1
+    assert not seen.out

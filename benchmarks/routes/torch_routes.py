@@ -1,11 +1,11 @@
 """torch's ways to differentiate a scalar function twice: products with the Hessian, and the whole Hessian.
 
-One table for the references of :func:`hessiankit.check`, the route table (``hessiankit routes``) and the benchmarks.
+One table for the route table (``python -m benchmarks routes``) and the peers of the benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -109,41 +109,6 @@ def _difference(f: Scalar, theta: Tensor, e: Tensor, step: float) -> Tensor:
     return combined(odd, step)
 
 
-class GradientGraph:
-    """The gradient of a loss in some leaves, with the graph that a second reverse sweep needs.
-
-    Attributes:
-        parts: Position of a leaf -> its gradient, where that depends on the leaves.
-
-    >>> x, y, unused = (torch.tensor(v, requires_grad=True) for v in (2.0, 3.0, 1.0))
-    >>> graph = GradientGraph(x**2 * y, [x, y, unused])
-    >>> [g.item() for g in graph.product([torch.tensor(1.0)] * 3)]  # H = [[2 y, 2 x], [2 x, 0]]
-    [10.0, 4.0, 0.0]
-    """
-
-    def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
-        self.loss, self.leaves = loss, leaves
-        found: Sequence[Tensor | None] = [None] * len(leaves)
-        if loss.requires_grad:
-            found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-        self.parts = {at: g for at, g in enumerate(found) if g is not None and g.requires_grad}
-
-    def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
-        """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""
-        moving = [at for at in self.parts if v[at] is not None]
-        if not moving:
-            return [torch.zeros_like(leaf) for leaf in self.leaves]
-        return torch.autograd.grad(
-            [self.parts[at] for at in moving],
-            self.leaves,
-            [v[at] for at in moving],
-            retain_graph=True,
-            is_grads_batched=batched,
-            allow_unused=True,
-            materialize_grads=True,
-        )
-
-
 def _twice(*, batched: bool = False) -> Callable[[Scalar, Tensor], Products]:
     """Reverse over reverse: d<g, v>/dtheta, row by row, or several directions batched."""
 
@@ -167,7 +132,7 @@ def _pulled(f: Scalar, theta: Tensor) -> Products:
     return vmap(lambda v: pull(v)[0])
 
 
-def pushed(first: Callable[[Scalar], Callable[[Tensor], Tensor]], *, batched: bool) -> Callable[[Scalar, Tensor], Products]:
+def _pushed(first: Callable[[Scalar], Callable[[Tensor], Tensor]], *, batched: bool) -> Callable[[Scalar, Tensor], Products]:
     """Forward over reverse: the jvp of the derivative that ``first`` makes, one direction at a time or under vmap."""
 
     def products(f: Scalar, theta: Tensor) -> Products:
@@ -204,17 +169,17 @@ ROUTES: dict[str, Route] = {
         Route("grad twice", "torch.autograd.grad of torch.autograd.grad, row by row (reverse over reverse)", _twice()),
         Route("grad twice (batched)", "the same with is_grads_batched=True", _twice(batched=True)),
         Route("jacrev(grad)", "torch.func, reverse over reverse", _pulled, lambda f, x: jacrev(grad(f))(x)),
-        Route("jvp(grad)", "torch.func, forward over reverse, one direction at a time", pushed(grad, batched=False)),
+        Route("jvp(grad)", "torch.func, forward over reverse, one direction at a time", _pushed(grad, batched=False)),
         Route(
             "jacfwd(grad)",
             "torch.func, forward over reverse, all directions together",
-            pushed(grad, batched=True),
+            _pushed(grad, batched=True),
             lambda f, x: jacfwd(grad(f))(x),
         ),
         Route("jacfwd(vmap(grad))", "forward over per-sample gradients, averaged", whole=_per_sample(jacfwd)),
         Route("jacrev(vmap(grad))", "reverse over per-sample gradients, averaged", whole=_per_sample(jacrev)),
-        Route("torch.func.hessian", "jacfwd(jacrev(f))", pushed(jacrev, batched=True), lambda f, x: func_hessian(f)(x)),
-        Route("jvp(jacrev)", "its columns, one direction at a time", pushed(jacrev, batched=False)),
+        Route("torch.func.hessian", "jacfwd(jacrev(f))", _pushed(jacrev, batched=True), lambda f, x: func_hessian(f)(x)),
+        Route("jvp(jacrev)", "its columns, one direction at a time", _pushed(jacrev, batched=False)),
         Route("jacrev(jacrev)", "torch.func, reverse over reverse through jacrev", whole=lambda f, x: jacrev(jacrev(f))(x)),
         Route("grad(jvp)", "torch.func, reverse over forward, one direction at a time", _reverse_over_forward),
         Route("jacfwd(jacfwd)", "torch.func, forward over forward", whole=lambda f, x: jacfwd(jacfwd(f))(x)),

@@ -7,14 +7,18 @@ with the closed form and with central differences. Prints a table. The exit code
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from hessiankit.cli.parsing import Parser, add_output, finish
+from benchmarks.routes.table import routes
+from hessiankit.cli.main import answer
+from hessiankit.cli.parsing import Help, Parser, add_command, add_output, finish
 from hessiankit.support.files import write_text
 
 EXAMPLES = (
-    ("hessiankit routes", "all operations by all routes, about ten seconds"),
-    ("hessiankit routes --operation layer_norm --json -", "one operation, every number as JSON"),
+    ("python -m benchmarks routes", "all operations by all routes, about ten seconds"),
+    ("python -m benchmarks routes --operation layer_norm --json -", "one operation, every number as JSON"),
 )
 
 
@@ -28,8 +32,13 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    from hessiankit.verify.route_table import routes
-
     found = routes(args.operation)
     finish(args, found)
     write_text("routes", args.markdown, found.markdown)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    top = Parser(prog="python -m benchmarks", formatter_class=Help)
+    add_command(top.add_subparsers(dest="command"), "routes", sys.modules[__name__])
+    return answer(top, ["routes", *arguments])
