@@ -32,8 +32,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks",
         description="Measure speed and memory beside other routes, and check every result that is compared. A finished cell is "
         "kept: the same command again continues. Exit code 0: measured; 1: a closed form was not confirmed, or a cell failed; "
-        "2: an option cannot be used; 130: interrupted (Ctrl-C). 'mutants' for a NAME measures the tests, 'routes' audits torch's "
-        "second derivatives; each has its own --help.",
+        "2: an option cannot be used; 130: interrupted (Ctrl-C). 'mutants' for a NAME measures the tests, 'routes' audits torch: "
+        "each has its own --help.",
     )
     top.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(BENCHMARKS)}")
     top.add_argument("--all", action="store_true", help="every benchmark")

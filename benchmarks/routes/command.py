@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.routes.table import routes
+from benchmarks.routes.table import routes, write
 from hessiankit.cli.main import answer
 from hessiankit.cli.parsing import Help, Parser, add_command, add_output, finish
+from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
 
 EXAMPLES = (
@@ -28,13 +29,22 @@ def options(command: Parser) -> None:
     add("--operation", action="append", metavar="NAME", help="only this operation, e.g. layer_norm (may be repeated)")
     add_output(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the table as Markdown (docs/routes.md is made so)")
+    add(
+        "--write",
+        action="store_true",
+        help="also write the table that hessiankit.check reads (route_table.json)",
+    )
 
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.write and args.operation:
+        raise InputError("routes: --write takes all operations, --operation some of them; drop one of the two")
     found = routes(args.operation)
     finish(args, found)
     write_text("routes", args.markdown, found.markdown)
+    if args.write:
+        write(found)
 
 
 def main(arguments: Sequence[str]) -> int:

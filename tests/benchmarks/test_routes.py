@@ -293,6 +293,10 @@ def test_the_help_has_examples_that_parse(capsys):
     ("given", "message"),
     [
         (["--operation", "layernorm"], "routes: operation='layernorm' is not known; did you mean 'layer_norm'"),
+        (
+            ["--write", "--operation", "tanh"],
+            "routes: --write takes all operations, --operation some of them; drop one of the two",
+        ),
         (["--markdown", "no/such/page.md"], "routes: cannot write no/such/page.md: there is no folder no/such"),
     ],
 )
