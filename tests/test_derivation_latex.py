@@ -33,6 +33,7 @@ BLOCKS = {
     "lns": TransformerBlock(4, 5, placement="lns", layer=2),
     "group-ln": TransformerBlock(4, 5, placement="group-ln", norm="rmsnorm"),
     "sandwich": TransformerBlock(4, 5, 2, "sandwich", norm_scope="full"),
+    "lns-before-ln": TransformerBlock(4, 5, placement="lns-before-ln", layer=2),
 }
 
 
@@ -111,6 +112,7 @@ def test_plain_text_of_every_part():
         text = derive(block, wrt=("attention.W_Q", "X")).explain()
         assert not re.search(r"\\|\$|\{\}|\{\w\}", text), re.findall(r".*(?:\\|\$|\{\}|\{\w\}).*", text)[:3]
     assert plain(r"\frac{\partial A}{\partial T}\,\mathring{x}_i^\top") == "∂A/∂T x\u030a_iᵀ"
+    assert plain(r"J_{\hat{\bar{X}}}") == "J_X\u0304\u0302"
 
 
 def test_the_legend_names_only_what_occurs():

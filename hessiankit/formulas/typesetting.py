@@ -64,7 +64,7 @@ def plain(latex: str) -> str:
     text = latex.replace(r"^\top", "ᵀ").replace(r"\mathcal{T}", "T").replace(r"\mathcal{L}", "ℒ").replace(r"\mathbf{1}", "𝟏")
     text = re.sub(r"\{(a_i|p_i|\\pi_i)\}", r"\1", text).replace(r"^{\circ 2}", "∘²").replace(r"^{\circ -1/2}", "^{∘-1/2}")
     text = text.replace(r"^{\circ 1/2}", "^{∘1/2}")
-    for accent, mark in _ACCENTS.items():
+    for accent, mark in 2 * list(_ACCENTS.items()):  # of two on one letter the inner one first
         text = re.sub(re.escape(accent) + r"(?:\{([^{}]*)\}|\s*(\w))", partial(_accented, mark), text)
     text = re.sub(r"\\(?:operatorname|mathrm|text|mathit)" + _GROUP, r"\1", text)
     text = re.sub(r"\\partial\s*(\^2)?\s*", lambda m: "∂²" if m[1] else "∂", text)
@@ -75,7 +75,7 @@ def plain(latex: str) -> str:
     for word, sign in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
         text = text.replace(word, f" {sign} " if sign in "⊗⊙" and sign else sign)
     text = re.sub(r"([_^])\{([^{}]*)\}", lambda m: f"{m[1]}{{{m[2].replace(' ', '')}}}", text)
-    text = re.sub(r"([_^])\{(-?(?:[^\W_][\u0300-\u036f]?){1,2})\}", r"\1\2", text)
+    text = re.sub(r"([_^])\{(-?(?:[^\W_][\u0300-\u036f]*){1,2})\}", r"\1\2", text)
     text = re.sub(r"(?<=[\w)ᵀ\]}])\s*([+-])\s*(?=[\w(\[])", r" \1 ", text)
     for power, raised in (("{-1}", "⁻¹"), ("-1", "⁻¹"), ("{-2}", "⁻²"), ("-2", "⁻²"), ("2", "²"), ("3", "³")):
         text = re.sub(rf"\^{re.escape(power)}(?!\d)", raised, text)
@@ -83,8 +83,8 @@ def plain(latex: str) -> str:
 
 
 def _accented(mark: str, found: re.Match[str]) -> str:
-    letters = found[1] or found[2]
-    return unicodedata.normalize("NFC", letters[0] + mark) + letters[1:]
+    letter, rest = re.fullmatch(r"(.[\u0300-\u036f]*)(.*)", found[1] or found[2]).groups()  # type: ignore[union-attr]
+    return unicodedata.normalize("NFC", letter + mark) + rest
 
 
 def _whole(text: str) -> str:
