@@ -130,7 +130,7 @@ def broken(formula: str, width: int = WIDTH) -> list[str]:
     """
     if signs(formula) <= width:
         return [formula]
-    pieces, start, rest = [], 0, [*_places(formula), (len(formula), -1, "")]
+    pieces, start, inner, rest = [], 0, False, [*_places(formula), (len(formula), -1, "")]
     while start < len(formula):
         if signs(formula[start:]) <= width:
             pieces.append(formula[start:])
@@ -138,11 +138,11 @@ def broken(formula: str, width: int = WIDTH) -> list[str]:
         ahead = [(at, depth, kind) for at, depth, kind in rest if at > start]
         fitting = [place for place in ahead if signs(formula[start : place[0]]) <= width and place[0] < len(formula)]
         far = [place for place in fitting if signs(formula[start : place[0]]) >= 0.35 * width]
-        at = _best(far)[0] if far else max(fitting)[0] if fitting else ahead[0][0]
+        at, depth, _ = _best(far) if far else max(fitting) if fitting else ahead[0]
         pieces.append(formula[start:at])
-        start = at
-    if len(pieces) > 1 and any(depth for at, depth, _ in rest if depth > 0 and at in _ends(pieces)):
-        pieces = [_fixed(piece) for piece in pieces]
+        start, inner = at, inner or depth > 0
+    if inner:  # brackets of one size: those of \left and \right cannot be in different lines
+        pieces = [piece.replace(r"\left", r"\bigl").replace(r"\right", r"\bigr") for piece in pieces]
     return [pieces[0], *("{}" + _continued(piece) for piece in pieces[1:])]
 
 
@@ -183,19 +183,6 @@ def _places(formula: str) -> Iterator[tuple[int, int, str]]:
 def _best(places: list[tuple[int, int, str]]) -> tuple[int, int, str]:
     """The outermost place, a sum before a product, the last of equals."""
     return min(places, key=lambda place: (place[1], place[2] != "+", -place[0]))
-
-
-def _ends(pieces: list[str]) -> set[int]:
-    found, at = set(), 0
-    for piece in pieces:
-        at += len(piece)
-        found.add(at)
-    return found
-
-
-def _fixed(piece: str) -> str:
-    """Brackets of one size: those of \\left and \\right cannot be in different lines."""
-    return re.sub(r"\\right\s*([)\]|])", r"\\bigr\1", re.sub(r"\\left\s*([(\[|])", r"\\bigl\1", piece))
 
 
 def _continued(piece: str) -> str:
