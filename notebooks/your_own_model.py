@@ -181,4 +181,4 @@ print("ratios:", {kind: round(ratio.value, 2) for kind, ratio in measured_ratios
 # used, and are no evidence for or against an order.
 #
 # Whether ratios by type train better than one rate is another question, and one that takes a base rate tuned for each side:
-# `hessiankit tune-lr` makes that comparison, with seeds and intervals.
+# `python -m papers tune-lr` makes that comparison, with seeds and intervals.

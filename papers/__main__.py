@@ -1,4 +1,4 @@
-"""``python -m papers``: the statements of the papers with their verdicts; ``run`` finds every verdict again."""
+"""``python -m papers``: the statements of the papers with their verdicts, which ``run`` finds again; and two experiments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hessiankit.cli.main import answer
-from hessiankit.cli.parsing import FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_json, finish, seed
+from hessiankit.cli.parsing import FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_command, add_json, finish, seed
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
+from papers.experiments import placements, tune_lr
 
 PAPERS = ("curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "ours")
 EXAMPLES = """\
@@ -22,7 +23,9 @@ examples:
   python -m papers run --seed 1 --json verdicts.json
       find every verdict again
   python -m papers errata --out docs/errata
-      each paper's page of corrections"""
+      each paper's page of corrections
+  python -m papers tune-lr --quick
+      learning rates by block type against tuned AdamW"""
 CODES = (
     f"exit codes: {OK} done; {FAILED} a verdict is not reproduced; {USAGE} an option or a file cannot be used; "
     f"{INTERRUPTED} interrupted"
@@ -31,7 +34,7 @@ CODES = (
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    top = Parser(prog="python -m papers", description="The papers' statements with their verdicts.", formatter_class=Help,
+    top = Parser(prog="python -m papers", description="The papers' statements with their verdicts, and experiments.", formatter_class=Help,
                  epilog=f"{EXAMPLES}\n\n{CODES}")  # fmt: skip
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, run, about in (
@@ -58,6 +61,8 @@ def parser() -> Parser:
             add("--out", type=Path, metavar="DIR", help="write the pages to this folder instead (docs/errata)")
         else:
             add_json(add)
+    add_command(commands, "tune-lr", tune_lr)
+    add_command(commands, "placements", placements)
     return top
 
 

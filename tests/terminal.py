@@ -137,7 +137,6 @@ def results(folder: Path) -> dict[str, Any]:
 COMMANDS = {
     "$ study --quick": "study --quick --steps 2 --batch 4",
     "$ study --table": "study --quick --steps 2 --batch 4 --loss mse --no-full --table",
-    "$ study --placements": "study --placements --placement hybridnorm --sample 2 --out placements",
     "$ hessian": "hessian --placement pre --heads 2",
     "$ hessian --dry-run": "hessian --model terminal_models:model --text text.txt --dry-run",
     "$ derive": "derive --wrt W_Q W_V",
@@ -149,7 +148,8 @@ COMMANDS = {
     "$ papers run": "papers run --id hybridnorm/eq1*",
     "$ papers show": "papers show hybridnorm/eq19",
     "$ routes": "benchmarks routes --operation layer_norm",
-    "$ tune-lr": "tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
+    "$ papers placements": "papers placements --placement hybridnorm --sample 2 --out placements",
+    "$ papers tune-lr": "papers tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",
 }
 AT_ALL_WIDTHS = ("$ papers list", "$ papers show", "$ monitor")

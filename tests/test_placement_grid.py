@@ -12,7 +12,7 @@ import torch
 
 import hessiankit
 from hessiankit.blocks import PLACEMENTS, FeedForward
-from hessiankit.cli.main import FAILED, INTERRUPTED, USAGE, main
+from hessiankit.cli.parsing import FAILED, INTERRUPTED, USAGE
 from hessiankit.studies import placement_grid
 from hessiankit.studies.placement_grid import (
     KINK,
@@ -28,6 +28,7 @@ from hessiankit.studies.placement_grid import (
     verdict,
 )
 from hessiankit.support.jsonl import read_records
+from papers.__main__ import main
 
 pytestmark = pytest.mark.slow
 
@@ -40,7 +41,7 @@ CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sample's result."""
     folder = tmp_path_factory.mktemp("placements")
-    assert main(["study", "--placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
+    assert main(["placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
     return folder
 
 
@@ -79,7 +80,7 @@ def test_every_kind_of_parameter_occurs(out):
 
 def test_finished_cases_are_not_done_again(out, monkeypatch, capsys):
     monkeypatch.setattr(placement_grid, "check", lambda *a, **k: pytest.fail("a finished case was checked again"))
-    assert main(["study", "--placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
+    assert main(["placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
     assert f"PASSED: {SAMPLE} cases of {SAMPLE} placements" in capsys.readouterr().out
 
 
@@ -94,7 +95,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
         return replace(done, case=case)
 
     monkeypatch.setattr(placement_grid, "run_case", stop_at_third)
-    command = ["study", "--placements", "--placement", "post", "--sample", "4", "--out", str(tmp_path)]
+    command = ["placements", "--placement", "post", "--sample", "4", "--out", str(tmp_path)]
     assert main(command) == INTERRUPTED
     lines = tmp_path / "cases.jsonl"
     lines.write_text(lines.read_text() + '{"case": {"placem')  # cut off in the middle of a line
@@ -122,7 +123,7 @@ def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
         return found
 
     monkeypatch.setattr(checking, "hessian", wrong)
-    command = ["study", "--placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
+    command = ["placements", "--placement", "lns", "--sample", "1", "--out", str(tmp_path)]
     assert main(command) == FAILED
     assert "1 of 1 cases FAILED" in capsys.readouterr().out
     assert json.loads((tmp_path / "placement_grid.json").read_text())["placements"]["lns"]["failed"] == 1
@@ -176,13 +177,13 @@ def test_the_same_case_is_the_same_model():
 
 def test_a_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert main(["study", "--placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
+    assert main(["placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
     assert "pass another folder with --out" in capsys.readouterr().err
 
 
 def test_the_summary_of_one_case():
     finished = run_case(CHEAP)
-    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "hessiankit study")
+    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements")
     assert found["max_rel_error"] is None
     assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]
     assert verdict(found).startswith("1 of 2 cases FAILED of 1 placements; largest error not known")
@@ -192,7 +193,7 @@ def test_the_committed_result_is_of_every_placement():
     found = json.loads((ROOT / "docs" / "placement_grid.json").read_text(encoding="utf-8"))
     size = found["cases"]
     part = "" if size == len(cases()) else f" --sample {size} --seed 0"
-    assert found["command"] == f"hessiankit study --placements{part}"
+    assert found["command"] == f"python -m papers placements{part}"
     assert size >= 8 * len(PLACEMENTS)
     assert set(found["placements"]) == set(PLACEMENTS)
     assert found["failed"] == []

@@ -1,4 +1,4 @@
-"""``hessiankit tune-lr``: what it prints, writes, keeps and refuses."""
+"""``python -m papers tune-lr``: what it prints, writes, keeps and refuses."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from hessiankit.cli.main import parser
-from hessiankit.cli.tune_lr import command_of
-from hessiankit.cli.tune_lr import run as run_tune
 from hessiankit.studies.tuning import experiment, store
 from hessiankit.studies.tuning.experiment import Setting
 from hessiankit.studies.tuning.store import Runs
+from papers.__main__ import parser
+from papers.experiments.tune_lr import command_of
+from papers.experiments.tune_lr import run as run_tune
 
 TINY = Setting(steps=8, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=4, windows=8)
 
@@ -52,7 +52,7 @@ def test_the_whole_comparison_and_once_more(capsys, tmp_path, monkeypatch):
     assert tuning == {1000}  # no arm is chosen by the runs that judge it
     assert (tmp_path / "page.png").read_bytes() == (tmp_path / "out" / "learning_rates.png").read_bytes()
     page = (tmp_path / "page.md").read_text()
-    assert "hessiankit tune-lr --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --quick" in page
+    assert "python -m papers tune-lr --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --quick" in page
     assert str(tmp_path / "out") not in page
     path = tmp_path / "out" / "runs.jsonl"
     known = Runs(path).known
@@ -82,4 +82,4 @@ def test_ctrl_c_keeps_what_is_done(capsys, tmp_path, monkeypatch):
 
 def test_the_command_that_the_page_names():
     args = parsed("--steps", "30", "--text", "a/b.txt", "--confidence", "0.9", "--markdown", "docs/x.md", "--out", "somewhere")
-    assert command_of(args) == ("hessiankit tune-lr --steps 30 --text a/b.txt --confidence 0.9 --quick --markdown docs/x.md")
+    assert command_of(args) == ("python -m papers tune-lr --steps 30 --text a/b.txt --confidence 0.9 --quick --markdown docs/x.md")

@@ -111,14 +111,14 @@ def test_tables_json_page_and_picture(tmp_path):
     found = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert found["arms"][1]["verdict"] == "worse by 0.300 ± 0.020"
     assert found["curves"]["lost"]["losses"][3][-1] is None
-    text = section(report, "hessiankit tune-lr", "x.png")
+    text = section(report, "python -m papers tune-lr", "x.png")
     assert "| worse | 0.01 |" in text
     assert text.count("|---|") == 2
     page = tmp_path / "page.md"
     page.write_text("before\n<!-- tune-lr -->x<!-- /tune-lr -->\nafter\n")
-    text = section(report, "hessiankit tune-lr", None)
+    text = section(report, "python -m papers tune-lr", None)
     for _ in range(2):
-        write_page(page, report, "hessiankit tune-lr", None)
+        write_page(page, report, "python -m papers tune-lr", None)
         assert page.read_text() == f"before\n<!-- tune-lr -->\n{text}\n<!-- /tune-lr -->\nafter\n"
     assert "worse" in report._repr_html_()
     path = draw(report, tmp_path / "x.png")
@@ -126,7 +126,7 @@ def test_tables_json_page_and_picture(tmp_path):
     with pytest.raises(InputError, match="ends in"):
         draw(report, tmp_path / "x.jpg")
     with pytest.raises(InputError, match="tune-lr: cannot write"):
-        write_page(tmp_path / "no" / "x.md", report, "hessiankit tune-lr", None)
+        write_page(tmp_path / "no" / "x.md", report, "python -m papers tune-lr", None)
 
 
 def test_controls_have_the_factor_of_the_parameters():

@@ -1,7 +1,7 @@
 """Check the exact Hessian of your own model, or of a transformer block, against automatic differentiation.
 
 Compute the exact Hessian of the model of --model, or of the transformer block of --placement, and compare it block pair by block
-pair with references that take other routes. Prints a table. The whole study of the paper's classifier is hessiankit study.
+pair with references that take other routes. Prints a table. A demonstration on a classifier is hessiankit study.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from hessiankit.support.package import __version__
 
 __all__ = ["CLOSED", "FAILED", "INTERRUPTED", "OK", "USAGE", "answer", "main", "parser"]
 
-COMMANDS = ("study", "check", "hessian", "derive", "bounds", "sharpness", "tune_lr", "monitor", "compile")
+COMMANDS = ("study", "check", "hessian", "derive", "bounds", "sharpness", "monitor", "compile")
 EXAMPLES = """\
 examples:
   hessiankit study --quick

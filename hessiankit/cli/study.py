@@ -1,8 +1,8 @@
-"""Train the paper's classifier and check its exact Hessian before and after; --placements: every norm placement.
+"""Train the paper's classifier and check its exact Hessian before and after.
 
 Train one post-norm transformer block on images, compute the exact Hessian of a batch at initialisation and after training, for
 squared error and cross entropy, and compare it block pair by block pair with references that take other routes. Prints a table,
-writes heat maps and a JSON report. With --placements, check every norm placement.
+writes heat maps and a JSON report.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import argparse
 from dataclasses import fields
 from pathlib import Path
 
-from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, positive, refuse, seed
+from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, positive, seed
 from hessiankit.support.files import write_json
 
 EXAMPLES = (
     ("hessiankit study", "about a minute; report and heat maps in results/study"),
     ("hessiankit study --data path/to/mnist --loss cross_entropy --steps 1000", "on MNIST's files, one loss, longer training"),
-    ("hessiankit study --placements --placement hybridnorm --sample 8", "eight tiny language models of one norm placement"),
 )
 FAILS = "something disagrees"
-OF_THE_GRID = ("placement", "sample", "jobs")
 
 
 def options(command: Parser) -> None:
@@ -44,23 +42,10 @@ def options(command: Parser) -> None:
     add("--out", type=Path, help="folder for the report and the heat maps (default results/study)")
     add("--quick", action="store_true", help="a small model and batch: a few seconds; other options still count")
     add_output(add)
-    grid = command.add_argument_group(
-        "every norm placement",
-        "Instead of the classifier: the exact Hessian of tiny language models for every norm placement, combined with every "
-        "kind of norm, activation, heads, mask, depth and loss (half an hour on one core). After an interruption the same "
-        "command goes on. Of the other options, --seed, --json and --out (default results/placements) count.",
-    ).add_argument
-    grid("--placements", action="store_true", help="check the grid of placements")
-    grid("--placement", metavar="NAME", action="append", help="only this placement's part of the grid (may be repeated)")
-    grid("--sample", type=positive, metavar="N", help="only N cases, drawn by --seed, the placements taking turns")
-    grid("--jobs", type=positive, metavar="N", help="processes that share the work (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    if args.placements:
-        return _placements(args)
-    refuse(args, OF_THE_GRID, "is of the grid of norm placements; add --placements")
     from hessiankit.studies import classifier
     from hessiankit.support.environment import take_free_cores
     from hessiankit.support.tables import say
@@ -73,17 +58,3 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None:
         write_json("study", args.json, study.to_dict())
     return int(not study.passed)
-
-
-def _placements(args: argparse.Namespace) -> int:
-    from hessiankit.studies.placement_grid import run_placements
-
-    count = {"placements", *OF_THE_GRID, "seed", "json", "table", "out", "help"}
-    others = {action.dest for action in args.parser._actions} - count
-    refuse(args, others, "does not go with --placements, whose sizes are fixed; drop it, or see --sample")
-    words = ["hessiankit study --placements", *(f"--placement '{name}'" for name in args.placement or ())]
-    words += [f"--sample {args.sample} --seed {args.seed}"] if args.sample else []
-    out, jobs = args.out or Path("results/placements"), args.jobs or 1
-    found = run_placements(args.placement, sample=args.sample, seed=args.seed, jobs=jobs, out=out, command=" ".join(words))
-    write_json("study", args.json, found)
-    return int(bool(found["failed"]))

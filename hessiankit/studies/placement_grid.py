@@ -1,4 +1,4 @@
-"""``hessiankit study --placements``: the exact Hessian of every norm placement, in every combination of options.
+"""``python -m papers placements``: the exact Hessian of every norm placement, in every combination of options.
 
 Each case is a language model with hundreds of parameters, of one block or three; :func:`hessiankit.check` compares its
 Hessian, block pair by block pair, with automatic differentiation by two routes that share nothing, and with the exact identities
@@ -413,6 +413,6 @@ def run_placements(
     headers, body = rows(found)
     shown = table([*headers[:4], *headers[-2:]], [[*row[:4], *row[-2:]] for row in body], drop=("identities",))
     say(shown, *(f"FAILED {line}" for line in found["failed"]), verdict(found))
-    write_text("study", out / "placement_grid.md", markdown(found))
-    write_text("study", out / "placement_grid.json", as_json(found))
+    write_text("placements", out / "placement_grid.md", markdown(found))
+    write_text("placements", out / "placement_grid.json", as_json(found))
     return found

@@ -13,8 +13,9 @@ import pytest
 
 from hessiankit.cli import parsing as exit_codes
 from papers import claims
-from papers.__main__ import PAPERS, main
+from papers.__main__ import PAPERS, main, parser
 from papers.claim import PAPERS as KNOWN
+from papers.experiments import placements, tune_lr
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,6 +62,9 @@ def test_corrections(tmp_path: Path) -> None:
         ("show nothing", "'nothing' is not known; all"),
         ("show hybridnorm/eq1*", "show takes one of them"),
         ("list --markdown no/such/a.md", "there is no folder no/such"),
+        ("placements --placement hybrid", "placements: placement='hybrid' is not known; did you mean 'hybridnorm'"),
+        ("tune-lr --quick --text nowhere", "tune-lr: 'nowhere' is neither"),
+        ("tune-lr --grid -1 2", "argument --grid: '-1' is not a positive number"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(given: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,6 +73,13 @@ def test_what_cannot_be_used_is_one_line(given: str, message: str, capsys: pytes
     said = capsys.readouterr().err
     assert message in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("example", [command for one in (placements, tune_lr) for command, _ in one.EXAMPLES])
+def test_examples_parse(example: str) -> None:
+    assert example.startswith("python -m papers ")
+    words = shlex.split(example)[3:]
+    assert parser().parse_args(words).command == words[0]
 
 
 def test_nothing_in_the_toolkit_imports_the_papers() -> None:

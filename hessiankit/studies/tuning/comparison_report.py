@@ -1,4 +1,4 @@
-"""Report of ``hessiankit tune-lr``: tables, JSON, a section of a page, and a picture."""
+"""Report of ``python -m papers tune-lr``: tables, JSON, a section of a page, and a picture."""
 
 from __future__ import annotations
 

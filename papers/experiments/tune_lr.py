@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from hessiankit.studies.tuning.store import Runs
 
 EXAMPLES = (
-    ("hessiankit tune-lr --quick", "the tables' form in less than a minute; decides nothing"),
-    ("hessiankit tune-lr --steps 200 --seeds 8 --jobs 4", "a real comparison; after Ctrl-C the same command goes on"),
-    ("hessiankit tune-lr --text notes.txt --json learning_rates.json", "on a text of your own"),
+    ("python -m papers tune-lr --quick", "the tables' form in less than a minute; decides nothing"),
+    ("python -m papers tune-lr --steps 200 --seeds 8 --jobs 4", "a real comparison; after Ctrl-C the same command goes on"),
+    ("python -m papers tune-lr --text notes.txt --json learning_rates.json", "on a text of your own"),
 )
 GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 QUICK_GRID = (4e-3, 8e-3, 1.6e-2)
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             comparison = compare(runs, setting, grid=grid, seeds=seeds, tuning_seeds=tuning_seeds)
             done = runs.used
     except KeyboardInterrupt:
-        print(f"hessiankit: interrupted; finished runs are kept in {lines}, the same command goes on from there", file=sys.stderr)
+        print(f"papers: interrupted; finished runs are kept in {lines}, the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
     report = TuneReport(comparison, setting, args.confidence, len(done), math.fsum(run.seconds for run in done))
     finish(args, report)
@@ -122,7 +122,7 @@ def seconds_of_a_run(setting: Setting) -> float:
 
 def command_of(args: argparse.Namespace) -> str:
     """Return the command that makes the page's section, without what does not change its numbers."""
-    words = ["hessiankit tune-lr"]
+    words = ["python -m papers tune-lr"]
     for name in ("steps", "seeds", "tuning_seeds"):
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')} {value}"] if value is not None else []
