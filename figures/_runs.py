@@ -148,7 +148,7 @@ class ByteRun:
 
     @property
     def diverged(self) -> bool:
-        """Whether it ends half a nat above its own best, above log 256, or with no number, as ``python -m papers tune-lr`` counts."""
+        """Whether it ends half a nat above its own best, above log 256, or with no number, as in ``python -m papers tune-lr``."""
         return has_diverged(self.losses)
 
     def model(self, step: int | None = None) -> Transformer:

@@ -11,9 +11,9 @@ and by the mean of eq. (5) over the parameters. Searches use seeds that the comp
 (two blocks, d_model 32, 35 thousand parameters), 300 steps of 512 bytes of Python's standard library, warm-up and cosine to
 1/20; five seeds; criteria are Sec. 6.1's (a lower terminal loss; nearly twice as fast, 1.92 times in Figure 1) and App. A.2's
 (the third setting has "the largest improvement in terminal loss", all accelerate; only ratios are tuned, so at AdamW's learning
-rate). How fast is read off runs of one budget, where the paper also compares budgets. The same code as ``python -m papers tune-lr``,
-which asks the question at five times the size (docs/learning_rates.md). Bands and bars are 95 % intervals over the seeds,
-differences are paired by seed.
+rate). How fast is read off runs of one budget, where the paper also compares budgets. The same code as
+``python -m papers tune-lr``, which asks the question at five times the size (docs/learning_rates.md). Bands and bars are 95 %
+intervals over the seeds, differences are paired by seed.
 
 What came out, in nats a byte less than AdamW tuned (learning rate 2.8e-3, 2.63): Emb 0.146, Emb and FFN 0.158, all of eq. (5)
 0.083 at AdamW's learning rate and 0.133 at its own, 2e-3; the smaller ratios 0.140 to 0.166. All of these but the 0.083 hold

@@ -34,7 +34,7 @@ CODES = (
 
 def parser() -> Parser:
     """Return the parser of the command line."""
-    top = Parser(prog="python -m papers", description="The papers' statements with their verdicts, and experiments.", formatter_class=Help,
+    top = Parser(prog="python -m papers", description="The papers' statements, and experiments.", formatter_class=Help,
                  epilog=f"{EXAMPLES}\n\n{CODES}")  # fmt: skip
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, run, about in (

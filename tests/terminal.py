@@ -135,8 +135,8 @@ def results(folder: Path) -> dict[str, Any]:
 
 
 COMMANDS = {
-    "$ study --quick": "study --quick --steps 2 --batch 4",
-    "$ study --table": "study --quick --steps 2 --batch 4 --loss mse --no-full --table",
+    "$ study --quick": "study --quick",
+    "$ study --table": "study --quick --table",
     "$ hessian": "hessian --placement pre --heads 2",
     "$ hessian --dry-run": "hessian --model terminal_models:model --text text.txt --dry-run",
     "$ derive": "derive --wrt W_Q W_V",

@@ -36,7 +36,7 @@ def language(): return Transformer(256, 4, 8, 1, n_heads=1, causal=True, max_len
 def silent(): return nn.Identity()
 """
 QUICK = {
-    "study": "--quick --no-full --steps 2 --batch 4 --loss mse --data digits",
+    "study": "--quick",
     "sharpness": "--model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     "bounds": "--tokens 2 --d-model 2 --d-ff 2",
 }
@@ -212,9 +212,6 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
         ("hessian --model tiny --device abacus", "on device='abacus'"),
         ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: length=600, and tiny takes at most 512 tokens"),
-        ("study --seq-len 3 --quick", "study: no square patches"),
-        ("study --data nowhere --quick", "study: 'nowhere' is neither"),
-        ("study --batch 99999 --quick", "more than the 1437 training images"),
         ("study --device nowhere --quick", "nowhere"),
         ("derive --wrt queri", "derive: wrt='queri' is not known; did you mean 'query'"),
         ("derive --wrt query key value", "is not one or two names"),

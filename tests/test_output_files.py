@@ -10,9 +10,9 @@ import pytest
 from matplotlib.figure import Figure
 
 import hessiankit as hk
+from hessiankit.cli.study import QUICK, run_study
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
-from hessiankit.studies.classifier import QUICK, StudyOptions, run_study
 from hessiankit.support.files import make_folder, sync_folder
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -65,7 +65,7 @@ def test_folders_are_made_with_their_parents(tmp_path: Path) -> None:
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, ".png")
     with pytest.raises(hk.InputError, match=r"cannot write .*hessian_mse\.png: No space left"):
-        run_study(StudyOptions(**QUICK | {"full": False, "d_model": 4, "d_ff": 5}, out=tmp_path, losses=("mse",)))
+        run_study(tmp_path, QUICK | {"d_model": 4, "d_ff": 5, "steps": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 

@@ -183,7 +183,9 @@ def test_a_folder_that_cannot_be_made(tmp_path, capsys):
 
 def test_the_summary_of_one_case():
     finished = run_case(CHEAP)
-    found = summary([finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements")
+    found = summary(
+        [finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements"
+    )
     assert found["max_rel_error"] is None
     assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]
     assert verdict(found).startswith("1 of 2 cases FAILED of 1 placements; largest error not known")

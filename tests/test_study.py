@@ -1,27 +1,29 @@
-"""The main job and the command line, on a small model."""
+"""The demonstration: the exact Hessian of a classifier of digits, checked before and after training."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hessiankit.cli.main import main
-
-SMALL = ("--d-model", "4", "--d-ff", "5", "--steps", "5", "--batch", "4")
+from hessiankit.cli.study import digits, patches, split
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--quick", "--table", "--seed", "3", *SMALL, "--out", str(tmp_path), "--json", str(tmp_path / "all.json")]
+    given = ["--quick", "--table", "--seed", "3", "--out", str(tmp_path), "--json", str(tmp_path / "all.json")]
     assert main(["study", *given]) == 0
     printed = capsys.readouterr().out
     for expected in (
+        "digits train: 1437 images, 4 patches of 16 pixels; a batch of 16",
         "blocks.0.attention.W_Q x blocks.0.attention.W_K",
         "trained 2-norm",
         "reverse-over-reverse",
-        "closed form",
+        "trained with cross entropy: 40 steps",
         "PASSED",
     ):
         assert expected in printed
@@ -29,12 +31,12 @@ def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.C
     assert report["passed"] is True
     assert json.loads((tmp_path / "all.json").read_text()).keys() == report.keys()
     options = report["options"]
-    assert (options["d_ff"], options["d_model"], options["seed"], options["full"]) == (5, 4, 3, True)
+    assert (options["d_ff"], options["d_model"], options["seed"], options["dtype"]) == (16, 8, 3, "float64")
     assert [(r["loss"], r["stage"]) for r in report["reports"]] == [
         ("mse", "initialisation"), ("mse", "trained"), ("cross_entropy", "initialisation"), ("cross_entropy", "trained"),
     ]  # fmt: skip
-    assert report["timing"]["max_rel_error"] < 1e-10
     assert report["environment"]["torch"]
+    assert 0.1 < report["validation_accuracy"]["cross_entropy"] < 1
     for name in ("hessian_mse.png", "hessian_cross_entropy.png"):
         assert (tmp_path / name).stat().st_size > 10_000
 
@@ -49,10 +51,40 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         return found if tangents is None or bar is not None else tuple(None if c is None else -c for c in found)
 
     monkeypatch.setattr(LinearisedSoftmax, "pull", other)
-    assert main(["study", "--quick", "--loss", "mse", "--no-full", *SMALL, "--out", str(tmp_path)]) == 1
+    assert main(["study", "--quick", "--out", str(tmp_path)]) == 1
 
 
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     assert main(["study", "--quick", "--out", str(tmp_path / "file")]) == 2
     assert f"study: cannot make the folder {tmp_path}" in capsys.readouterr().err
+
+
+def test_without_scikit_learn_the_error_names_the_extra(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    assert main(["study", "--quick", "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("hessiankit: study: the digits need scikit-learn")
+    assert said.endswith("pip install 'hessiankit[study]'\n")
+
+
+def test_the_split_is_stratified_disjoint_and_fixed_by_the_seed() -> None:
+    images, labels = digits()
+    assert (images.shape, images.min(), images.max()) == ((1797, 8, 8), 0, 1)
+    (train, train_labels), (held_out, held_out_labels) = split(images, labels)
+    assert (len(train), len(held_out)) == (1437, 360)
+    assert sorted(torch.cat([train, held_out]).flatten(1).tolist()) == sorted(images.flatten(1).tolist())
+    fractions = torch.bincount(held_out_labels) / torch.bincount(labels)
+    assert fractions.sub(0.2).abs().max() < 0.01
+    assert torch.equal(split(images, labels)[0][1], train_labels)
+    assert not torch.equal(split(images, labels, 1)[0][0], train)
+
+
+def test_patches_against_explicit_loops() -> None:
+    images = torch.randn(2, 6, 4)
+    cut = patches(images, 2)
+    assert cut.shape == (2, 6, 4)
+    for row in range(3):
+        for column in range(2):
+            expected = images[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
+            assert torch.equal(cut[:, 2 * row + column], expected.reshape(2, 4))

@@ -82,4 +82,6 @@ def test_ctrl_c_keeps_what_is_done(capsys, tmp_path, monkeypatch):
 
 def test_the_command_that_the_page_names():
     args = parsed("--steps", "30", "--text", "a/b.txt", "--confidence", "0.9", "--markdown", "docs/x.md", "--out", "somewhere")
-    assert command_of(args) == ("python -m papers tune-lr --steps 30 --text a/b.txt --confidence 0.9 --quick --markdown docs/x.md")
+    assert command_of(args) == (
+        "python -m papers tune-lr --steps 30 --text a/b.txt --confidence 0.9 --quick --markdown docs/x.md"
+    )
