@@ -24,7 +24,6 @@ from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import report_of
-from hessiankit.studies.tuning.verdict import mean_interval
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown
 
@@ -173,12 +172,6 @@ def of_approximations(products: int, seeds: int) -> dict[str, Shares]:
     return {"Frobenius error of an approximation": shares}
 
 
-def of_means(count: int, seeds: int) -> dict[str, Shares]:
-    """Return the coverage of the mean of normal numbers, of seeds of a comparison for one."""
-    inside = [mean_interval(normal(count, seed=seed).tolist()) for seed in range(seeds)]
-    return {"mean over seeds": {"normal": sum(one.low <= 0 <= one.high for one in inside) / seeds}}
-
-
 @dataclass(frozen=True)
 class Row:
     """Coverage of one interval at one setting: lowest, mean and highest over the problems, and which is covered least."""
@@ -205,8 +198,7 @@ def jobs() -> list[Job]:
     found += [(f"k = {k}, {s} directions", partial(of_spectrum, k, s)) for k, s in ((10, 10), (10, 3), (1, 10))]
     for batches, size in (("one micro-batch", None), ("micro-batches of 1", 1)):
         found += [(f"{draws} draws, {batches}", partial(of_sharpness, draws, size)) for draws in (2, 4, 8)]
-    found += [(f"{n} products, of a classifier", partial(of_approximations, n)) for n in (20, 60)]
-    return found + [(f"{count} seeds", partial(of_means, count)) for count in (2, 3, 5)]
+    return found + [(f"{n} products, of a classifier", partial(of_approximations, n)) for n in (20, 60)]
 
 
 def measure(seeds: int, tell: Tell, chosen: Sequence[Job] | None = None) -> list[Row]:

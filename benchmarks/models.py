@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import import_module
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,8 @@ import hessiankit as hk
 from benchmarks.architectures import ATTENTIONS, InDouble, Instance, build, names, quiet
 from benchmarks.tables import markdown
 from benchmarks.vision import vision, vision_names
-from hessiankit.studies.resumable import Resumable
 from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.jsonl import append_records, read_records, usable
 
 EXACT, DIFFERENCES, CASTING, HALF = 1e-10, 1e-5, 1e-3, 0.3
 """Tolerances, relative to the largest entry of a parameter's part of the product: to reverse over reverse; to central
@@ -303,24 +302,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 2
     cases = [(name, a) for name in wanted for a in attentions(name) if options.attention in (None, a)]
     try:
-        with kept(options.out) as rows:
-            for row in rows.finish(cases):
-                print(line(row), flush=True)
-            found = [rows.known[case] for case in cases]
+        rows = finish(cases, options.out)
     except InputError as error:
         print(error, file=sys.stderr)
         return 2
     if options.markdown is not None:
-        options.markdown.write_text(page(found))
-    return 0 if all(row.passed for row in found) else 1
+        options.markdown.write_text(page(rows))
+    return 0 if all(row.passed for row in rows) else 1
 
 
-def kept(path: Path) -> Resumable[tuple[str, str], Row]:
-    """Return the rows of a file, by name and implementation of attention, to which those that are missing are added."""
-    return Resumable(
-        "benchmarks.models", path, lambda case: measure(*case, full=case[1] == ATTENTIONS[0]),
-        attrgetter("name", "attention"), asdict, lambda found: Row(**{**found, "fallbacks": tuple(found["fallbacks"])}),
-    )  # fmt: skip
+def finish(cases: Sequence[tuple[str, str]], path: Path) -> list[Row]:
+    """Return a row for each name and implementation of attention; those that the file lacks are measured and appended to it."""
+    with usable("benchmarks.models", path):
+        rows = list(read_records(path, lambda record: Row(**{**record, "fallbacks": tuple(record["fallbacks"])})))
+        append_records(path)  # raises where the file cannot be written
+    known = {(row.name, row.attention): row for row in rows}
+    for case in cases:
+        if case not in known:
+            known[case] = measure(*case, full=case[1] == ATTENTIONS[0])
+            with usable("benchmarks.models", path):
+                append_records(path, asdict(known[case]))
+            print(line(known[case]), flush=True)
+    return [known[case] for case in cases]
 
 
 def line(row: Row) -> str:
