@@ -27,7 +27,7 @@ class Size:
         batch_size: Sequences an update.
         steps: Updates.
         windows: Held-out sequences that losses are measured on.
-        text: Source of ``hessiankit.studies.text.load_text``.
+        text: Source of ``hessiankit.cli.text.load_text``.
     """
 
     layers: int

@@ -23,11 +23,11 @@ from figures._kit import differentiable, plain, short_digest
 from figures._store import NOTHING, keep, recall
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.studies.images import ImageDataset, load_images, patchify
-from hessiankit.studies.training import train
 from hessiankit.support.environment import code_version
+from papers.experiments.images import ImageDataset, load_images, patchify
+from papers.experiments.training import train
 
-CODE = ("hessiankit/blocks", "hessiankit/studies/images.py", "hessiankit/studies/training.py", "figures/_digits.py")
+CODE = ("hessiankit/blocks", "papers/experiments/images.py", "papers/experiments/training.py", "figures/_digits.py")
 """What the digits of a run depend on."""
 MEASURED_BY = (*TOOLKIT, "figures/_digits.py")
 """What norms of blocks depend on."""
@@ -52,7 +52,7 @@ class ImageSpec:
         lr: Of AdamW, constant.
         batch_size: Images an update.
         seed: Of the initial weights and of the batches.
-        source: ``"digits"``, or a path that ``hessiankit.studies.images.load_images`` reads.
+        source: ``"digits"``, or a path that ``papers.experiments.images.load_images`` reads.
     """
 
     patch: int = 2

@@ -23,10 +23,13 @@ from torch import Tensor, nn
 from figures._kit import differentiable, plain, short_digest
 from figures._store import NOTHING, keep, put, read, recall
 from hessiankit.blocks import Transformer, initialise
+from hessiankit.cli.text import VOCAB_SIZE
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
-from hessiankit.studies.text import VOCAB_SIZE
-from hessiankit.studies.training import updates
-from hessiankit.studies.tuning.experiment import (
+from hessiankit.support.environment import code_version
+from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell, progress_bar
+from papers.experiments.training import updates
+from papers.experiments.tuning.experiment import (
     CLIP,
     Ratios,
     adamw,
@@ -38,13 +41,10 @@ from hessiankit.studies.tuning.experiment import (
     one_thread,
     texts,
 )  # fmt: skip
-from hessiankit.support.environment import code_version
-from hessiankit.support.errors import InputError
-from hessiankit.support.progress import Tell, progress_bar
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/studies/text.py",
-    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py", "figures/_runs.py",
+    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/cli/text.py",
+    "papers/experiments/training.py", "papers/experiments/tuning/experiment.py", "figures/_runs.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 MONITORED = "monitor.jsonl"
@@ -73,11 +73,11 @@ class ByteSpec:
         steps: Updates.
         batch_size: Sequences an update.
         lr: Largest learning rate, that of block types without a ratio.
-        ratios: Factors by block type (``hessiankit.studies.tuning.experiment.ratios_of``).
+        ratios: Factors by block type (``papers.experiments.tuning.experiment.ratios_of``).
         warm_up: Fraction of the steps over which the learning rate rises.
         floor: Last learning rate over the largest.
         seed: Of the initial parameters and of the batches.
-        text: Source of ``hessiankit.studies.text.load_text``.
+        text: Source of ``hessiankit.cli.text.load_text``.
         evaluations: How often the held-out loss is measured, the last time after the last step.
         windows: Held-out sequences that it is measured on.
         every: Steps from one measurement of the monitor to the next; 0 for no monitor.

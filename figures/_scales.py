@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from figures._digits import ImageSpec
 from figures._runs import ByteSpec, model_of
-from hessiankit.studies.tuning import experiment
-from hessiankit.studies.tuning.experiment import Setting
+from papers.experiments.tuning import experiment
+from papers.experiments.tuning.experiment import Setting
 
 
 def scale(seeds: int, blocks: int, width: int, parameters: int, data: str) -> str:

@@ -14,9 +14,9 @@ from typing import Any, Final
 
 import torch
 
-from hessiankit.studies.training import torch_bytes
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_bytes
+from papers.experiments.training import torch_bytes
 
 DIGEST = 32
 """Bytes of the checksum that a kept file begins with."""

@@ -15,9 +15,9 @@ from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties
 from matplotlib.transforms import Bbox
 
-from hessiankit.studies.tuning.verdict import Interval
 from hessiankit.support.errors import InputError
 from papers import PAPERS, Claim, claims
+from papers.experiments.tuning.verdict import Interval
 
 Status: TypeAlias = Literal["SUPPORTED", "CONTRADICTED", "OPEN"]
 COLOURS = {"SUPPORTED": "#00664a", "CONTRADICTED": "#b04a00", "OPEN": "#404040"}

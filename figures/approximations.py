@@ -28,10 +28,10 @@ from figures._digits import LOSS, ImageSpec
 from figures._kit import MACHINE, METHOD_COLOURS, cached, heading, page, save, style, write_json, write_rows
 from figures._store import put
 from hessiankit.blocks import VisionTransformer
-from hessiankit.studies.training import train
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown
+from papers.experiments.training import train
 
 NAME = Path(__file__).stem
 CODE = (

@@ -44,9 +44,9 @@ from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
-from hessiankit.studies.tuning.experiment import texts
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
+from papers.experiments.tuning.experiment import texts
 
 NAME = Path(__file__).stem
 METHODS = ("Post-LN", "Pre-LN", "LNS")

@@ -39,11 +39,11 @@ from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import VisionTransformer
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.monitoring.log import layer_key
-from hessiankit.studies.training import updates
+from papers.experiments.training import updates
 
 NAME = Path(__file__).stem
 CODE = (
-    "hessiankit/blocks", "hessiankit/diagnostics/depth", "hessiankit/studies/images.py", "hessiankit/studies/training.py",
+    "hessiankit/blocks", "hessiankit/diagnostics/depth", "papers/experiments/images.py", "papers/experiments/training.py",
     f"figures/{NAME}.py",
 )  # fmt: skip
 TABLE_7 = {

@@ -25,7 +25,7 @@ from figures._kit import save, write_verdicts
 from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plots import block_norms_map, side_by_side
-from hessiankit.studies.training import accuracy
+from papers.experiments.training import accuracy
 
 NAME = Path(__file__).stem
 

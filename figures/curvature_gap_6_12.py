@@ -61,10 +61,10 @@ from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import TransformerBlock
 from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
-from hessiankit.studies.training import updates
 from hessiankit.support.progress import progress_bar
 from papers.curvature_gap.convergence import average_differences, running_means, slope
 from papers.drawing import Draw
+from papers.experiments.training import updates
 
 NAME = Path(__file__).stem
 TINY: Any = {"d_model": 4, "d_ff": 8, "activation": "gelu"}

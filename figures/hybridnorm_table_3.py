@@ -33,8 +33,8 @@ from figures._runs import ByteRun, byte_run
 from figures._scales import scale_of
 from figures._verdicts import Verdict, above_zero
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.studies.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
 from hessiankit.support.tables import as_text, table
+from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference, simultaneous
 
 NAME = Path(__file__).stem
 FULL, SEEDS = Size(8, steps=240), (0, 1, 2, 3)

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from figures._kit import MACHINE, write_json
+from hessiankit.cli.text import load_text
 from hessiankit.diagnostics.monitoring import Monitor
-from hessiankit.studies.text import load_text
 from hessiankit.support.environment import environment
 from hessiankit.support.torch_state import preserved_random_states
 

@@ -28,11 +28,11 @@ from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.partition import Part, model_parts
-from hessiankit.studies.training import updates
-from hessiankit.studies.tuning.experiment import cross_entropy
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
+from papers.experiments.training import updates
+from papers.experiments.tuning.experiment import cross_entropy
 
 NAME = Path(__file__).stem
 GROUPS = ("types", "layers", "tensors", "ratios")

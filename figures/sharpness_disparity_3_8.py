@@ -39,7 +39,7 @@ from figures._sharpness_runs import PRINTED, agreements, order_by_values, scale_
 from figures._verdicts import Verdict, in_every
 from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.diagnostics.monitoring import log as panels
-from hessiankit.studies.tuning.experiment import texts
+from papers.experiments.tuning.experiment import texts
 
 NAME = Path(__file__).stem
 STEP = "step (log scale from 1)"

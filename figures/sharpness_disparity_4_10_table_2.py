@@ -44,9 +44,10 @@ from figures._kit import DASHES, FAINT, METHOD_COLOURS, heading, page, save, sty
 from figures._scales import scale_of
 from figures._verdicts import Part, Verdict, above_zero, in_every, negative
 from hessiankit.optim import PRESETS
-from hessiankit.studies.tuning.comparison import TUNING_SEED, run_arms
-from hessiankit.studies.tuning.comparison_report import draw_differences, draw_searches
-from hessiankit.studies.tuning.experiment import (
+from hessiankit.support.progress import progress_bar
+from papers.experiments.tuning.comparison import TUNING_SEED, run_arms
+from papers.experiments.tuning.comparison_report import draw_differences, draw_searches
+from papers.experiments.tuning.experiment import (
     PAPER,
     Ratios,
     RunResult,
@@ -58,10 +59,9 @@ from hessiankit.studies.tuning.experiment import (
     ratios_of,
     weighted_ratio,
 )
-from hessiankit.studies.tuning.store import Runs
-from hessiankit.studies.tuning.sweep import Arm, SearchResult, lowered, rounded, runs_expected, sweep, together
-from hessiankit.studies.tuning.verdict import ArmResult, first_step, judge, mean_interval, paired_difference
-from hessiankit.support.progress import progress_bar
+from papers.experiments.tuning.store import Runs
+from papers.experiments.tuning.sweep import Arm, SearchResult, lowered, rounded, runs_expected, sweep, together
+from papers.experiments.tuning.verdict import ArmResult, first_step, judge, mean_interval, paired_difference
 
 NAME = Path(__file__).stem
 ADAMW = "AdamW"

@@ -54,8 +54,9 @@ from figures._verdicts import Part, Verdict, above_zero, in_every
 from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
 from figures.sharpness_disparity_4_10_table_2 import QUICK as TINY
 from hessiankit.optim import blockwise_lr, blockwise_schedule
-from hessiankit.studies.training import updates
-from hessiankit.studies.tuning.experiment import (
+from hessiankit.support.progress import progress_bar
+from papers.experiments.training import updates
+from papers.experiments.tuning.experiment import (
     BETAS,
     CLIP,
     Setting,
@@ -69,8 +70,7 @@ from hessiankit.studies.tuning.experiment import (
     texts,
     warm_up_steps,
 )
-from hessiankit.studies.tuning.verdict import first_step, paired_difference
-from hessiankit.support.progress import progress_bar
+from papers.experiments.tuning.verdict import first_step, paired_difference
 
 NAME = Path(__file__).stem
 CODE = (*TOOLKIT, f"figures/{NAME}.py")

@@ -42,10 +42,10 @@ from figures._kit import (
 )
 from hessiankit.landscape import LossSlice, Spectrum
 from hessiankit.landscape.slice_plot import draw_slice
-from hessiankit.studies.images import load_images
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
+from papers.experiments.images import load_images
 
 NAME = Path(__file__).stem
 KINDS = {"ggn": "Gauss-Newton matrix", "hessian": "Hessian"}

@@ -11,14 +11,17 @@
 
 # %%
 import torch
+from sklearn.datasets import load_digits
+from sklearn.model_selection import train_test_split
 
 import hessiankit as hk
 from hessiankit.blocks import VisionTransformer
-from hessiankit.studies.images import load_images, patchify
 
 torch.manual_seed(0)
-digits = load_images("digits")
-images, labels = patchify(digits.images, 4)[:200].double(), digits.labels[:200]
+pixels, classes = load_digits(return_X_y=True)
+pixels, _, classes, _ = train_test_split(pixels, classes, test_size=0.2, stratify=classes, random_state=0)
+images = torch.from_numpy(pixels[:200] / 16).reshape(200, 2, 4, 2, 4).transpose(2, 3).reshape(200, 4, 16)  # patches of 4 x 4
+labels = torch.from_numpy(classes[:200])
 model = VisionTransformer(16, 4, 10, d_model=6, d_ff=8, placement="pre", final_norm=True, activation="gelu").double()
 print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(images)} images of {images.shape[1]} tokens")
 

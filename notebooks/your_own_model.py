@@ -19,10 +19,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hessiankit as hk
+from hessiankit.cli.text import load_text
 from hessiankit.curvature.plots import heatmap
 from hessiankit.diagnostics.monitoring.log import COLOURS  # one colour for each block type
 from hessiankit.optim import measured_ratios
-from hessiankit.studies.text import load_text
 
 torch.manual_seed(0)
 sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}

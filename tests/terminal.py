@@ -161,8 +161,8 @@ def _child(folder: Path) -> None:
 
     from benchmarks.__main__ import main as of_benchmarks
     from hessiankit.cli.main import main
-    from hessiankit.studies.tuning import experiment
     from papers.__main__ import main as of_papers
+    from papers.experiments.tuning import experiment
 
     experiment.QUICK = TINY
     packages = {"papers": of_papers, "benchmarks": of_benchmarks}

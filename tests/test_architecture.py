@@ -40,7 +40,7 @@ def floors() -> dict[str, int]:
     """Room -> floor, as the page draws them."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found, floor = {}, 0
-    for line in page[page.index("floor 8") : page.index("textbook")].splitlines():
+    for line in page[page.index("floor 7") : page.index("textbook")].splitlines():
         floor = int(line[6]) if line.startswith("floor") else floor
         found |= dict.fromkeys(re.findall(r"(?:^|\s{2,})([a-z_]+)\s{2,}(?=\S)", line[8:]), floor)
     return found

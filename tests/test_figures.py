@@ -17,7 +17,7 @@ from figures.__main__ import main
 from figures._depth_models import Size, llama
 from figures._digits import ImageSpec, images_of
 from figures._runs import model_of
-from hessiankit.studies.text import load_text
+from hessiankit.cli.text import load_text
 from hessiankit.support.errors import InputError
 
 

@@ -15,7 +15,7 @@ from figures import curvature_gap_5, curvature_gap_6_12, curvature_gap_7_11
 from figures import curvature_gap_6_12 as growing
 from figures.__main__ import main
 from figures._digits import ImageSpec, block_norms, snapshots
-from hessiankit.studies.training import train
+from papers.experiments.training import train
 
 pytestmark = pytest.mark.slow
 

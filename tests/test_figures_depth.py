@@ -19,7 +19,7 @@ from figures import curse_of_depth_4_8 as variance
 from figures._depth_models import CURSE, EMBEDDING_STD, Size, llama
 from figures._runs import byte_run, measured_on, model_of
 from hessiankit.blocks import Transformer
-from hessiankit.studies.text import load_text
+from hessiankit.cli.text import load_text
 
 SMALL = Size(layers=3, d_model=8, heads=2, length=8, batch_size=2, steps=3, windows=4)
 

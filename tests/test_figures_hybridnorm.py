@@ -19,7 +19,7 @@ from figures import hybridnorm_table_3 as scheme
 from figures._depth_models import Size, olmo
 from figures._runs import byte_run, measured_on, model_of
 from hessiankit.blocks import Transformer
-from hessiankit.studies.text import load_text
+from hessiankit.cli.text import load_text
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from figures import __main__ as command
 from figures import _kit, _session
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import byte_run
-from hessiankit.studies.tuning.experiment import RunSpec, Setting, run
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.experiment import RunSpec, Setting, run
 
 
 def test_rows_need_the_same_keys_and_somewhere_to_go(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from figures import sharpness_disparity_4_10_table_2 as comparison
 from figures._runs import ByteSpec, byte_run, measured_on, model_of
 from figures._sharpness_runs import order_of, specs
 from hessiankit.diagnostics.sharpness import report_of, sharpness
-from hessiankit.studies.tuning.experiment import Setting
+from papers.experiments.tuning.experiment import Setting
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ from figures._digits import ImageSpec, snapshots
 from figures._kit import cached
 from figures._runs import ByteRun, byte_run
 from figures._store import NOTHING, keep, put, recall, set_aside
-from hessiankit.studies.training import train
 from hessiankit.support.errors import InputError
+from papers.experiments.training import train
 
 pytestmark = pytest.mark.slow
 

@@ -25,7 +25,7 @@ from figures._depth_models import Size, llama
 from figures._runs import byte_run
 from figures.sharpness_disparity_6_7_11 import AdamMini, Lion
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.studies.tuning.experiment import Setting
+from papers.experiments.tuning.experiment import Setting
 
 SMALL = Size(layers=2, d_model=8, heads=2, length=8, batch_size=2, steps=3, windows=4)
 

@@ -13,8 +13,8 @@ from PIL import Image
 import papers
 from figures._kit import page, save, style, write_verdicts
 from figures._verdicts import Part, Status, Verdict, above_zero, in_every
-from hessiankit.studies.tuning.verdict import mean_interval
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.verdict import mean_interval
 
 ROOT = Path(__file__).parents[1]
 STATUSES = {"SUPPORTED", "CONTRADICTED", "OPEN"}

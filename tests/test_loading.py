@@ -13,7 +13,7 @@ import torch
 
 import hessiankit.cli.hugging_face as hugging_face
 from hessiankit.cli.loading import LoadedModel, load_model, text_batch
-from hessiankit.studies.text import TextDataset
+from hessiankit.cli.text import TextDataset
 from hessiankit.support.errors import InputError
 
 TEXT = TextDataset(torch.tensor(list(b"the quick brown fox jumps over the lazy dog\n" * 40), dtype=torch.uint8), ("fox",), "fox")

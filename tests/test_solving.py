@@ -11,9 +11,9 @@ from operator_cases import T, X, block, error
 from scipy.sparse.linalg import aslinearoperator
 
 import hessiankit as hk
+from hessiankit.cli.study import digits, split
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.solving import solve
-from hessiankit.studies.images import load_images
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +103,8 @@ def test_preconditioners_save_products() -> None:
 
 @pytest.mark.parametrize("name", ["diagonal", "kfac", "ekfac"])
 def test_preconditioners_by_name(name: str) -> None:
-    images = load_images("digits", dtype=torch.float64).first(60)
-    x, y = images.images.reshape(60, -1)[:, 20:44], images.labels
+    (images, labels), _ = split(*digits())
+    x, y = images[:60].reshape(60, -1)[:, 20:44], labels[:60]
     torch.manual_seed(0)
     module = torch.nn.Sequential(torch.nn.Linear(24, 4), torch.nn.LayerNorm(4), torch.nn.Linear(4, 10)).double()
     halves = [(x[:40], y[:40]), (x[40:], y[40:])]

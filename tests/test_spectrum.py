@@ -14,10 +14,10 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
 from torch import nn
 
 import hessiankit as hk
+from hessiankit.cli.study import digits, split
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.landscape import spectrum as called
 from hessiankit.landscape.density import SpectralMeasure
-from hessiankit.studies.images import load_images
 from hessiankit.support.files import plain
 from hessiankit.support.lanczos import EigenSearch, quadrature
 
@@ -208,8 +208,8 @@ def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypa
 
 
 def digits_classifier(steps: int, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    images = load_images("digits", dtype=torch.float64).first(300)
-    x, y = images.images.reshape(300, -1), images.labels
+    (images, labels), _ = split(*digits())
+    x, y = images[:300].reshape(300, -1), labels[:300]
     x = x - x.mean(0)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()

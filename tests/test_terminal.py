@@ -23,7 +23,10 @@ NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Printed], dict[str, str]]:
     """All that the child printed, and what the results are where there is no terminal."""
     folder, here = tmp_path_factory.mktemp("terminal"), Path(__file__)
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent)]), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {
+        "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent), str(here.parent / "papers")]),
+        "OMP_NUM_THREADS": "1",
+    }
     code, written = in_terminal([sys.executable, str(here.with_name("terminal.py")), str(folder)], env=env)
     assert code == 0, written[-3000:]
     return list(sections(written)), json.loads((folder / "complete.json").read_text())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hessiankit.studies.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, held_out, load_text
+from hessiankit.cli.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, held_out, load_text
 from hessiankit.support.errors import InputError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])

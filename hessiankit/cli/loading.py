@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
 from hessiankit.cli.hugging_face import WHO, from_files, one_line
-from hessiankit.studies.text import VOCAB_SIZE, TextDataset
+from hessiankit.cli.text import VOCAB_SIZE, TextDataset
 from hessiankit.support.errors import InputError, did_you_mean
 
 TINY = {"d_model": 64, "d_ff": 256, "n_layers": 3, "n_heads": 4}

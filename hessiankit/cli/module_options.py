@@ -13,7 +13,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.cli.hugging_face import one_line
 from hessiankit.cli.loading import load_model, text_batch
 from hessiankit.cli.parsing import refuse
-from hessiankit.studies.text import load_text
+from hessiankit.cli.text import load_text
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
 SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))

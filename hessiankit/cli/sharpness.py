@@ -59,9 +59,9 @@ def run(args: argparse.Namespace) -> None:
 
     from hessiankit.cli.loading import load_model, text_batch
     from hessiankit.cli.module_options import run_once
+    from hessiankit.cli.text import load_text
     from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness
     from hessiankit.partition import model_parts
-    from hessiankit.studies.text import load_text
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import say

@@ -1,1 +1,1 @@
-"""Experiments of the papers at a small scale: learning rates by block type, every norm placement, their data and training loop."""
+"""Experiments at a small scale: learning rates by block type, every norm placement, and their data and training loop."""

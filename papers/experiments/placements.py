@@ -33,7 +33,7 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from hessiankit.studies.placement_grid import run_placements
+    from papers.experiments.placement_grid import run_placements
 
     words = ["python -m papers placements", *(f"--placement '{name}'" for name in args.placement or ())]
     words += [f"--sample {args.sample} --seed {args.seed}"] if args.sample else []

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from hessiankit.cli.parsing import INTERRUPTED, OK, Parser, add_output, finish, positive, positive_number, probability
 
 if TYPE_CHECKING:
-    from hessiankit.studies.tuning.experiment import Setting
-    from hessiankit.studies.tuning.store import Runs
+    from papers.experiments.tuning.experiment import Setting
+    from papers.experiments.tuning.store import Runs
 
 EXAMPLES = (
     ("python -m papers tune-lr --quick", "the tables' form in less than a minute; decides nothing"),
@@ -53,12 +53,12 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from hessiankit.studies.tuning.comparison import compare, expected_runs
-    from hessiankit.studies.tuning.comparison_report import TuneReport, draw, write_page
-    from hessiankit.studies.tuning.experiment import QUICK, Setting, digest_of
-    from hessiankit.studies.tuning.store import Runs
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import as_text, say
+    from papers.experiments.tuning.comparison import compare, expected_runs
+    from papers.experiments.tuning.comparison_report import TuneReport, draw, write_page
+    from papers.experiments.tuning.experiment import QUICK, Setting, digest_of
+    from papers.experiments.tuning.store import Runs
 
     setting = replace(QUICK if args.quick else Setting(), text=args.text)
     setting = replace(setting, digest=digest_of(args.text), steps=args.steps or setting.steps)
@@ -102,7 +102,7 @@ def forecast(runs: Runs, setting: Setting, expected: int, jobs: int, lines: Path
 
 def seconds_of_a_run(setting: Setting) -> float:
     """Return an estimate of the time of a run on one thread."""
-    from hessiankit.studies.tuning.experiment import RunSpec, held_out_loss, model_of, one_thread, texts, training
+    from papers.experiments.tuning.experiment import RunSpec, held_out_loss, model_of, one_thread, texts, training
 
     text, held_out = texts(setting.text)
     with one_thread():

@@ -15,14 +15,14 @@ from matplotlib.axes import Axes
 from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, STYLE, Picture, check_suffix, write_picture
 from hessiankit.diagnostics.monitoring.log import dress
 from hessiankit.optim.ratios import CAP, POWER
-from hessiankit.studies.tuning.comparison import TuningComparison
-from hessiankit.studies.tuning.experiment import BETAS, CLIP, PAPER, WEIGHT_DECAY, Setting, model_of, texts
-from hessiankit.studies.tuning.sweep import SearchResult
-from hessiankit.studies.tuning.verdict import ArmResult, Interval, judge, summary
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import fill, write_text
 from hessiankit.support.tables import Detail, Piece, Printed, as_markdown, table
+from papers.experiments.tuning.comparison import TuningComparison
+from papers.experiments.tuning.experiment import BETAS, CLIP, PAPER, WEIGHT_DECAY, Setting, model_of, texts
+from papers.experiments.tuning.sweep import SearchResult
+from papers.experiments.tuning.verdict import ArmResult, Interval, judge, summary
 
 HEADERS = ("arm", "lr", "loss (nats/byte)", "difference, paired", "relative steps", "at AdamW's loss", "verdict")
 PLACE = ("date", "processor", "cores", "system", "python", "torch")

@@ -13,8 +13,10 @@ import torch
 import hessiankit
 from hessiankit.blocks import PLACEMENTS, FeedForward
 from hessiankit.cli.parsing import FAILED, INTERRUPTED, USAGE
-from hessiankit.studies import placement_grid
-from hessiankit.studies.placement_grid import (
+from hessiankit.support.jsonl import read_records
+from papers.__main__ import main
+from papers.experiments import placement_grid
+from papers.experiments.placement_grid import (
     KINK,
     OPTIONS,
     PlacementCase,
@@ -27,13 +29,11 @@ from hessiankit.studies.placement_grid import (
     summary,
     verdict,
 )
-from hessiankit.support.jsonl import read_records
-from papers.__main__ import main
 
 pytestmark = pytest.mark.slow
 
 SAMPLE = len(PLACEMENTS) // 8  # the placements take turns
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 
 

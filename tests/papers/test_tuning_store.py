@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from hessiankit.studies.tuning import store
-from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting, run
-from hessiankit.studies.tuning.store import Runs, record_of
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning import store
+from papers.experiments.tuning.experiment import PAPER, RunResult, RunSpec, Setting, run
+from papers.experiments.tuning.store import Runs, record_of
 
 TINY = Setting(steps=4, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=2, windows=4)
 SPECS = [RunSpec(TINY, lr, ratios, seed) for lr, ratios in ((0.01, ()), (0.02, PAPER)) for seed in (0, 1)]

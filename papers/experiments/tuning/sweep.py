@@ -11,8 +11,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from hessiankit.studies.tuning.experiment import PAPER, Ratios, RunResult, RunSpec, ratios_of, weighted_ratio
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.experiment import PAPER, Ratios, RunResult, RunSpec, ratios_of, weighted_ratio
 
 T = TypeVar("T")
 Asking: TypeAlias = Generator[list[RunSpec], dict[RunSpec, RunResult], T]

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import PLACEMENTS, FeedForward, GroupNorm, Transformer
 from hessiankit.blocks.placements import placement_of
-from hessiankit.studies.resumable import Resumable
 from hessiankit.support.environment import code_version, environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
@@ -34,6 +33,7 @@ from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown, say, table
 from hessiankit.verify.check import check
 from hessiankit.verify.problem import labelled_cross_entropy, mean_square
+from papers.experiments.resumable import Resumable
 
 OPTIONS: dict[str, tuple[Any, ...]] = {
     "norm": ("layernorm", "rmsnorm"),

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from image_writers import idx_bytes, python2_cifar, write_cifar, write_idx
 
-from hessiankit.studies.images import read_cifar, read_idx
 from hessiankit.support.errors import InputError
+from papers.experiments.images import read_cifar, read_idx
 
 RNG = np.random.default_rng(1)
 IMAGES = RNG.integers(0, 256, (3, 5, 4), dtype=np.uint8)

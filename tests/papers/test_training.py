@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import VisionTransformer
-from hessiankit.studies.images import load_images, patchify
-from hessiankit.studies.training import TrainingResult, accuracy, train
 from hessiankit.support.errors import InputError
+from papers.experiments.images import load_images, patchify
+from papers.experiments.training import TrainingResult, accuracy, train
 
 INPUTS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = (INPUTS[:, 0] > 0.3).long() + (INPUTS[:, 1] > 0).long()

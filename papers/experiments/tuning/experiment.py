@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
 from hessiankit.blocks.initialisation import initialise
+from hessiankit.cli.text import VOCAB_SIZE, TextDataset, load_text
 from hessiankit.optim import PRESETS, blockwise_lr, blockwise_schedule
 from hessiankit.partition import model_parts
-from hessiankit.studies.text import VOCAB_SIZE, TextDataset, load_text
-from hessiankit.studies.training import updates
 from hessiankit.support.errors import InputError
+from papers.experiments.training import updates
 
 Ratios: TypeAlias = tuple[tuple[str, float], ...]
 """(block type, factor on the learning rate), sorted; types that are not named have 1."""
@@ -71,7 +71,7 @@ class Setting:
     """What all the runs of a comparison share.
 
     Attributes:
-        text: Source of :func:`hessiankit.studies.text.load_text`.
+        text: Source of :func:`hessiankit.cli.text.load_text`.
         digest: Digests of both splits, so that runs on another version of the text are other runs; see :func:`digest_of`.
         steps: Updates, the budget.
         batch_size: Sequences an update.

@@ -9,14 +9,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from hessiankit.studies.resumable import Resumable
-from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting, run
 from hessiankit.support.environment import code_version
 from hessiankit.support.progress import Tell
+from papers.experiments.resumable import Resumable
+from papers.experiments.tuning.experiment import RunResult, RunSpec, Setting, run
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/studies/text.py",
-    "hessiankit/studies/training.py", "hessiankit/studies/tuning/experiment.py",
+    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/cli/text.py",
+    "papers/experiments/training.py", "papers/experiments/tuning/experiment.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from scipy.special import stdtrit
 
-from hessiankit.studies.tuning.experiment import RunResult
-from hessiankit.studies.tuning.sweep import Arm
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.experiment import RunResult
+from papers.experiments.tuning.sweep import Arm
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting
-from hessiankit.studies.tuning.sweep import sweep, together
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.experiment import RunResult, RunSpec, Setting
+from papers.experiments.tuning.sweep import sweep, together
 
 GRID = [1e-3, 2e-3, 4e-3, 8e-3]
 BASE = RunSpec(Setting(), 0.0)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from hessiankit.studies.text import VOCAB_SIZE, TextDataset, load_text
-from hessiankit.studies.tuning import experiment
-from hessiankit.studies.tuning.experiment import (
+from hessiankit.cli.text import VOCAB_SIZE, TextDataset, load_text
+from hessiankit.support.errors import InputError
+from papers.experiments.tuning import experiment
+from papers.experiments.tuning.experiment import (
     PAPER,
     RunSpec,
     Setting,
@@ -23,7 +24,6 @@ from hessiankit.studies.tuning.experiment import (
     training,
     weighted_ratio,
 )
-from hessiankit.support.errors import InputError
 
 TINY = Setting(steps=6, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=8)
 SPEC = RunSpec(TINY, 0.01, PAPER, 3)

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from hessiankit.studies.tuning.verdict import Interval, first_step, mean_interval, paired_difference, relative_steps, simultaneous
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.verdict import Interval, first_step, mean_interval, paired_difference, relative_steps, simultaneous
 
 
 def test_interval_by_hand():

@@ -9,7 +9,7 @@ import torch
 
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.optim import measured_ratios
-from hessiankit.studies.tuning.experiment import (
+from papers.experiments.tuning.experiment import (
     PAPER,
     Ratios,
     RunResult,
@@ -24,8 +24,8 @@ from hessiankit.studies.tuning.experiment import (
     warm_up_steps,
     weighted_ratio,
 )
-from hessiankit.studies.tuning.store import Runs
-from hessiankit.studies.tuning.sweep import Arm, Asking, SearchResult, at_baseline_lr, lowered, runs_expected, sweep, together
+from papers.experiments.tuning.store import Runs
+from papers.experiments.tuning.sweep import Arm, Asking, SearchResult, at_baseline_lr, lowered, runs_expected, sweep, together
 
 BATCHES, DRAWS = 8, 8
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from image_writers import write_cifar, write_idx
 
-from hessiankit.studies.images import load_images, one_hot_target, patch_for, patchify
 from hessiankit.support.errors import InputError
+from papers.experiments.images import load_images, one_hot_target, patch_for, patchify
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (7, 6, 4), dtype=np.uint8)

@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 import hessiankit as hk
-from hessiankit.studies import placement_grid
-from hessiankit.studies.placement_grid import cases
-from hessiankit.studies.tuning import store
-from hessiankit.studies.tuning.experiment import RunResult, RunSpec, Setting
-from hessiankit.studies.tuning.store import Runs
 from hessiankit.support.environment import code_version
+from papers.experiments import placement_grid
+from papers.experiments.placement_grid import cases
+from papers.experiments.tuning import store
+from papers.experiments.tuning.experiment import RunResult, RunSpec, Setting
+from papers.experiments.tuning.store import Runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:os.fork")]  # of jax, where another test has imported it
 

@@ -7,12 +7,12 @@ import json
 
 import pytest
 
-from hessiankit.studies.tuning import experiment, store
-from hessiankit.studies.tuning.experiment import Setting
-from hessiankit.studies.tuning.store import Runs
 from papers.__main__ import parser
 from papers.experiments.tune_lr import command_of
 from papers.experiments.tune_lr import run as run_tune
+from papers.experiments.tuning import experiment, store
+from papers.experiments.tuning.experiment import Setting
+from papers.experiments.tuning.store import Runs
 
 TINY = Setting(steps=8, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=4, windows=8)
 

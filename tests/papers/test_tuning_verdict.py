@@ -7,12 +7,12 @@ import math
 
 import pytest
 
-from hessiankit.studies.tuning.comparison import Pilot, TuningComparison
-from hessiankit.studies.tuning.comparison_report import TuneReport, draw, section, write_page
-from hessiankit.studies.tuning.experiment import PAPER, RunResult, RunSpec, Setting
-from hessiankit.studies.tuning.sweep import Arm, SearchResult, at_baseline_lr
-from hessiankit.studies.tuning.verdict import judge, summary
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.comparison import Pilot, TuningComparison
+from papers.experiments.tuning.comparison_report import TuneReport, draw, section, write_page
+from papers.experiments.tuning.experiment import PAPER, RunResult, RunSpec, Setting
+from papers.experiments.tuning.sweep import Arm, SearchResult, at_baseline_lr
+from papers.experiments.tuning.verdict import judge, summary
 
 SETTING = Setting(steps=20, layers=1, d_model=8, heads=2, length=8, windows=4)
 SHARED = (2.0, 2.3, 1.8, 2.1, 2.2)

@@ -1,4 +1,4 @@
-"""The training loop of all studies and figures, and a small classifier trained by it with checkpoints.
+"""The training loop of all experiments and figures, and a small classifier trained by it with checkpoints.
 
 A run of :func:`train` is a function of the model, the data and the seed. Stopping it, by Ctrl-C or on purpose, and going on from
 its checkpoint gives the same digits as never having stopped.
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.studies.images import one_hot_target
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import make_folder, write_bytes
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.torch_state import evaluation_mode
+from papers.experiments.images import one_hot_target
 
 CHECKPOINT_EVERY = 100
 
