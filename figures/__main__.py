@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add(
         "--images",
         metavar="PATH",
-        help="MNIST or CIFAR on this machine, for the figures of images (default: scikit-learn's digits)",
+        help="a .npz file with images and labels, for the figures of images (default: scikit-learn's digits)",
     )
     add("--text", metavar="PATH", help="a file or a folder, for the figures of text (default: Python's standard library)")
     add_json(add)

@@ -2,8 +2,8 @@
 
 The model is that of Closing the Curvature Gap, Table 1, first row: patches, one post-norm block with d_model 16 and d_ff 64,
 the mean over the tokens. scikit-learn's 8 x 8 digits in patches of 2 x 2 give 16 tokens where MNIST's 28 x 28 in patches of 4 x 4
-give 49. The paper names neither optimiser nor learning rate: here AdamW, 3e-3, batches of 128. All in float64. MNIST, CIFAR-10
-and CIFAR-100 are read from a path, in the paper's patches of 4 x 4.
+give 49. The paper names neither optimiser nor learning rate: here AdamW, 3e-3, batches of 128. All in float64. Other images are
+read from a path, those of 16 pixels and more in the paper's patches of 4 x 4.
 """
 
 from __future__ import annotations

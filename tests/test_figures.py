@@ -7,10 +7,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-import torch
 from figure_files import read
-from image_writers import write_cifar, write_idx
 
 from figures import _digits, accepted, curse_of_depth_4_8, curvature_gap_7_11, names, summary
 from figures.__main__ import main
@@ -46,22 +45,18 @@ def test_sources_are_checked_before_anything_is_drawn(tmp_path: Path, capsys: py
         assert message in capsys.readouterr().err
     (tmp_path / "text.txt").write_text("no image")
     assert main(["curvature_gap_5", "--quick", "--images", str(tmp_path / "text.txt"), "--out", str(tmp_path)]) == 1
-    assert "neither IDX (plain or gzipped) nor a pickle" in capsys.readouterr().err
+    assert "text.txt cannot be read" in capsys.readouterr().err
 
 
 @pytest.fixture
 def mnist(tmp_path: Path) -> Path:
-    """A folder in MNIST's format, 40 images in which the labels can be seen."""
-    labels = torch.arange(40, dtype=torch.uint8) % 10
-    images = torch.zeros(40, 28, 28, dtype=torch.uint8)
+    """A file of 50 images of MNIST's size, in which the labels can be seen."""
+    labels = np.arange(50) % 10
+    images = np.zeros((50, 28, 28), dtype=np.uint8)
     for k, label in enumerate(labels.tolist()):
         images[k, 2 * label : 2 * label + 6, 5:22] = 200
-    folder = tmp_path / "mnist"
-    folder.mkdir()
-    for split in ("train", "t10k"):
-        write_idx(folder / f"{split}-images-idx3-ubyte.gz", images.numpy())
-        write_idx(folder / f"{split}-labels-idx1-ubyte.gz", labels.numpy())
-    return folder
+    np.savez(tmp_path / "mnist.npz", images=images, labels=labels)
+    return tmp_path / "mnist.npz"
 
 
 def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +74,11 @@ def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_colour_image_is_cut_so_that_quick_stays_quick(tmp_path: Path) -> None:
-    pixels = torch.arange(6 * 3072).remainder(251).to(torch.uint8).reshape(6, 3072).numpy()
-    path = tmp_path / "train"
-    write_cifar(path, pixels, [0, 5, 99, 3, 4, 5], "fine_labels")
+    pixels = (np.arange(10 * 3072) % 251).astype(np.uint8).reshape(10, 32, 32, 3)
+    path = tmp_path / "colours.npz"
+    np.savez(path, images=pixels, labels=np.repeat([99, 3], 5))
     spec = ImageSpec.of(str(path), quick=True)
-    assert (spec.patch, spec.data()[0].shape, images_of(str(path)).n_classes) == (8, (6, 16, 192), 100)
+    assert (spec.patch, spec.data()[0].shape, images_of(str(path)).n_classes) == (8, (8, 16, 192), 100)
 
 
 def test_a_text_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

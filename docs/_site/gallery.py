@@ -109,7 +109,7 @@ def page() -> str:
         "# Gallery",
         "",
         "Every picture of these pages and the command that draws it; `python -m figures --list` has all figures, `--quick` a",
-        "small version of each, `--images PATH` draws from MNIST or CIFAR and `--text PATH` from a text where the default is",
+        "small version of each, `--images PATH` draws from a `.npz` file and `--text PATH` from a text where the default is",
         "scikit-learn's digits and Python's standard library. A figure writes its numbers beside its picture; a picture opens at",
         "full size.",
         "",
