@@ -149,8 +149,7 @@ def snapshots(out: Path, spec: ImageSpec, steps: Iterable[int]) -> Iterator[tupl
 
             look(0, 0.0)
             options: dict[str, Any] = {"batch_size": spec.batch_size, "lr": spec.lr, "seed": spec.seed, "callback": look}
-            if train(model, tokens, labels, steps=max(missing), **options).interrupted:
-                raise KeyboardInterrupt  # train() takes the first Ctrl-C as the wish to stop
+            train(model, tokens, labels, steps=max(missing), **options)
     for step in wanted:
         model = spec.model()
         model.load_state_dict(recall(folder / f"{step}.pt", [plain(identity), step]))

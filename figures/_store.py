@@ -16,7 +16,6 @@ import torch
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_bytes
-from papers.experiments.training import torch_bytes
 
 DIGEST = 32
 """Bytes of the checksum that a kept file begins with."""
@@ -81,7 +80,9 @@ def keep(path: Path, identity: Any, answer: Any) -> None:
     Raises:
         InputError: The file cannot be written.
     """
-    content = torch_bytes({"identity": identity, "answer": answer})
+    buffer = io.BytesIO()  # torch's own writing of files hides why a disk refused
+    torch.save({"identity": identity, "answer": answer}, buffer)
+    content = buffer.getvalue()
     put(path, _digest(content) + content)
 
 

@@ -34,7 +34,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     """Train, compute both Hessians and draw (about 20 s of CPU); ``quick`` takes four tokens, d_model 8, 60 steps, 32 images."""
     spec, (steps, size) = ImageSpec.of(images, quick=quick), (60, 32) if quick else (1000, 128)
     models = dict(snapshots(out, spec, (0, steps)))
-    seen = {split: accuracy(models[steps], *spec.data(split)) or 0.0 for split in ("train", "test")}
+    seen = {split: accuracy(models[steps], *spec.data(split)) for split in ("train", "test")}
     print(f"  after {steps} steps: training accuracy {seen['train']:.1%}, validation accuracy {seen['test']:.1%}")
     batch = spec.data(count=size)
     before, after = (hessiankit.hessian(models[step], *batch, loss=LOSS) for step in (0, steps))

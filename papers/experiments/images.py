@@ -79,8 +79,8 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
     """Return the images and the labels of a ``.npz`` file; objects, which could run code, are not read."""
     if not path.exists():
         raise InputError(
-            f"load_images: {str(path)!r} is neither 'digits' nor an existing path; nothing is downloaded, so give a .npz file with "
-            "arrays 'images' and 'labels'"
+            f"load_images: {str(path)!r} is neither 'digits' nor an existing path; nothing is downloaded, so give a .npz file "
+            "with arrays 'images' and 'labels'"
         )
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
@@ -89,9 +89,7 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
         why = f"{type(error).__name__}: {error}"
         raise InputError(f"load_images: {path} cannot be read ({why}); expected a .npz file, as numpy.savez writes it") from error
     if missing := {"images", "labels"} - arrays.keys():
-        raise InputError(
-            f"load_images: {path} has arrays {sorted(arrays)}, without {sorted(missing)}; expected images and labels"
-        )
+        raise InputError(f"load_images: {path} has arrays {sorted(arrays)}, without {sorted(missing)}; expected both")
     images, labels = arrays["images"], arrays["labels"]
     shapes = f"images of {images.dtype} {images.shape}, labels of {labels.dtype} {labels.shape}"
     fits = images.ndim in (3, 4) and labels.shape == images.shape[:1] and labels.size > 0
@@ -129,28 +127,3 @@ def patchify(images: Tensor, patch: int) -> Tensor:
         raise InputError(f"patchify: patches of side {patch} do not tile {height} x {width} images; choose one of {sides}")
     grid = images.reshape(n, height // patch, patch, width // patch, patch, -1)  # (N, rows, patch, columns, patch, C)
     return grid.transpose(2, 3).reshape(n, (height // patch) * (width // patch), -1)  # (N, L, patch * patch * C)
-
-
-def one_hot_target(labels: Tensor, n_classes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the one-hot rows of labels: the target of the mean squared error.
-
-    Args:
-        labels: Whole numbers below ``n_classes``, of any shape.
-        n_classes: Number of columns.
-        dtype: Floating type of the result.
-
-    Returns:
-        ``(*labels.shape, n_classes)``.
-
-    Raises:
-        InputError: A label is not a whole number or out of range.
-
-    >>> one_hot_target(torch.tensor([1, 0]), 3).tolist()
-    [[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]
-    """
-    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise InputError(f"one_hot_target: labels are {labels.dtype}, expected whole numbers; convert them with .long()")
-    if labels.numel() and not (int(labels.min()) >= 0 and int(labels.max()) < n_classes):
-        seen = f"{int(labels.min())} to {int(labels.max())}"
-        raise InputError(f"one_hot_target: labels run from {seen}, expected 0 to {n_classes - 1} for n_classes={n_classes}")
-    return torch.nn.functional.one_hot(labels.long(), n_classes).to(dtype)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hessiankit.support.errors import InputError
-from papers.experiments.images import load_images, one_hot_target, patchify
+from papers.experiments.images import load_images, patchify
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (20, 6, 4), dtype=np.uint8)
@@ -113,12 +113,3 @@ def test_patchify_against_explicit_loops() -> None:
         patchify(images, 3)
     with pytest.raises(InputError, match="expected \\(N, H, W\\)"):
         patchify(images[0, 0], 2)
-
-
-def test_one_hot_target() -> None:
-    labels = torch.tensor([2, 0, 1], dtype=torch.uint8)
-    assert torch.equal(one_hot_target(labels, 3, torch.float64), torch.eye(3, dtype=torch.float64)[[2, 0, 1]])
-    with pytest.raises(InputError, match="labels run from 0 to 2, expected 0 to 1"):
-        one_hot_target(labels, 2)
-    with pytest.raises(InputError, match="expected whole numbers"):
-        one_hot_target(labels.float(), 3)
