@@ -22,12 +22,19 @@ from figures._kit import CODE as TOOLKIT
 from figures._kit import differentiable, plain, short_digest
 from figures._store import NOTHING, keep, recall
 from hessiankit.blocks import VisionTransformer
+from hessiankit.cli.study import patchify
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.support.environment import code_version
-from papers.experiments.images import ImageDataset, load_images, patchify
+from papers.experiments.images import ImageDataset, load_images
 from papers.experiments.training import train
 
-CODE = ("hessiankit/blocks", "papers/experiments/images.py", "papers/experiments/training.py", "figures/_digits.py")
+CODE = (
+    "hessiankit/blocks",
+    "hessiankit/cli/study.py",
+    "papers/experiments/images.py",
+    "papers/experiments/training.py",
+    "figures/_digits.py",
+)
 """What the digits of a run depend on."""
 MEASURED_BY = (*TOOLKIT, "figures/_digits.py")
 """What norms of blocks depend on."""

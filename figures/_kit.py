@@ -38,7 +38,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-CODE = ("hessiankit", "derivations")
+CODE = ("papers/experiments", "hessiankit", "derivations")
 """What an answer is taken to depend on, where nothing narrower is said."""
 
 MACHINE = ("date", "python", "torch", "numpy", "processor", "cores", "system")

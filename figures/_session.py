@@ -10,7 +10,7 @@ from pathlib import Path
 from figures._store import NOTHING, keep, recall
 from hessiankit.support.environment import code_version
 
-CODE = ("figures", "hessiankit", "derivations")
+CODE = ("figures", "papers/experiments", "hessiankit", "derivations")
 
 
 @dataclass

@@ -43,8 +43,8 @@ from papers.experiments.training import updates
 
 NAME = Path(__file__).stem
 CODE = (
-    "hessiankit/blocks", "hessiankit/diagnostics/depth", "papers/experiments/images.py", "papers/experiments/training.py",
-    f"figures/{NAME}.py",
+    "hessiankit/blocks", "hessiankit/cli/study.py", "hessiankit/diagnostics/depth", "papers/experiments/images.py",
+    "papers/experiments/training.py", f"figures/{NAME}.py",
 )  # fmt: skip
 TABLE_7 = {
     "Pre-LN": ("pre", 26.73), "Admin": ("admin", 27.91), "Group-LN": ("group-ln", 28.01), "Sandwich-LN": ("sandwich", 26.51),

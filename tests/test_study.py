@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hessiankit.cli.main import main
-from hessiankit.cli.study import digits, patches, split
+from hessiankit.cli.study import digits, patchify, split
+from hessiankit.support.errors import InputError
 
 
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,11 +81,14 @@ def test_the_split_is_stratified_disjoint_and_fixed_by_the_seed() -> None:
     assert not torch.equal(split(images, labels, 1)[0][0], train)
 
 
-def test_patches_against_explicit_loops() -> None:
-    images = torch.randn(2, 6, 4)
-    cut = patches(images, 2)
-    assert cut.shape == (2, 6, 4)
+def test_patchify_against_explicit_loops() -> None:
+    images = torch.randn(2, 6, 4, 3)
+    patches = patchify(images, 2)
+    assert patches.shape == (2, 6, 12)
     for row in range(3):
         for column in range(2):
             expected = images[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-            assert torch.equal(cut[:, 2 * row + column], expected.reshape(2, 4))
+            assert torch.equal(patches[:, 2 * row + column], expected.reshape(2, 12))
+    assert torch.equal(patchify(images[..., 0], 2), patches[..., ::3])
+    with pytest.raises(InputError, match="patches of side 3 do not tile 6 x 4 images; choose one of 1, 2"):
+        patchify(images, 3)

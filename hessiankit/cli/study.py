@@ -92,7 +92,7 @@ def run_study(
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"study: --device {device} cannot be used: {str(error).splitlines()[0]}") from error
-    tokens = ((patches(images.to(precision), sizes["patch"]), classes) for images, classes in split(*digits(), seed))
+    tokens = ((patchify(images.to(precision), sizes["patch"]), classes) for images, classes in split(*digits(), seed))
     (x, labels), held_out = ((inputs.to(device), classes.to(device)) for inputs, classes in tokens)
     size = sizes["batch"]
     say(f"digits train: {len(x)} images, {x.shape[1]} patches of {x.shape[2]} pixels; a batch of {size} for the Hessians")
@@ -169,11 +169,24 @@ def split(images: Tensor, labels: Tensor, seed: int = 0) -> tuple[tuple[Tensor, 
     return (images[rows], labels[rows]), (images[held_out], labels[held_out])
 
 
-def patches(images: Tensor, side: int) -> Tensor:
-    """Cut images (N, H, W) into square patches, left to right and then downwards: (N, L, side^2) with L = H W / side^2."""
-    n, height, width = images.shape
-    grid = images.reshape(n, height // side, side, width // side, side)  # (N, rows, side, columns, side)
-    return grid.transpose(2, 3).reshape(n, -1, side * side)
+def patchify(images: Tensor, patch: int) -> Tensor:
+    """Cut images into square patches, left to right and then downwards.
+
+    Images (N, H, W) or (N, H, W, C) become tokens (N, H W / patch^2, patch^2 C): a patch's rows, channels fastest.
+
+    Raises:
+        InputError: The patches do not tile the image.
+
+    >>> import torch
+    >>> patchify(torch.arange(16).reshape(1, 4, 4), 2)[0, 1].tolist()
+    [2, 3, 6, 7]
+    """
+    n, height, width = images.shape[:3]
+    if height % patch or width % patch:
+        sides = ", ".join(str(p) for p in range(1, min(height, width) + 1) if height % p == width % p == 0)
+        raise InputError(f"patchify: patches of side {patch} do not tile {height} x {width} images; choose one of {sides}")
+    grid = images.reshape(n, height // patch, patch, width // patch, patch, -1)  # (N, rows, patch, columns, patch, C)
+    return grid.transpose(2, 3).reshape(n, (height // patch) * (width // patch), -1)
 
 
 def train(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Any, steps: int, seed: int) -> list[float]:

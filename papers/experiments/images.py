@@ -1,4 +1,4 @@
-"""Small image sets, cut into patches: scikit-learn's digits, or a ``.npz`` file with arrays ``images`` and ``labels``."""
+"""Small image sets: scikit-learn's digits, or a ``.npz`` file with arrays ``images`` and ``labels``."""
 
 from __future__ import annotations
 
@@ -100,30 +100,3 @@ def _read(path: Path) -> tuple[Tensor, Tensor]:
             "(N,) from 0"
         )
     return torch.from_numpy(images), torch.from_numpy(labels.astype(np.int64))
-
-
-def patchify(images: Tensor, patch: int) -> Tensor:
-    """Cut images into square patches, left to right and then downwards.
-
-    Args:
-        images: ``(N, H, W)`` or ``(N, H, W, C)``.
-        patch: Side of a patch; it has to divide H and W.
-
-    Returns:
-        ``(N, L, patch * patch * C)`` with ``L = (H / patch) (W / patch)``; the entries of a patch run along its rows,
-        channels fastest.
-
-    Raises:
-        InputError: Wrong number of axes, or patches that do not tile the image.
-
-    >>> patchify(torch.arange(16).reshape(1, 4, 4), 2)[0, 1].tolist()
-    [2, 3, 6, 7]
-    """
-    if images.dim() not in (3, 4):
-        raise InputError(f"patchify: images have shape {tuple(images.shape)}, expected (N, H, W) or (N, H, W, C)")
-    n, height, width = images.shape[:3]
-    if patch < 1 or height % patch or width % patch:
-        sides = ", ".join(str(p) for p in range(1, min(height, width) + 1) if height % p == width % p == 0)
-        raise InputError(f"patchify: patches of side {patch} do not tile {height} x {width} images; choose one of {sides}")
-    grid = images.reshape(n, height // patch, patch, width // patch, patch, -1)  # (N, rows, patch, columns, patch, C)
-    return grid.transpose(2, 3).reshape(n, (height // patch) * (width // patch), -1)  # (N, L, patch * patch * C)

@@ -177,7 +177,7 @@ def is_balanced(model: nn.Module, ids: Tensor, target: Tensor, loss: str) -> boo
 AGAINST = ("reverse-over-reverse", "jvp(grad)")
 """Two routes without a common path, both right for every operation of these models (docs/routes.md)."""
 
-CODE = ("hessiankit", "derivations")
+CODE = ("papers/experiments/placement_grid.py", "hessiankit", "derivations")
 """What the result of a case depends on."""
 
 RTOL = 1e-10

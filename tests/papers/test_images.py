@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hessiankit.support.errors import InputError
-from papers.experiments.images import load_images, patchify
+from papers.experiments.images import load_images
 
 RNG = np.random.default_rng(0)
 IMAGES = RNG.integers(0, 256, (20, 6, 4), dtype=np.uint8)
@@ -98,18 +98,3 @@ def test_unknown_sources_say_what_is_expected(tmp_path: Path) -> None:
             load_images(tmp_path / name)
     with pytest.raises(InputError, match="cannot be read"):
         load_images(tmp_path)
-
-
-def test_patchify_against_explicit_loops() -> None:
-    images = torch.randn(2, 6, 4, 3)
-    patches = patchify(images, 2)
-    assert patches.shape == (2, 6, 12)
-    for row in range(3):
-        for column in range(2):
-            expected = images[:, 2 * row : 2 * row + 2, 2 * column : 2 * column + 2]
-            assert torch.equal(patches[:, 2 * row + column], expected.reshape(2, 12))
-    assert torch.equal(patchify(images[..., 0], 2), patches[..., ::3])
-    with pytest.raises(InputError, match="patches of side 3 do not tile 6 x 4 images; choose one of 1, 2"):
-        patchify(images, 3)
-    with pytest.raises(InputError, match="expected \\(N, H, W\\)"):
-        patchify(images[0, 0], 2)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import VisionTransformer
+from hessiankit.cli.study import patchify
 from hessiankit.support.errors import InputError
-from papers.experiments.images import load_images, patchify
+from papers.experiments.images import load_images
 from papers.experiments.training import accuracy, train
 
 INPUTS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
