@@ -6,8 +6,8 @@ these weights and a target that is the output plus a tenth of noise; *trained*, 
 sequences of a noisy teacher, each sequence's Hessian by itself. The sizes (L, d, d_K and d_ff) take turns: attention (4, 4, 2),
 (6, 6, 4), (5, 3, 2); block (4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4).
 
-The bounds are those of ``hessiankit.bounds``; docs/bounds.md defines each. Medians over the problems, and the
-worst in brackets. The certified ones are all of the same matrix, so they differ by method alone.
+The bounds are those of ``hessiankit.bounds`` and the printed ones; docs/bounds.md defines each. Medians over the problems, and
+the worst in brackets. The certified ones are all of the same matrix, so they differ by method alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, sav
 from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.bounds import BOUNDS, LossAt, UndefinedBound
+from hessiankit.bounding.bounds import LossAt, UndefinedBound
 from hessiankit.bounding.certified import certify, schatten_upper
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.plot_frame import Picture
@@ -37,6 +37,7 @@ from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
+from papers.curvature_gap.printed_bounds import PRINTED
 
 NAME = Path(__file__).stem
 MODULES = ("attention", "block")
@@ -89,9 +90,9 @@ def ratios(module: Module, x: Tensor, t: Tensor) -> Ratios:
     true = float(torch.linalg.eigvalsh(H).abs().max())
     at = LossAt(module, x.unsqueeze(0), t.unsqueeze(0), "mse")
     limits: Ratios = {}
-    for one in BOUNDS.values():
+    for one in PRINTED.values():
         with contextlib.suppress(UndefinedBound):
-            limits |= {one.title: one.norms(at)[0]} if one.printed else {}
+            limits[one.title], _ = one.norms(at)
     limits |= {"a priori": a_priori(module, x, t).whole}
     limits |= {"structured": structured(make_task(NAME, module, at.x, at.t, "mse")).whole}
     certified = {**certify(H, found.slices).bounds, "schatten": schatten_upper(H)}

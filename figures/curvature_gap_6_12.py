@@ -14,7 +14,7 @@ steps of L-BFGS on a classifier of 274 parameters, 3 in 10 labels drawn at rando
 
 Second picture, the test: w = w* + t u along a random unit vector u. Left: the change of L_{k+1} - L_k from w* to w, times k + 1,
 and the gradient's and the Hessian's terms of its Taylor series, medians over k. Middle: the correlation, over k, of the change
-with the Hessian's term alone and with both. Right: the repaired theorem (``hessiankit.bounding.loss_surface``) for a post-norm
+with the Hessian's term alone and with both. Right: the repaired theorem (``papers.curvature_gap.loss_surface``) for a post-norm
 block that takes noise off digits, squared error: the change, the bound and its three terms, and the bound over the change.
 
 What came out: slopes of -0.992 (trained), -0.996 (untrained) and -0.997 (random numbers). ||grad L_n(w*)|| is 0.71 at the
@@ -60,9 +60,9 @@ from figures._kit import (
 from figures._scales import scale_of_images
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import TransformerBlock
-from hessiankit.bounding.loss_surface import SurfaceReport, loss_surface_bound
 from hessiankit.support.progress import progress_bar
 from papers.curvature_gap.convergence import average_differences, running_means, slope
+from papers.curvature_gap.loss_surface import SurfaceReport, loss_surface_bound
 from papers.drawing import Draw
 from papers.experiments.training import updates
 

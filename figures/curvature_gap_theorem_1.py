@@ -30,9 +30,9 @@ from figures._kit import DASHES, METHOD_COLOURS, METHOD_MARKS, heading, page, sa
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import Attention
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.curvature_gap import theorem_1
 from hessiankit.bounding.structured import structured
 from hessiankit.engine.problem.own_call import make_task
+from papers.curvature_gap.printed_bounds import theorem_1
 
 NAME = Path(__file__).stem
 LINES = {"norm": "exact norm", "text": "Theorem 1, text", "appendix": "Theorem 1, appendix", "a priori": "a priori, valid",

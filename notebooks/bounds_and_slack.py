@@ -19,7 +19,7 @@ import hessiankit as hk
 import papers
 from hessiankit.blocks import Attention
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.attack import attack
+from papers.curvature_gap.attack import attack
 
 COLOURS = {"certified": "#000000", "structured": "#0072b2", "a_priori": "#009e73", "printed": "#d55e00"}
 

@@ -89,9 +89,9 @@ def results(folder: Path) -> dict[str, Any]:
     import hessiankit as hk
     import papers
     from benchmarks.routes.table import routes
-    from hessiankit.bounding.attack import attack
-    from hessiankit.bounding.loss_surface import loss_surface_bound
     from hessiankit.verify.identities import identities
+    from papers.curvature_gap.attack import attack
+    from papers.curvature_gap.loss_surface import loss_surface_bound
 
     torch.manual_seed(0)
     block = hk.TransformerBlock(4, 6, n_heads=2, placement="hybridnorm", bias=True, activation="gelu").double()

@@ -12,14 +12,13 @@ from curvature_reference import mse, reverse_over_reverse, sample
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.blocks import ACTIVATIONS, PLACEMENTS, Attention
+from hessiankit.blocks import PLACEMENTS, Attention
 from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.attack import ascend
-from hessiankit.bounding.high_precision import norm_from_below
-from hessiankit.bounding.problems import BoundProblem, draw_problem
 from hessiankit.bounding.structured import sites, structured
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.errors import InputError
+from papers.curvature_gap.high_precision import norm_from_below
+from papers.curvature_gap.problems import BoundProblem, draw_problem
 
 ROUNDING = 1 + 1e-9
 LOSSES = {"mse": mse, "cross_entropy": lambda z, t: nn.functional.cross_entropy(z.flatten(0, -2), t.flatten())}
@@ -51,20 +50,9 @@ def test_no_bound_is_violated(seed):
 def test_every_placement_has_bounds(placement):
     problem = draw_problem(100 + list(PLACEMENTS).index(placement), placement=placement)
     report = hk.bounds(problem.module, problem.x, problem.target, loss=problem.loss)
-    assert not [row for row in report.violated if not row[1].startswith("printed")]
+    assert not report.violated
     assert report.ratio("certified") <= ROUNDING
     assert report.values["whole"]["lower"] <= report.values["whole"]["true"] * ROUNDING
-
-
-@pytest.mark.parametrize("seed", [0, 11])
-def test_no_ascent_reaches_a_bound(seed):
-    problem = draw_problem(seed)
-    before = problem.hessian.spectral_norm() / a_priori_of(problem)
-    assert before <= ascend(problem, a_priori_of, 12) <= ROUNDING
-
-
-def a_priori_of(problem):
-    return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
 
 
 def test_labels_that_do_not_count_are_not_in_the_mean():
@@ -123,59 +111,6 @@ def test_report():
     assert "<table>" in report._repr_html_()
 
 
-@pytest.mark.parametrize("q", [10.0, 100.0])
-def test_the_printed_theorem_1_is_violated_without_limit(q):
-    # at a global minimum, with uniform attention: the true norm is 2 q^2, the printed bound 24 for every q
-    attention = Attention(1).double()
-    with torch.no_grad():
-        attention.W_Q.fill_(q)
-        attention.W_K.zero_()
-        attention.W_V.fill_(1.0)
-    x = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    report = hk.bounds(attention, x, torch.zeros_like(x))
-    ratios = {(name, kind): ratio for name, kind, ratio in report.violated}
-    assert ratios["whole", "printed_theorem_1"] == pytest.approx(q * q / 12)
-    assert all(kind.startswith("printed") for _, kind in ratios)
-    assert "VIOLATED" in report.table()
-
-
-def test_the_printed_theorem_6_is_no_measure():
-    torch.manual_seed(0)
-    block = hk.TransformerBlock(4, 5, affine=False).double()
-    x = torch.randn(3, 4, dtype=torch.float64)
-    report = hk.bounds(block, x, torch.randn(3, 4, dtype=torch.float64))
-    assert report.ratio("printed_theorem_6") > 1e10
-    assert report.ratio("structured") < 2 < report.ratio("a_priori")
-
-
-def test_the_print_of_a_single_precision_block_leaves_the_block_alone():
-    torch.manual_seed(0)
-    block, x = hk.TransformerBlock(4, 5, affine=False), normal(3, 4).float()
-    single, double = hk.bounds(block, x, 0 * x), hk.bounds(copy.deepcopy(block).double(), x.double(), 0 * x.double())
-    assert {p.dtype for p in block.parameters()} == {torch.float32}
-    for kind in ("printed_theorem_6", "printed_theorem_6_proof"):
-        assert single.values["whole"][kind] == pytest.approx(double.values["whole"][kind], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("block", "message"),
-    [
-        (hk.TransformerBlock(4, 5, affine=True), "neither gain nor shift"),
-        (hk.TransformerBlock(4, 5, 2), "one head"),
-        (hk.TransformerBlock(4, 5, activation="gelu", affine=False), "ReLU"),
-    ],
-)
-def test_where_the_print_defines_nothing(block, message):
-    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    report = hk.bounds(block.double(), x, x)
-    assert any(message in note for note in report.notes)
-    assert not any(kind.startswith("printed") for kind in report.kinds)
-
-
-def valid_violations(report):
-    return [row for row in report.violated if not row[1].startswith("printed")]
-
-
 def in_single(seed):
     """A problem of the generator in float32, and its twin in float64."""
     problem = draw_problem(seed)
@@ -191,7 +126,7 @@ def test_a_float32_module_is_bounded_in_float64(seed):
     report, wide = hk.bounds(module, x.float(), narrow, loss=loss), hk.bounds(twin, x, t, loss=loss)
     assert {p.dtype for p in module.parameters()} == {torch.float32}
     assert report.to_dict() == wide.to_dict()
-    assert not valid_violations(report)
+    assert not report.violated
     H = reverse_over_reverse(twin, x.unsqueeze(0), t.unsqueeze(0), LOSSES[loss])
     assert report.values["whole"]["true"] == pytest.approx(float(torch.linalg.matrix_norm(H, 2)), rel=1e-9)
 
@@ -205,8 +140,8 @@ def test_no_report_in_single_or_double_precision_is_violated(first):
             wide = hk.bounds(twin, x, t, loss=loss)
         except InputError:  # a row of variance 0 with eps = 0
             continue
-        assert not valid_violations(wide), seed
-        assert not valid_violations(hk.bounds(module, x.float(), t.float() if loss == "mse" else t, loss=loss)), seed
+        assert not wide.violated, seed
+        assert not hk.bounds(module, x.float(), t.float() if loss == "mse" else t, loss=loss).violated, seed
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -215,7 +150,7 @@ def test_a_block_that_vanishes_is_zero_to_rounding(dtype):
     torch.manual_seed(0)
     block = hk.TransformerBlock(4, 5, 2, attention_bias=True).to(dtype)
     report = hk.bounds(block, normal(3, 4).to(dtype), normal(3, 4).to(dtype))
-    assert not valid_violations(report)
+    assert not report.violated
     row = report.values["attention.b_K x attention.b_K"]
     assert row["true"] <= report.noise < 1e-12 * report.values["whole"]["true"]
     (line,) = (line for line in report.table().splitlines() if line.strip().startswith("attention.b_K x attention.b_K"))
@@ -267,23 +202,6 @@ def test_errors(change, message):
         hk.bounds(hk.TransformerBlock(4, 3).double(), **given)
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_the_referee_knows_every_activation(activation):
-    """A block of the Hessian in 80 digits and by reverse over reverse; relu has no second derivative of its own."""
-    torch.manual_seed(0)
-    block, x, t = hk.TransformerBlock(2, 3, activation=activation, eps=0.1).double(), normal(2, 2), normal(2, 2)
-    problem = BoundProblem(0, "post", "", block, x, t, "mse")
-    H, (rows, name) = (
-        reverse_over_reverse(block, x.unsqueeze(0), t.unsqueeze(0), mse),
-        (problem.hessian.slices, "feedforward.W_1"),
-    )
-    B = H[rows[name], rows[name]]
-    vector = torch.linalg.svd(B).Vh[0]
-    assert norm_from_below(problem, rows[name], rows[name], vector, rounds=0) == pytest.approx(
-        float((B @ vector).norm()), rel=1e-10
-    )
-
-
 @pytest.mark.parametrize("radius", [0.0, 0.5])
 def test_an_a_priori_bound_of_one_token_is_attained(radius):
     """One token attends to itself, so the output is x W_V: the block of W_V is 2/N x x^T (x) I over the whole ball."""
@@ -328,7 +246,7 @@ def test_a_norm_without_eps_needs_rows_that_vary():
 def test_a_saturated_softmax_keeps_the_digits_of_small_blocks():
     # automatic differentiation in float64 has 0.2548 (reverse over reverse) and 0.1991 (forward over reverse) here
     H = draw_problem(552156, placement="attention").hessian
-    in_80_digits = 0.14579054641737  # by the referee's arithmetic, hessiankit.bounding.high_precision
+    in_80_digits = 0.14579054641737  # by the referee's arithmetic, papers.curvature_gap.high_precision
     assert H.spectral_norm("W_Q", "W_Q") == pytest.approx(in_80_digits, rel=1e-12)
     assert H.spectral_norm() > 1e4
 
@@ -362,3 +280,10 @@ def test_the_rounding_of_eigenvectors_is_part_of_a_structured_bound():
     problem, name = draw_problem(3001331), "norm_1.bias"
     norm, bound = problem.hessian.spectral_norm(name, name), structured(task_of(problem)).pairs[name, name]
     assert norm <= bound < norm * (1 + 1e-3)
+
+
+def test_an_attention_that_hardly_moves():
+    # the logits' gap lets one softmax weight underflow, so that a factor of a product has derivatives of 1e-160
+    problem = draw_problem(100038)
+    own = structured(make_task("bounds", problem.module, problem.x[None], problem.target[None], problem.loss))
+    assert problem.hessian.spectral_norm() <= own.whole < 10 * problem.hessian.spectral_norm()

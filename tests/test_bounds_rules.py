@@ -12,9 +12,10 @@ from curvature_reference import draw
 from torch import Tensor
 
 import hessiankit as hk
-from hessiankit.blocks import ACTIVATIONS
+from hessiankit.blocks import ACTIVATIONS, Attention
+from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import GroupNorm
-from hessiankit.bounding.a_priori import a_priori
+from hessiankit.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.bounding.rules import (
     Bounded,
     BoundedParameter,
@@ -434,3 +435,75 @@ def test_a_shift_along_a_row_attains_the_longest_row():
         BoundedParameter("b", torch.tensor([6.0, 8.0], dtype=torch.float64), 0.5),
     )
     assert Y.row == pytest.approx(5.0 + 10.5, rel=1e-9)
+
+
+def test_gainless_norms_at_the_end_need_no_gauss_newton_term():
+    # ||Z||_F is all but constant on the output of LayerNorm, so only the target's part in the tangent space counts
+    torch.manual_seed(0)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    block = hk.TransformerBlock(4, 3, affine=False, eps=0.0).double()
+    assert a_priori(block, x, torch.zeros_like(x)).whole < 1e-8
+    assert hk.hessian(block, x[None], torch.zeros_like(x)[None]).spectral_norm() < 1e-12
+    t = torch.randn(3, 4, dtype=torch.float64)
+    shifted = t + torch.tensor([[1.0], [-30.0], [5.0]], dtype=torch.float64)
+    assert a_priori(block, x, shifted).whole < 10 * a_priori(block, x, t).whole
+    for eps in (1e-3, 1.0, 30.0):
+        block = hk.TransformerBlock(4, 3, affine=False, eps=eps, activation="gelu").double()
+        for target in (torch.zeros_like(x), t):
+            assert hk.hessian(block, x[None], target[None]).spectral_norm() <= a_priori(block, x, target).whole
+
+
+def test_rotations_may_line_keys_up(monkeypatch):
+    # keys that are one vector turned back by their positions: rotation makes them equal, and the spectral norm sqrt(2) times
+    seen = []
+    monkeypatch.setattr(
+        "hessiankit.bounding.a_priori.mixed", lambda Q, K, *rest, **more: seen.append(K) or mixed(Q, K, *rest, **more)
+    )
+    part = Attention(2, d_k=2, rotary=True).double()
+    angle = torch.arange(40, dtype=torch.float64)
+    x = torch.stack([angle.cos(), -angle.sin()], 1)
+    with torch.no_grad():
+        part.W_K.copy_(torch.eye(2))
+    a_priori(part, x, torch.zeros_like(x))
+    before, after = (float(torch.linalg.matrix_norm(A, 2)) for A in (x, rotate(x)))
+    assert after > 1.39 * before
+    assert seen[0].spectral >= after
+    assert seen[0].range >= float(torch.cdist(rotate(x), rotate(x)).max())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranges_and_rows_bound_what_they_say(seed):
+    X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
+    W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
+    b = torch.ones(3, dtype=torch.float64)
+    Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
+    assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
+    assert Y.row_jacobians() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
+    twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
+    assert twice.row_jacobians()["b"] == pytest.approx(2.0)
+    assert twice.jacobian["b"] == pytest.approx(2 * 5**0.5)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("layernorm", [True, False])
+def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
+    # Z = norm(x W) of one token x of length 1: every direction of the row is reached, so the constants show
+    d, draw = 4, torch.Generator().manual_seed(3)
+    x = torch.nn.functional.normalize(torch.randn(1, 3, generator=draw, dtype=torch.float64))
+    W, ratios = torch.randn(3, d, generator=draw, dtype=torch.float64), []
+    for size in (0.0, 1.0, 10.0):
+        for _ in range(6):
+            T = size * torch.randn(1, d, generator=draw, dtype=torch.float64)
+
+            def loss(W, T=T):
+                m = x @ W
+                m = m - m.mean(1, keepdim=True) if layernorm else m
+                return ((m / ((m * m).mean(1, keepdim=True) + eps).sqrt() - T) ** 2).mean()
+
+            H = torch.autograd.functional.hessian(loss, W).reshape(3 * d, 3 * d)
+            Z = norm(affine(constant(x), BoundedParameter("W", W, 0.0)), layernorm=layernorm, eps=eps)
+            limit = float(_on_a_sphere(Z, Z.sphere, T, ("W",)))
+            true = float(torch.linalg.matrix_norm(H, 2))
+            assert true <= limit * (1 + 1e-9) + 1e-12
+            ratios.append(true / limit if limit else 0.0)
+    assert max(ratios) > 0.3

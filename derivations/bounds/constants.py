@@ -1,4 +1,4 @@
-r"""Sharp constants of the primitives: how large the derivatives of a normalization and of softmax can be.
+r"""Sharp constants of the primitives: how large the derivatives of a normalization, an activation and softmax can be.
 
 For one row x of width d, with xhat = C x / s, s = sqrt(||C x||^2 / d + eps), rho^2 = ||xhat||^2 / d = 1 - eps / s^2 and
 u = xhat / ||xhat|| (C = I - 1 1^T / d for LayerNorm, C = I for RMSNorm, gamma = 1, beta = 0):
@@ -13,6 +13,7 @@ All norms below are read off these two lines: C is the identity on the k-dimensi
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -101,6 +102,28 @@ def norm_constants(d: int, eps: float) -> NormConstants:
     if eps <= 0:
         raise ValueError(f"norm_constants: with eps = {eps} the derivatives are unbounded. Pass eps > 0.")
     return NormConstants(1 / math.sqrt(eps), 48 / (25 * math.sqrt(5 * d) * eps))
+
+
+@dataclass(frozen=True)
+class Steepness:
+    """Suprema of an activation sigma with sigma(0) = 0: ``slope`` |sigma'|, ``chord`` |sigma(z) / z|, ``second`` |sigma''|."""
+
+    slope: float
+    chord: float
+    second: float = 0.0
+
+
+STEEPNESS = {
+    "identity": Steepness(1.0, 1.0),
+    "relu": Steepness(1.0, 1.0),
+    "leaky_relu": Steepness(1.0, 1.0),
+    "tanh": Steepness(1.0, 1.0, 4 / math.sqrt(27)),
+    "gelu": Steepness((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), 1.0, math.sqrt(2 / math.pi)),  # at z = sqrt(2)
+    "gelu_tanh": Steepness(1.128993068658772, 1.0, math.sqrt(2 / math.pi)),  # at z = 1.41850
+    "silu": Steepness(1.099839320128867, 1.0, 0.5),  # where z tanh(z / 2) = 2
+}
+"""Of the kinds of ``derivations.activation``; a negative slope of leaky_relu is taken to be between -1 and 1, and the second
+derivative of relu and leaky_relu is that off the kinks: a bound on the Hessian almost everywhere."""
 
 
 def softmax_jacobian_bound(A: Array | None = None) -> float:

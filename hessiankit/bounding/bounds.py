@@ -1,4 +1,4 @@
-"""``bounds``: the norms of a Hessian's blocks beside every bound on them. A bound is one function under ``@bound``."""
+"""``bounds``: the norms of a Hessian's blocks beside every valid bound. A bound is one function under ``@bound``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.bounding.a_priori import NormTable, a_priori, in_float64
 from hessiankit.bounding.certified import Certificate, certify
-from hessiankit.bounding.curvature_gap import sharpened_a_priori, sharpened_structured, theorem_1, theorem_6, undefined
+from hessiankit.bounding.closed_forms import sharpened_a_priori, sharpened_structured
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
 from hessiankit.engine.problem.calling import check_dense, known_count
@@ -67,7 +67,7 @@ Norms: TypeAlias = "tuple[float, Mapping[tuple[str, str], float]]"
 
 
 class UndefinedBound(Exception):
-    """A bound is not defined for a problem; says why, or nothing where no reader would expect it."""
+    """A bound is not defined for a problem; the message, if there is one, is a note of the report."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,12 @@ class Bound:
     Attributes:
         name: The key in reports and JSON; with spaces for underscores the column's head.
         norms: (problem) -> the bounds.
-        printed: Whether it is a paper's bound as printed, which may be exceeded; the others are called valid.
         of_matrix: Whether it is a statement on the float64 matrix alone.
         caveat: What a reader of its numbers must know.
     """
 
     name: str
     norms: Callable[[LossAt], Norms]
-    printed: bool = False
     of_matrix: bool = False
     caveat: str = ""
 
@@ -99,8 +97,7 @@ class Bound:
 
 
 BOUNDS: dict[str, Bound] = {}
-"""Every bound by its name, in the order of a report's columns. ``bounds``, its table and JSON, ``hessiankit bounds`` and the
-attacks read this."""
+"""Every bound by its name, in the order of a report's columns; ``bounds`` and ``hessiankit bounds`` read it."""
 
 
 def bound(name: str, **options: Any) -> Callable[[Callable[[LossAt], Norms]], Callable[[LossAt], Norms]]:
@@ -143,63 +140,15 @@ def from_norms(at: LossAt) -> Norms:
     return prior.whole, {(i, j): prior[i, j] for i in prior.names for j in prior.names}
 
 
-@bound(
-    "printed_theorem_1",
-    printed=True,
-    caveat="leaves out (W_K, W_K) and (W_V, W_K), and takes ||dA/dT|| <= 1/L, true at uniform attention",
-)
-def theorem_1_of_the_text(at: LossAt) -> Norms:
-    """Theorem 1 of Closing the Curvature Gap, for an attention."""
-    return _theorem_1(at, appendix=False)
-
-
-@bound("printed_theorem_1_appendix", printed=True)
-def theorem_1_of_the_appendix(at: LossAt) -> Norms:
-    """Theorem 1 as the paper's appendix has it."""
-    return _theorem_1(at, appendix=True)
-
-
-def _theorem_1(at: LossAt, *, appendix: bool) -> Norms:
-    X, T = _sample(at, Attention)
-    return theorem_1(at.module, X, T, appendix=appendix)  # type: ignore[arg-type]
-
-
-@bound(
-    "printed_theorem_6",
-    printed=True,
-    caveat="its steps (17), (21) and Phi fail; with the stated sigma_min it is exceeded from d = 5 on",
-)
-def theorem_6_as_stated(at: LossAt) -> Norms:
-    """Theorem 6 of Closing the Curvature Gap, for a post-norm block, with sigma_min as stated."""
-    return theorem_6(at.module, *_sample(at, TransformerBlock), reading="stated")  # type: ignore[arg-type]
-
-
-@bound("printed_theorem_6_proof", printed=True)
-def theorem_6_as_proved(at: LossAt) -> Norms:
-    """Theorem 6 with sigma_min as its proof uses it."""
-    return theorem_6(at.module, *_sample(at, TransformerBlock), reading="proof")  # type: ignore[arg-type]
-
-
-def _sample(at: LossAt, kind: type[nn.Module]) -> tuple[Tensor, Tensor]:
-    """Return the one sample of a problem that a theorem of Closing the Curvature Gap covers, or raise ``UndefinedBound``."""
-    reason = undefined(at.module, at.x, at.loss)
-    if reason:
-        raise UndefinedBound(f"printed: not defined here, {reason}")
-    if not isinstance(at.module, kind):
-        raise UndefinedBound
-    return at.x[0].detach().double(), at.t[0].detach().double()
-
-
 @dataclass(frozen=True, repr=False)
 class BoundsReport(Printed):
     """The spectral norms of a Hessian and of its blocks, and the bounds on them.
 
     Attributes:
         values: "whole" or "i x j" -> kind -> value. The kinds: "true" (of the float64 matrix), "lower" (certified from below),
-            and the names in ``BOUNDS``; those that begin with "printed" are the papers' bounds as printed and are no bounds
-            where ``violated`` says so.
+            and the names of the bounds.
         names: The parameters.
-        notes: Which assumption of a printed bound fails, or why a bound is not defined here.
+        notes: Caveats of the bounds, and why a bound is not defined here.
         noise: What the rounding of float64 can leave of a block that vanishes: a norm of at most that prints as 0 to rounding.
     """
 
@@ -276,7 +225,7 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
 
     *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
     curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
-    and the sizes. *printed*: the bounds of Closing the Curvature Gap as printed, where they are defined.
+    and the sizes.
 
     Norms and bounds are computed in float64 in every dtype. The numbers of a module in float32, float16 or bfloat16, of its
     inputs and of its target are numbers of float64, so the report is on the exact function of these numbers, and what it promises
@@ -299,12 +248,16 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     >>> report.ratio("certified") < 1 + 1e-6 < report.ratio("structured") < report.ratio("a_priori")
     True
     """
-    at = _at(block, *_batched(inputs, target, loss), loss)
+    return report(loss_at(block, inputs, target, loss), BOUNDS)
+
+
+def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
+    """Return the norms of a loss's Hessian and of its blocks beside these bounds, by name in the order of the columns."""
     norms, lower = at.certificate.norms, {pair: interval.lower for pair, interval in at.certificate.pairs.items()}
     values = {WHOLE: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
     values |= {f"{i} x {j}": {"true": norms[i, j], "lower": lower[i, j]} for i, j in at.hessian.pairs()}
     notes: list[str] = []
-    for name, one in BOUNDS.items():
+    for name, one in limits.items():
         try:
             whole, pairs = one.norms(at)
         except UndefinedBound as reason:
@@ -318,8 +271,12 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), at.noise)
 
 
-def _at(module: nn.Module, x: Tensor, t: Tensor, loss: str) -> LossAt:
-    """Return the loss in float64; a narrower module is first called as it is, so that what its own call refuses is refused."""
+def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> LossAt:
+    """Return a loss in float64, its arguments as those of ``bounds`` and with the same errors.
+
+    A narrower module is first called as it is, so that what its own call refuses is refused.
+    """
+    x, t = _batched(inputs, target, loss)
     if any(value.dtype != torch.float64 for value in (x, *module.parameters())):
         make_task(WHO, module, x, t, loss, handshake=False)
     return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)

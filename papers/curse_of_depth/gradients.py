@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
-from derivations.gradient_bounds import pre_norm_gradient_bounds
 from derivations.normalization import LayerNormAt
 from hessiankit.blocks import TransformerBlock
 from papers.autodiff import jacobian_of
@@ -18,6 +17,7 @@ from papers.curse_of_depth.stacks import StackSizes, attention_head, make_stack,
 from papers.curse_of_depth.variance import grown
 from papers.drawing import Draw
 from papers.evidence import assumed, bounded, measured, violated, wrong
+from papers.hybridnorm.gradient_bounds import pre_norm_gradient_bounds
 from papers.notation import layer_norm, rms_norm, spectral
 from papers.registry import claim
 

@@ -11,19 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.bounds import (
-    attention_a_priori,
-    row_stochastic_norm_bound,
-    softmax_hessian_map_bound,
-    softmax_jacobian_bound,
+from derivations.bounds import attention_a_priori, row_stochastic_norm_bound, softmax_hessian_map_bound, softmax_jacobian_bound
+from derivations.softmax import SoftmaxAt
+from papers.autodiff import hessian_of
+from papers.claim import Evidence
+from papers.curvature_gap.attention_printed import (
+    functional_printed,
+    outer_printed,
     theorem_1_appendix_printed,
     theorem_1_printed,
     theorem_1_steps_printed,
 )
-from derivations.bounds.attention_printed import functional_printed, outer_printed
-from derivations.softmax import SoftmaxAt
-from papers.autodiff import hessian_of
-from papers.claim import Evidence
 from papers.curvature_gap.attention_problems import (
     AttentionProblem,
     global_minimum,

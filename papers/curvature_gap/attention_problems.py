@@ -11,17 +11,18 @@ import torch
 from torch import Tensor
 
 from derivations.attention import AttentionAt
-from derivations.bounds import AttentionNorms, attention_a_priori, theorem_1_steps_printed
-from derivations.bounds.attention_printed import (
+from derivations.bounds import AttentionNorms, attention_a_priori
+from papers.ascent import WorstRatio, worst
+from papers.autodiff import hessian_of, jacobian_of, kept
+from papers.curvature_gap.attention_printed import (
     PrintedAttentionBlocks,
     PrintedSteps,
     functional_printed,
     outer_printed,
     theorem_1_appendix_printed,
     theorem_1_printed,
+    theorem_1_steps_printed,
 )
-from papers.ascent import WorstRatio, worst
-from papers.autodiff import hessian_of, jacobian_of, kept
 from papers.curvature_gap.point import attention
 from papers.drawing import Draw
 from papers.notation import spectral

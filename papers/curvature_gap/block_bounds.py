@@ -10,19 +10,21 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from derivations.bounds import PostBlockNorms, post_block_a_priori, theorem_6_factors_printed, theorem_6_printed
-from derivations.bounds.block_printed import (
-    PrintedBlockBound,
-    PrintedFactors,
-    attention_jacobians_printed,
-    phi_printed,
-    sigma_min_printed,
-)
+from derivations.bounds import PostBlockNorms, post_block_a_priori
 from derivations.transformer import PostNormBlockAt
 from papers.ascent import WorstRatio, worst
 from papers.autodiff import hessian_of
 from papers.claim import Evidence
 from papers.curvature_gap.attention_problems import AttentionProblem, over, sample, two_attended_tokens
+from papers.curvature_gap.block_printed import (
+    PrintedBlockBound,
+    PrintedFactors,
+    attention_jacobians_printed,
+    phi_printed,
+    sigma_min_printed,
+    theorem_6_factors_printed,
+    theorem_6_printed,
+)
 from papers.curvature_gap.point import ATTENTION_PAIRS, PAIRS, WEIGHTS, BlockPoint, BlockSizes, attention, point
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, bounded, loose, violated

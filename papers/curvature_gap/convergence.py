@@ -10,16 +10,10 @@ import mpmath
 import torch
 from torch import Tensor
 
-from derivations.bounds import (
-    AttentionNorms,
-    PostBlockNorms,
-    attention_a_priori,
-    post_block_a_priori,
-    theorem_7_corrected,
-    theorem_7_printed,
-)
+from derivations.bounds import AttentionNorms, PostBlockNorms, attention_a_priori, post_block_a_priori
 from papers.autodiff import jacobian_of
 from papers.claim import Evidence
+from papers.curvature_gap.attention_printed import theorem_7_corrected, theorem_7_printed
 from papers.curvature_gap.attention_problems import AttentionProblem, column, global_minimum, sample
 from papers.curvature_gap.block_bounds import closed_form
 from papers.curvature_gap.point import BlockPoint, BlockSizes, point

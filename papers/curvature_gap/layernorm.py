@@ -8,13 +8,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from derivations.bounds import lemma_4_hessian_printed, lemma_4_jacobian_printed, norm_hessian_norm, norm_jacobian_norm
-from derivations.bounds.block_printed import sigma_min_printed
+from derivations.bounds import norm_hessian_norm, norm_jacobian_norm
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
 from derivations.normalization import LayerNormAt
 from papers.ascent import worst
 from papers.autodiff import hessian_of, jacobian_of
 from papers.claim import Evidence
+from papers.curvature_gap.block_printed import lemma_4_hessian_printed, lemma_4_jacobian_printed, sigma_min_printed
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, loose, relative_error, violated, wrong
 from papers.notation import basis_pairs, dense, eye, if_it_conforms, kron, layer_norm, ones, spectral, turn, vec_eye

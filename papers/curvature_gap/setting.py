@@ -14,13 +14,13 @@ from derivations.composition import gauss_newton
 from derivations.loss import MeanSquaredErrorAt
 from derivations.matrix import Dense
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.norms import NORMS, block_norm_bound, block_norm_bound_printed, block_norms, norm_inequality
 from derivations.vecr import kronecker_rule, sandwich, vec_r
 from papers.autodiff import hessian_of, jacobian_of
 from papers.claim import Evidence
 from papers.curvature_gap.point import PAIRS, point
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, bounded, relative_error, small, wrong
+from papers.norms import NORMS, block_norm_bound, block_norm_bound_printed, block_norms, norm_inequality
 from papers.notation import dense, eye, if_it_conforms, kron, ones, spectral
 from papers.registry import claim
 

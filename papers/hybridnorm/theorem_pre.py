@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from derivations.bounds import softmax_jacobian_bound
-from derivations.gradient_bounds import AttentionGradientBounds, pre_norm_gradient_bounds
 from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import assumed, bounded, loose, readings
 from papers.hybridnorm.definitions import LETTERS, HeadPoint
+from papers.hybridnorm.gradient_bounds import AttentionGradientBounds, pre_norm_gradient_bounds
 from papers.hybridnorm.jacobians import printed_pre_norm, printed_qkv_norm
 from papers.notation import spectral
 from papers.registry import claim, claims_of

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.gradient_bounds import AttentionGradientBounds, largest_gain, pre_norm_gradient_bounds, qkv_norm_gradient_bounds
 from derivations.normalization import RMSNormAt
 from derivations.stage import Stage
 from papers.ascent import worst
@@ -19,6 +18,12 @@ from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import assumed, bounded, relative_error, small, violated, wrong
 from papers.hybridnorm.definitions import LETTERS, HeadPoint
+from papers.hybridnorm.gradient_bounds import (
+    AttentionGradientBounds,
+    largest_gain,
+    pre_norm_gradient_bounds,
+    qkv_norm_gradient_bounds,
+)
 from papers.hybridnorm.theorem_pre import (
     equal_tokens,
     opposite_tokens,

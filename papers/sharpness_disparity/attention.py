@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from derivations.attention import AttentionAt
-from derivations.bounds import AttentionGradientNorms, NormedInput, theorem_4_2
 from derivations.matrix import Commutation
 from derivations.normalization import LayerNormAt
-from derivations.norms import matrix_norm
 from papers import second as again
 from papers.ascent import WorstRatio, worst
 from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import agrees, bounded, loose, small, violated, wrong
+from papers.norms import matrix_norm
 from papers.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
 from papers.registry import claim
+from papers.sharpness_disparity.attention_bounds import AttentionGradientNorms, theorem_4_2
+from papers.sharpness_disparity.gradient_bounds import NormedInput
 from papers.sharpness_disparity.points import AttentionSublayer
 
 VOCABULARY = 9

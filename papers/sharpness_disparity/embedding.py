@@ -9,18 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from derivations.bounds import EmbeddingNorms, theorem_4_3
 from derivations.embedding import TokenEmbeddingAt
 from derivations.normalization import LayerNormAt
-from derivations.norms import matrix_norm
 from papers import second as again
 from papers.ascent import worst
 from papers.autodiff import jacobian_of
 from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, bounded, loose, relative_error, violated, wrong
+from papers.norms import matrix_norm
 from papers.notation import dense, eye, ones
 from papers.registry import claim
+from papers.sharpness_disparity.embedding_bounds import EmbeddingNorms, theorem_4_3
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from derivations.activation import ActivationAt
-from derivations.bounds import NormedInput
 from derivations.feedforward import FeedForwardAt
 from derivations.normalization import LayerNormAt
-from derivations.norms import matrix_norm
 from hessiankit.blocks import TransformerBlock, initialise
 from papers import second as again
 from papers.ascent import worst
@@ -20,8 +18,10 @@ from papers.autodiff import jacobian_of
 from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, bounded, loose, relative_error, small, violated, wrong
+from papers.norms import matrix_norm
 from papers.notation import dense, eye, if_it_conforms, layer_norm, norm, ones
 from papers.registry import claim
+from papers.sharpness_disparity.gradient_bounds import NormedInput
 from papers.sharpness_disparity.points import FeedForwardPoint
 
 VOCABULARY = 9

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformer_reference import normalised
 
 from derivations import bounds
+from derivations.activation import SMOOTH
 
 F64 = torch.float64
 Function = Callable[[Tensor], Tensor]
@@ -234,3 +235,27 @@ class TestTokens:
             centred = X - p @ X
             third = torch.einsum("j,ja,jb,jc->abc", p, centred, centred, centred)
             assert map_norm(third) == pytest.approx(bounds.token_cumulant_bound(*known), rel=1e-12)
+
+
+ACTIVATIONS: dict[str, Function] = {
+    "relu": torch.relu,
+    "leaky_relu": torch.nn.functional.leaky_relu,
+    "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+    "silu": torch.nn.functional.silu,
+    "tanh": torch.tanh,
+}
+
+
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_steepness_is_attained_and_not_exceeded(kind: str) -> None:
+    z = torch.linspace(-9, 9, 360_001, dtype=F64).requires_grad_()
+    value = ACTIVATIONS[kind](z)
+    (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+    suprema = bounds.STEEPNESS[kind]
+    pairs = [(slope, suprema.slope), ((value / z).nan_to_num(), suprema.chord)]
+    if slope.requires_grad and suprema.second:
+        pairs += [(torch.autograd.grad(slope.sum(), z)[0], suprema.second)]
+    assert len(pairs) == 2 + (kind in SMOOTH)
+    for seen, bound in pairs:
+        assert 1 - 1e-3 < float(seen.detach().abs().max()) / bound <= 1 + 1e-12

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from derivations.bounds.constants import row_scales
-from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds
+from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput, doubles, euler_bounds
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from bound_problems import (
     whole_hessian,
 )
 
-from derivations.bounds import block_printed as block_in_print
 from derivations.transformer import PostNormBlockAt
+from papers.curvature_gap import block_printed as block_in_print
 
 
 def spectral(matrix) -> float:

@@ -22,28 +22,6 @@ from derivations.bounds.constants import is_centred, row_scales, token_covarianc
 
 
 @dataclass(frozen=True)
-class Steepness:
-    """Suprema of an activation sigma with sigma(0) = 0: ``slope`` |sigma'|, ``chord`` |sigma(z) / z|, ``second`` |sigma''|."""
-
-    slope: float
-    chord: float
-    second: float = 0.0
-
-
-STEEPNESS = {
-    "identity": Steepness(1.0, 1.0),
-    "relu": Steepness(1.0, 1.0),
-    "leaky_relu": Steepness(1.0, 1.0),
-    "tanh": Steepness(1.0, 1.0, 4 / math.sqrt(27)),
-    "gelu": Steepness((1 + math.erf(1)) / 2 + math.exp(-1) / math.sqrt(math.pi), 1.0, math.sqrt(2 / math.pi)),  # at z = sqrt(2)
-    "gelu_tanh": Steepness(1.128993068658772, 1.0, math.sqrt(2 / math.pi)),  # at z = 1.41850
-    "silu": Steepness(1.099839320128867, 1.0, 0.5),  # where z tanh(z / 2) = 2
-}
-"""Of the kinds of ``derivations.activation``; a negative slope of leaky_relu is taken to be between -1 and 1, and the second
-derivative of relu and leaky_relu is that off the kinks: a bound on the Hessian almost everywhere."""
-
-
-@dataclass(frozen=True)
 class NormedInput:
     """Norms of X_Norm = X_std diag(gamma), the input of a layer behind a norm.
 

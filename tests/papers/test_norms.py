@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from derivations import norms
 from derivations.matrix import BlockDiagonal, Dense, Ones, kron
+from papers import norms
 
 F64 = torch.float64
 

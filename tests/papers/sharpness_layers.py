@@ -14,7 +14,7 @@ from bound_problems import F64
 from torch import Tensor
 from transformer_reference import normalised
 
-from derivations.bounds.sharpness_norms import GradientBounds, average_sharpness
+from papers.sharpness_disparity.gradient_bounds import GradientBounds, average_sharpness
 
 ROUNDING = 1 + 1e-12
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from derivations.gradient_bounds import largest_gain, pre_norm_gradient_bounds, qkv_norm_gradient_bounds
+from papers.hybridnorm.gradient_bounds import largest_gain, pre_norm_gradient_bounds, qkv_norm_gradient_bounds
 
 NAMES = ("W_Q", "W_K", "W_V", "W_O")
 

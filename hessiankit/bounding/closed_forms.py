@@ -1,4 +1,4 @@
-"""Bounds of Closing the Curvature Gap for its attention and its post-norm block: as printed, and in sharper closed forms."""
+"""Closed forms that lower the bounds of two modules: one head of attention, and a post-norm block around it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from derivations.bounds.attention_bounds import AttentionNorms, attention_a_priori
-from derivations.bounds.attention_printed import theorem_1_appendix_printed, theorem_1_printed
 from derivations.bounds.attention_structured import attention_structured
 from derivations.bounds.block_bounds import PostBlockNorms, post_block_a_priori
 from derivations.bounds.block_norms import BlockNorms
-from derivations.bounds.block_printed import phi_printed, sigma_min_printed, theorem_6_factors_printed, theorem_6_printed
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable, in_float64
+from hessiankit.bounding.a_priori import NormTable
 from hessiankit.bounding.structured import ROUNDING, SLACK, Structured
 from hessiankit.formulas.block_at import causal_mask, is_the_papers
 
@@ -62,10 +60,11 @@ def _has_closed_forms(module: nn.Module) -> bool:
     if not isinstance(module, TransformerBlock) or module.placement != "post" or not is_the_papers(module.attention):
         return False
     network = module.feedforward
-    return network.W_G is None and network.activation in LEAKS and network.b_1 is None and _has_bare_layernorms(module)
+    return network.W_G is None and network.activation in LEAKS and network.b_1 is None and has_bare_layernorms(module)
 
 
-def _has_bare_layernorms(block: TransformerBlock) -> bool:
+def has_bare_layernorms(block: TransformerBlock) -> bool:
+    """Tell whether both norms of a block are LayerNorms without gain and shift."""
     return all(isinstance(norm, nn.LayerNorm) and norm.weight is None for norm in (block.norm_1, block.norm_2))
 
 
@@ -106,61 +105,3 @@ def _point_of(module: nn.Module, X: Tensor) -> dict[str, Any]:
     if isinstance(module, TransformerBlock):
         point |= {"eps": float(getattr(module.norm_1, "eps", 0.0)), "activation": module.feedforward.activation}
     return point
-
-
-def undefined(module: nn.Module, x: Tensor, loss: str) -> str:
-    """Return why the printed bounds are not defined for a problem; nothing if they are."""
-    if loss != "mse":
-        return "the paper's loss is the squared error"
-    if x.shape[0] > 1:
-        return "the paper bounds the Hessian of one sample; pass one"
-    part = module.attention if isinstance(module, TransformerBlock) else module
-    if not isinstance(part, Attention) or not is_the_papers(part) or part.W_O is not None or part.causal:
-        return "the paper has one head, without mask, biases, norms inside and output projection"
-    if isinstance(module, TransformerBlock):
-        plain = module.placement == "post" and module.feedforward.activation == "relu" and module.feedforward.b_1 is None
-        if not plain or not _has_bare_layernorms(module):
-            return "the paper's block is post-norm with ReLU, and its norms have neither gain nor shift"
-    return ""
-
-
-def _norm(A: Tensor) -> float:
-    return float(torch.linalg.matrix_norm(A.detach().double(), 2))
-
-
-def theorem_1(part: Attention, X: Tensor, T: Tensor, *, appendix: bool) -> tuple[float, Pairs]:
-    """Return Theorem 1 as printed, in the text or in the appendix, on the whole and on the four blocks that it names."""
-    (length, d), sizes = X.shape, [_norm(A) for A in (X, part.W_Q, part.W_K, part.W_V, T)]
-    blocks = (theorem_1_appendix_printed if appendix else theorem_1_printed)(length, d, part.d_k, *sizes)
-    pairs = {(f"W_{i}", f"W_{j}"): float(getattr(blocks, f"{i}{j}")) for i, j in ("VV", "QQ", "VQ", "QK")}
-    return blocks.M, pairs
-
-
-_ORDER = ("feedforward.W_1", "feedforward.W_2", "attention.W_K", "attention.W_Q", "attention.W_V")
-
-
-def theorem_6(block: TransformerBlock, X: Tensor, T: Tensor, *, reading: str) -> tuple[float, Pairs]:
-    """Return Theorem 6 as printed, on the whole and on each block.
-
-    Args:
-        block: The paper's post-norm block.
-        X: L x d.
-        T: L x d.
-        reading: Of sigma_min: ``"stated"`` in the theorem or used in its ``"proof"``.
-    """
-    block = in_float64(block)
-    part, network = block.attention, block.feedforward
-    with torch.no_grad():
-        before = X + part(X)
-        Y = block.norm_1(before)  # type: ignore[misc]
-        S = Y + network(Y)
-        residual = float((block.norm_2(S) - T).norm())  # type: ignore[misc]
-    (length, d), d_ff = X.shape, network.W_1.shape[1]
-    x, w_Q, w_K, w_V = (_norm(A) for A in (X, part.W_Q, part.W_K, part.W_V))
-    w_1, w_2 = _norm(network.W_1), _norm(network.W_2)
-    scales = {"sigma": sigma_min_printed(before, reading=reading), "sigma_prime": sigma_min_printed(S, reading=reading)}
-    factors = theorem_6_factors_printed(length, d, part.d_k, d_ff, x, w_Q, w_K, w_V, w_1, w_2, **scales)
-    phi = phi_printed(length, d, part.d_k, x, w_Q, w_K, w_V)
-    terms = theorem_6_printed(length, d, d_ff, factors, phi, w_1, w_2, residual)
-    norms = 2 / (length * d) * factors.J_Z**2 * torch.outer(terms.B, terms.B) + residual * terms.H_tr
-    return terms.whole, {(i, j): float(norms[a, b]) for a, i in enumerate(_ORDER) for b, j in enumerate(_ORDER)}

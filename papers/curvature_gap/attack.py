@@ -1,4 +1,4 @@
-"""Attempts to violate the bounds: problems at every scale, ascents on true / bound, and a referee in 80 digits.
+"""Attempts to violate the bounds of ``hessiankit.bounds``: problems at every scale, ascents, and a referee in 80 digits.
 
 Problem k of a campaign is drawn from ``seed + k`` alone, and so is all that is done to it: a violation found at problem seed s
 comes back with ``attack(1, seed=s)``.
@@ -17,14 +17,14 @@ from torch import Tensor
 from hessiankit.bounding.a_priori import a_priori
 from hessiankit.bounding.bounds import BOUNDS, Bound, UndefinedBound
 from hessiankit.bounding.certified import frobenius_upper, gershgorin_upper, schatten_upper, verified_upper
-from hessiankit.bounding.high_precision import norm_from_below
-from hessiankit.bounding.loss_surface import loss_surface_bound
-from hessiankit.bounding.problems import BoundProblem, draw_problem
 from hessiankit.curvature.dense import Hessian
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
+from papers.curvature_gap.high_precision import norm_from_below
+from papers.curvature_gap.loss_surface import loss_surface_bound
+from papers.curvature_gap.problems import BoundProblem, draw_problem
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class AttackReport(Printed, WithDict):
         yield table(("bound", "norm / bound", "seed", "problem"), rows, prose=("problem",), drop=("problem",))
         yield (f"{self.undefined} problems without a defined Hessian or bound; {self.refereed} excesses decided in 80 digits")
         yield from (
-            f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), --attack 1 --seed {v.seed}" for v in self.violations
+            f"VIOLATED: {v.bound} by {v.ratio:.6g} (80 digits: {v.refereed}), attack 1 --seed {v.seed}" for v in self.violations
         )
 
 
@@ -138,12 +138,12 @@ CERTIFIED: dict[str, Callable[[Tensor], float | None]] = {
 
 
 def valid_bounds() -> dict[str, Bound]:
-    """Return the bounds in ``BOUNDS`` that are called valid and say something of a loss, not of its float64 Hessian."""
-    return {name: one for name, one in BOUNDS.items() if not one.printed and not one.of_matrix}
+    """Return the bounds in ``BOUNDS`` that say something of a loss, not of its float64 Hessian."""
+    return {name: one for name, one in BOUNDS.items() if not one.of_matrix}
 
 
 def attack(n: int, *, seed: int = 0, steps: int = STEPS, tell: Tell | None = None) -> AttackReport:
-    """Try to violate every bound that is called valid, on n problems; an interrupt keeps what is found.
+    """Try to violate every valid bound, on n problems; an interrupt keeps what is found.
 
     Args:
         n: Problems.

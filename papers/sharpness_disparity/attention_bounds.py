@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from derivations.bounds.block_norms import spectral_norm
-from derivations.bounds.sharpness_norms import GradientBounds, NormedInput, doubles, euler_bounds, standardised
+from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput, doubles, euler_bounds, standardised
 
 
 class HeadNorms(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 from derivations.rotary import angles
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.parts import Array, BlockParts
-from hessiankit.bounding.problems import BoundProblem
+from papers.curvature_gap.problems import BoundProblem
 
 DIGITS, STEP = 80, "1e-25"
 

@@ -22,15 +22,8 @@ from torch import Tensor
 
 from derivations.activation import derivatives
 from derivations.bounds.block_norms import spectral_norm
-from derivations.bounds.sharpness_norms import (
-    STEEPNESS,
-    GradientBounds,
-    NormedInput,
-    Steepness,
-    doubles,
-    euler_bounds,
-    standardised,
-)
+from derivations.bounds.constants import STEEPNESS, Steepness
+from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput, doubles, euler_bounds, standardised
 
 HOMOGENEOUS = ("identity", "relu", "leaky_relu")
 """Activations with sigma(c z) = c sigma(z) for c > 0."""

@@ -12,20 +12,11 @@ import torch
 from sharpness_layers import ROUNDING, attention, draw, feedforward, gated, gradients, hold, normed
 from torch import Tensor
 
-from derivations.bounds import (
-    STEEPNESS,
-    AttentionGradientNorms,
-    EmbeddingNorms,
-    FeedForwardNorms,
-    GatedNorms,
-    GradientBounds,
-    HeadNorms,
-    NormedInput,
-    theorem_4_1,
-    theorem_4_1_gated,
-    theorem_4_2,
-    theorem_4_3,
-)
+from derivations.bounds import STEEPNESS
+from papers.sharpness_disparity.attention_bounds import AttentionGradientNorms, HeadNorms, theorem_4_2
+from papers.sharpness_disparity.embedding_bounds import EmbeddingNorms, theorem_4_3
+from papers.sharpness_disparity.feedforward_bounds import FeedForwardNorms, GatedNorms, theorem_4_1, theorem_4_1_gated
+from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput
 
 
 class TestAttack:

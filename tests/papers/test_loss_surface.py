@@ -9,8 +9,8 @@ import torch
 
 import hessiankit as hk
 from hessiankit.blocks import Attention
-from hessiankit.bounding.loss_surface import loss_surface_bound
 from hessiankit.support.errors import InputError
+from papers.curvature_gap.loss_surface import loss_surface_bound
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -25,19 +25,10 @@ from sharpness_layers import (
 )
 from torch import Tensor
 
-from derivations.activation import SMOOTH
-from derivations.bounds import (
-    STEEPNESS,
-    AttentionGradientNorms,
-    EmbeddingNorms,
-    FeedForwardNorms,
-    GatedNorms,
-    NormedInput,
-    theorem_4_1,
-    theorem_4_1_gated,
-    theorem_4_2,
-    theorem_4_3,
-)
+from papers.sharpness_disparity.attention_bounds import AttentionGradientNorms, theorem_4_2
+from papers.sharpness_disparity.embedding_bounds import EmbeddingNorms, theorem_4_3
+from papers.sharpness_disparity.feedforward_bounds import FeedForwardNorms, GatedNorms, theorem_4_1, theorem_4_1_gated
+from papers.sharpness_disparity.gradient_bounds import NormedInput
 
 
 class TestFeedForward:
@@ -201,20 +192,6 @@ class TestEmbedding:
             NormedInput.a_priori(2, 3, 1.0, norm="batchnorm")
         with pytest.raises(ValueError, match="one or more of W_E, gamma"):
             theorem_4_3(EmbeddingNorms.a_priori(NormedInput.a_priori(2, 4, 1.0), 3, 1.0, least_row=1.0)).sharpness("W_Q")
-
-
-@pytest.mark.parametrize("kind", [*SMOOTH, "relu", "leaky_relu"])
-def test_steepness_is_attained_and_not_exceeded(kind: str) -> None:
-    z = torch.linspace(-9, 9, 360_001, dtype=F64).requires_grad_()
-    value = ACTIVATIONS[kind](z)
-    (slope,) = torch.autograd.grad(value.sum(), z, create_graph=True)
-    suprema = STEEPNESS[kind]
-    pairs = [(slope, suprema.slope), ((value / z).nan_to_num(), suprema.chord)]
-    if slope.requires_grad and suprema.second:
-        pairs += [(torch.autograd.grad(slope.sum(), z)[0], suprema.second)]
-    assert len(pairs) == 2 + (kind in SMOOTH)
-    for found, bound in pairs:
-        assert 1 - 1e-3 < float(found.detach().abs().max()) / bound <= 1 + 1e-12
 
 
 @pytest.mark.parametrize("norm", NORMS)
