@@ -11,6 +11,7 @@ from hessiankit.cli.main import answer
 from hessiankit.cli.parsing import FAILED, INTERRUPTED, OK, USAGE, Help, Parser, add_command, add_json, finish, seed
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_json, write_text
+from papers.commands import attack, bounds
 from papers.experiments import placements, tune_lr
 
 PAPERS = ("curvature-gap", "sharpness-disparity", "curse-of-depth", "hybridnorm", "ours")
@@ -27,8 +28,8 @@ examples:
   python -m papers tune-lr --quick
       learning rates by block type against tuned AdamW"""
 CODES = (
-    f"exit codes: {OK} done; {FAILED} a verdict is not reproduced; {USAGE} an option or a file cannot be used; "
-    f"{INTERRUPTED} interrupted"
+    f"exit codes: {OK} done; {FAILED} a verdict is not reproduced, or a valid bound is exceeded; "
+    f"{USAGE} an option or a file cannot be used; {INTERRUPTED} interrupted"
 )
 
 
@@ -61,8 +62,8 @@ def parser() -> Parser:
             add("--out", type=Path, metavar="DIR", help="write the pages to this folder instead (docs/errata)")
         else:
             add_json(add)
-    add_command(commands, "tune-lr", tune_lr)
-    add_command(commands, "placements", placements)
+    for name, file in (("bounds", bounds), ("attack", attack), ("tune-lr", tune_lr), ("placements", placements)):
+        add_command(commands, name, file)
     return top
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hessiankit.cli import parsing as exit_codes
+from hessiankit.cli.main import main as hessiankit_main
 from papers import claims
 from papers.__main__ import PAPERS, main, parser
 from papers.claim import PAPERS as KNOWN
@@ -38,6 +39,19 @@ def test_verdicts_as_json(command: str, capsys: pytest.CaptureFixture[str], tmp_
         assert row["id"].startswith("hybridnorm/")
         assert row["verdict"] in capsys.readouterr().out
         assert row["reproduced"] is True
+
+
+def test_printed_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Theorem 6 beside the numbers of ``hessiankit bounds --no-affine``; Theorem 1 with --attention."""
+    files = [tmp_path / name for name in ("valid.json", "block.json", "attention.json")]
+    assert hessiankit_main(["bounds", "--no-affine", "--tokens", "2", "--json", str(files[0])]) == 0
+    assert main(["bounds", "--tokens", "2", "--json", str(files[1])]) == 0
+    assert main(["bounds", "--tokens", "2", "--attention", "--json", str(files[2])]) == 0
+    assert "printed theorem 6" in capsys.readouterr().out
+    valid, block, attention = (json.loads(path.read_text(encoding="utf-8"))["whole"] for path in files)
+    assert {kind: value for kind, value in block.items() if not kind.startswith("printed")} == valid
+    assert block.keys() - valid.keys() == {"printed_theorem_6", "printed_theorem_6_proof"}
+    assert attention.keys() - valid.keys() == {"printed_theorem_1", "printed_theorem_1_appendix"}
 
 
 def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
