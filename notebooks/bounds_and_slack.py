@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Bounds on curvature, and their slack
 #
-# `hessiankit.bounds` computes the exact Hessian of a block's loss and prints its spectral norm beside every bound that is
-# known for it. The bounds differ in what they look at:
+# `hessiankit.bounds` computes the exact Hessian of a block's loss and prints its spectral norm beside every valid bound;
+# `printed_bounds` of the papers' code adds those of *Closing the Curvature Gap* as printed. They differ in what they look at:
 #
 # | kind | looks at | good for |
 # |---|---|---|
@@ -20,6 +20,7 @@ import papers
 from hessiankit.blocks import Attention
 from hessiankit.bounding.a_priori import a_priori
 from papers.curvature_gap.attack import attack
+from papers.curvature_gap.printed_bounds import printed_bounds
 
 COLOURS = {"certified": "#000000", "structured": "#0072b2", "a_priori": "#009e73", "printed": "#d55e00"}
 
@@ -38,7 +39,7 @@ block = hk.TransformerBlock(4, 6, d_k=2, affine=False).double()  # the paper's: 
 # The number in brackets is bound / norm, the slack.
 
 # %%
-report = hk.bounds(block, x, target)
+report = printed_bounds(block, x, target)
 print(report)
 
 # %%
@@ -132,7 +133,7 @@ for s in sizes:
     with torch.no_grad():
         part.W_K.zero_()
         part.W_Q.mul_(s / torch.linalg.matrix_norm(part.W_Q, 2))
-    reports.append(hk.bounds(part, x, target))
+    reports.append(printed_bounds(part, x, target))
 
 figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
 axes.plot(sizes, [one.values["whole"]["true"] for one in reports], "o", color="#8c8c8c", markersize=9, label="norm")
@@ -163,7 +164,7 @@ for name in ("thm1", "thm1-all-blocks", "thm6"):
 #
 # A bound is called valid here after attempts to violate it: problems of every placement, at scales from $10^{-3}$ to $10^3$,
 # with constant rows, saturated softmax, single tokens and wild targets, and ascents on norm / bound. An excess in float64
-# counts only if 80-digit arithmetic confirms it. These are a few of them; `hessiankit bounds --attack 1000` runs a campaign.
+# counts only if 80-digit arithmetic confirms it. These are a few of them; `python -m papers attack 1000` runs a campaign.
 
 # %%
 campaign = attack(8, seed=0)
