@@ -69,7 +69,7 @@ from papers.experiments.training import updates
 NAME = Path(__file__).stem
 TINY: Any = {"d_model": 4, "d_ff": 8, "activation": "gelu"}
 """A classifier that cannot fit every label of :func:`noisy`: single samples keep their gradients at a minimum of the mean."""
-MEASURED_BY = (*CODE, "figures/_digits.py", f"figures/{NAME}.py")
+MEASURED_BY = (*CODE, "papers/curvature_gap/loss_surface.py", "figures/_digits.py", f"figures/{NAME}.py")
 POINTS = ("trained", "untrained", "uniform random numbers")
 ORDERS = 200
 
