@@ -1,4 +1,4 @@
-"""Bounds of Closing the Curvature Gap as printed, with the true norms of their factors; the ledger has all others."""
+"""Theorem 6 and Proposition 10 as printed, with the true norms of their factors; the ledger has the other printed bounds."""
 
 from __future__ import annotations
 
