@@ -85,9 +85,9 @@ def known_tests(root: Path) -> Mapping[str, tuple[str, ...]]:
     for _ in range(4):  # through as many floors
         for name in [name for name, ones in tests.items() if not ones - {name}]:
             tests[name] |= set().union(*(tests[other] for other in importers[name]))
-    rows = "tests/papers/test_rows.py"  # which runs every row of the papers' packages, found by name
-    for name in tests:
-        tests[name].update({rows} if name.startswith("papers/") and (root / rows).is_file() else ())
+    rows = "tests/papers/test_rows.py"  # which runs every row of the papers' packages, found by name; experiments have no rows
+    for name in tests if (root / rows).is_file() else ():
+        tests[name].update({rows} if name.startswith("papers/") and not name.startswith("papers/experiments/") else ())
     for name in [name for name, ones in tests.items() if not ones - {name}]:
         folder = Path(name).parent
         tests[name] |= set().union(*(ones for other, ones in tests.items() if Path(other).parent in (folder, folder.parent)))

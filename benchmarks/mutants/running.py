@@ -57,7 +57,7 @@ class Workshop:
             if path.is_file():
                 shutil.copy2(path, self.tree)
             elif path.name in COPIED:
-                shutil.copytree(path, self.tree / path.name, ignore=shutil.ignore_patterns("__pycache__", "_site"))
+                shutil.copytree(path, self.tree / path.name, ignore=shutil.ignore_patterns("__pycache__"))
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("PYTHONPATH", None)  # nothing of the working tree is to be found
         self._process = subprocess.Popen(
