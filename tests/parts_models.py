@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_nano_gpt import NanoGPT
+from nano_gpt import NanoGPT
 from torch import nn
 
 Types = Mapping[str, "str | dict[str, int]"]

@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from test_nano_gpt import NanoGPT
+from nano_gpt import NanoGPT
 from torch import nn
 
 import hessiankit as hk
