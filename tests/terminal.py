@@ -142,7 +142,7 @@ COMMANDS = {
     "$ derive": "derive --wrt W_Q W_V",
     "$ derive --format explain": "derive --wrt W_Q --format explain",
     "$ bounds": "bounds",
-    "$ bounds --attack": "bounds --attack 2",
+    "$ papers attack": "papers attack 2",
     "$ sharpness": "sharpness --model terminal_models:model --text text.txt --batch 2 --length 8 --draws 2 --layers --tensors --exact",
     "$ papers list": "papers list --paper hybridnorm",
     "$ papers run": "papers run --id hybridnorm/eq1*",
