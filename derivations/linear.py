@@ -45,6 +45,8 @@ class MatMul(ByLinearising):
     Bilinear: D^2 N [(a, b), (a', b')] = a b' + a' b.
     """
 
+    is_product = True
+
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] @ inputs[1]
 
@@ -67,6 +69,8 @@ class MatMul(ByLinearising):
 @dataclass(frozen=True)
 class Linear(ByLinearising):
     """N = X W^T + b with W stored as (d_out, d_in), as ``torch.nn.functional.linear``; b may be absent (None)."""
+
+    is_product = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(*inputs)

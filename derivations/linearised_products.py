@@ -39,6 +39,11 @@ class SharedProduct(Linearised):
         self.shape = (*inputs[0].shape[:-1], self.B.shape[1])
         self.w = None if adjoint is None else adjoint.reshape(-1, self.B.shape[1])
 
+    @property
+    def matrix(self) -> Tensor | None:
+        """B."""
+        return self.B
+
     def forget(self) -> None:
         """Keep the rows and the matrix alone."""
         self.inputs = tuple(map(hollow, self.inputs))

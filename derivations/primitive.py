@@ -37,6 +37,9 @@ class Primitive(metaclass=Kind):
     is_linear: bool = False
     """True when phi is affine in all its inputs together, so that its second derivative vanishes."""
 
+    is_product: bool = False
+    """True when phi is linear in each input by itself, so that a single moving input has no second derivative."""
+
     has_one_value: bool = False
     """True when :meth:`value` is that of one point, whatever the inputs."""
 
@@ -229,6 +232,16 @@ class Linearised:
         self.adjoint_or_none = adjoint
         self.wanted = tuple(wanted) if wanted is not None else (True,) * len(inputs)
 
+    @property
+    def factor(self) -> Tensor | None:
+        """Of a map of one input entry by entry, what multiplies its tangents; None for other maps."""
+        return None
+
+    @property
+    def matrix(self) -> Tensor | None:
+        """Of a product, the matrix (k, j) that multiplies all rows of the first input; None for other maps."""
+        return None
+
     def forget(self) -> None:
         """Release values that no action reads; of the inputs, the shapes stay."""
         if not self.primitive.reads_values:
@@ -269,6 +282,11 @@ class LinearisedEntrywise(Linearised):
     def __init__(self, primitive: Primitive, inputs: Inputs, first: Tensor, bent: Tensor | None) -> None:
         super().__init__(primitive, inputs)
         self.first, self.bent = first, bent
+
+    @property
+    def factor(self) -> Tensor | None:
+        """sigma'(x)."""
+        return self.first
 
     def forget(self) -> None:
         """Keep the derivatives alone."""

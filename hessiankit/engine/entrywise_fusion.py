@@ -38,6 +38,12 @@ class Step:
     inputs: tuple[int | None, ...]
     output: int
 
+    @property
+    def bends(self) -> bool:
+        """Whether a second derivative can arise: not of a product of which one factor moves."""
+        alone = self.primitive.primitive.is_product and sum(at is not None for at in self.inputs) < 2
+        return self.primitive.is_nonlinear and not alone
+
 
 def fuse_entrywise(steps: Sequence[Step]) -> list[Step]:
     """Return steps with each run of entrywise ones from one value fused into a step for each value that is read later."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -60,6 +60,50 @@ class ParameterJacobian(ABC):
         """Return J^T x for covectors x (R, p, c), summed over all rows: (size, c)."""
         return self.vjp_by_group(x.unsqueeze(0))[0]
 
+    @abstractmethod
+    def add_vjp(self, x: Tensor, into: Tensor) -> None:
+        """Add J^T x, group by group, for covectors x (S, G, m, p) of G groups of m rows, to ``into`` (S, G, size)."""
+
+    @abstractmethod
+    def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
+        """Return the columns of J of entries ``start`` to ``stop`` as tangents (stop - start, *like.shape)."""
+
+    @abstractmethod
+    def part(self, start: int, stop: int) -> ParameterJacobian:
+        """Return the Jacobian of the outputs ``start`` to ``stop``, in the entries that reach them."""
+
+    @abstractmethod
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """Return J^T x of :meth:`part` for x (R, stop - start, c), (size, c); of a weight with axes (inputs, outputs, c)."""
+
+    @abstractmethod
+    def diagonal(self, D: Tensor) -> Tensor:
+        """Return the diagonal (size,) of J^T K J where each entry reaches one column, from D (G, m, m', p): K between equal columns."""
+
+    @abstractmethod
+    def reaches_one_column(self) -> bool:
+        """Tell whether each entry of the parameter reaches one column of z alone."""
+
+    @property
+    def is_weight(self) -> bool:
+        """Whether it is X (x) I."""
+        return False
+
+    def unfold(self, x: Tensor, dim: int) -> Tensor:
+        """Return a view of x whose axis ``dim``, of :attr:`size`, is that of the outputs; of a weight, (inputs, outputs)."""
+        return x
+
+    def runs(self, start: int = 0, stop: int | None = None) -> list[tuple[slice, slice]]:
+        """Return the entries of :meth:`part` as runs: positions among these entries, and in vec_r of the parameter."""
+        k = self._entries(start, stop)
+        if self.at is None:
+            return _runs(k)
+        return _runs(self.at.reshape(-1)[k])
+
+    def _entries(self, start: int, stop: int | None) -> slice | Tensor:
+        """Positions of the entries of :meth:`part` among those of the Jacobian."""
+        return slice(0, self.size)
+
 
 @dataclass(frozen=True, eq=False)
 class WeightJacobian(ParameterJacobian):
@@ -73,6 +117,15 @@ class WeightJacobian(ParameterJacobian):
     def size(self) -> int:
         return self.X.shape[1] * self.width
 
+    @property
+    def is_weight(self) -> bool:
+        return True
+
+    def unfold(self, x: Tensor, dim: int) -> Tensor:
+        if self.transposed:
+            return x.unflatten(dim, (self.width, -1)).transpose(dim, dim + 1)
+        return x.unflatten(dim, (-1, self.width))
+
     def vjp_by_group(self, x: Tensor) -> Tensor:
         groups, m, p, c = x.shape
         w = self.X.reshape(-1, m, self.X.shape[1])  # (groups, m, i)
@@ -83,6 +136,51 @@ class WeightJacobian(ParameterJacobian):
         w = self.X.T.unsqueeze(-1)  # (i, rows, 1)
         pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.transposed else t.unsqueeze(0) * w.unsqueeze(1)
         return pairs.flatten(0, 1)
+
+    def add_vjp(self, x: Tensor, into: Tensor) -> None:
+        groups, m, p = x.shape[1:]
+        X = self.X.reshape(groups, m, -1)
+        left, right, axes = (x.mT, X, (p, -1)) if self.transposed else (X.mT, x, (-1, p))
+        into.unflatten(2, axes).add_(torch.matmul(left, right) if m > 1 else left * right)
+
+    def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
+        k = torch.arange(start, stop, device=like.device)
+        inputs = self.X.shape[1]
+        i, p = (k % inputs, k // inputs) if self.transposed else (k // self.width, k % self.width)
+        tangents = like.new_zeros(stop - start, len(self.X), self.width)
+        tangents[torch.arange(stop - start, device=like.device), :, p] = self.X.T[i]
+        return tangents.reshape(-1, *like.shape)
+
+    def part(self, start: int, stop: int) -> WeightJacobian:
+        if stop - start == self.width:
+            return self
+        at = None if self.at is None else self.at.reshape(-1)[self._entries(start, stop)]
+        return replace(self, at=at, width=stop - start)
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return (self.X.T @ x.reshape(len(x), -1)).reshape(-1, *x.shape[1:])
+
+    def diagonal(self, D: Tensor) -> Tensor:
+        groups, m, _, p = D.shape
+        if m == 1:
+            sums = self.X.square().T @ D.reshape(groups, p)  # (i, p)
+        else:  # over pairs of rows of a group, some columns at a time
+            X = self.X.reshape(groups, 1, m, -1)
+            step = max(1, SCRATCH // (len(self.X) * X.shape[3]))
+            parts = [(((K @ X) * X).sum((0, 2))) for K in D.permute(0, 3, 1, 2).split(step, 1)]
+            sums = torch.cat(parts).T
+        return (sums.T if self.transposed else sums).reshape(-1)
+
+    def reaches_one_column(self) -> bool:
+        return True
+
+    def _entries(self, start: int, stop: int | None) -> slice | Tensor:
+        inputs = self.X.shape[1]
+        if stop is None or stop - start == self.width:
+            return slice(0, self.size)
+        if self.transposed:
+            return slice(start * inputs, stop * inputs)
+        return (self.width * torch.arange(inputs).unsqueeze(1) + torch.arange(start, stop)).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +201,36 @@ class GainJacobian(ParameterJacobian):
 
     def by_entry(self, t: Tensor) -> Tensor:
         return t * self.X.T.unsqueeze(-1)
+
+    def add_vjp(self, x: Tensor, into: Tensor) -> None:
+        into += x.sum(2) if self.is_ones else (x * self.X.reshape(x.shape[1:])).sum(2)
+
+    def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
+        tangents = like.new_zeros(stop - start, *self.X.shape)
+        k = torch.arange(stop - start, device=like.device)
+        tangents[k, :, start + k] = self.X.T[start:stop]
+        return tangents.reshape(-1, *like.shape)
+
+    def part(self, start: int, stop: int) -> GainJacobian:
+        if stop - start == self.size:
+            return self
+        return GainJacobian(self.parameter, None if self.at is None else self.at.reshape(-1)[start:stop], self.X[:, start:stop])
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        return x.sum(0) if self.is_ones else torch.einsum("rp,rpc->pc", self.X[:, start:stop], x)
+
+    def diagonal(self, D: Tensor) -> Tensor:
+        groups, m, _, p = D.shape
+        if self.is_ones:
+            return D.sum((0, 1, 2))
+        X = self.X.reshape(groups, m, p)
+        return torch.einsum("gmp,gmnp,gnp->p", X, D, X)
+
+    def reaches_one_column(self) -> bool:
+        return True
+
+    def _entries(self, start: int, stop: int | None) -> slice | Tensor:
+        return slice(start, self.size if stop is None else stop)
 
     def scale_columns(self, K: Tensor) -> Tensor:
         """Return K (R, p, q) with column q of row n multiplied by X[n, q]."""
@@ -139,6 +267,33 @@ class IndexJacobian(ParameterJacobian):
         out.index_put_((self.which, row), t.transpose(0, 1), accumulate=True)
         return out
 
+    def add_vjp(self, x: Tensor, into: Tensor) -> None:
+        index = self.which.reshape(1, x.shape[1], -1).expand(len(x), -1, -1)
+        into.scatter_add_(2, index, x.flatten(2))
+
+    def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
+        entries = torch.arange(start, stop, device=like.device).reshape(-1, 1, 1)
+        return (self.which == entries).to(like).reshape(-1, *like.shape)
+
+    def part(self, start: int, stop: int) -> IndexJacobian:
+        return replace(self, which=self.which[:, start:stop])
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        index = self.which[:, start:stop].reshape(-1)
+        return x.new_zeros(self.size, x.shape[2]).index_add_(0, index, x.reshape(-1, x.shape[2]))
+
+    def diagonal(self, D: Tensor) -> Tensor:
+        groups, m, _, p = D.shape
+        which = self.which.reshape(groups, m, p)
+        rows = D.sum(2) if m == 1 else (D * (which.unsqueeze(2) == which.unsqueeze(1))).sum(2)
+        return D.new_zeros(self.size).index_add_(0, which.reshape(-1), rows.reshape(-1))
+
+    def reaches_one_column(self) -> bool:
+        column = torch.arange(self.which.shape[1], device=self.which.device).expand_as(self.which)
+        home = column.new_zeros(self.size)
+        home[self.which.reshape(-1)] = column.reshape(-1)
+        return bool((home[self.which] == column).all())
+
 
 @dataclass(frozen=True, eq=False)
 class IdentityJacobian(ParameterJacobian):
@@ -156,6 +311,43 @@ class IdentityJacobian(ParameterJacobian):
 
     def by_entry(self, t: Tensor) -> Tensor:
         return t[self.start : self.start + self.count]
+
+    def add_vjp(self, x: Tensor, into: Tensor) -> None:
+        into += x.flatten(2)[:, :, self.start : self.start + self.count]
+
+    def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
+        tangents = like.new_zeros(stop - start, like.numel())
+        tangents.diagonal(self.start + start).fill_(1.0)
+        return tangents.reshape(-1, *like.shape)
+
+    def part(self, start: int, stop: int) -> IdentityJacobian:
+        first, last = max(self.start, start), min(self.start + self.count, stop)
+        at = None if self.at is None else self.at.reshape(-1)[self._entries(start, stop)]
+        return IdentityJacobian(self.parameter, at, first - start, max(0, last - first))
+
+    def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
+        part = self.part(start, stop)
+        return x[0, part.start : part.start + part.count]
+
+    def diagonal(self, D: Tensor) -> Tensor:
+        return D[0, 0, 0, self.start : self.start + self.count]
+
+    def reaches_one_column(self) -> bool:
+        return True
+
+    def _entries(self, start: int, stop: int | None) -> slice | Tensor:
+        stop = self.start + self.count if stop is None else stop
+        first = max(self.start, start)
+        return slice(first - self.start, max(min(self.start + self.count, stop), first) - self.start)
+
+
+def _runs(entries: slice | Tensor) -> list[tuple[slice, slice]]:
+    """Return consecutive entries as runs: where they stand in the list, and the entries."""
+    if isinstance(entries, slice):
+        return [(slice(0, entries.stop - entries.start), entries)]
+    ends = [0, *((entries[1:] != entries[:-1] + 1).nonzero().reshape(-1) + 1).tolist(), entries.numel()]
+    starts = entries[ends[:-1]].tolist()
+    return [(slice(x, y), slice(at, at + y - x)) for x, y, at in zip(ends[:-1], ends[1:], starts, strict=True)]
 
 
 SELECTING = (Embedding, Expand, Permute, Reshape, Select, Slice, Take)

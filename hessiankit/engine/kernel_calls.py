@@ -159,23 +159,25 @@ def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, 
     Returns:
         None if there are no kernels for this, or all axes are too short.
     """
-    sizes = (u.X.shape[1], K.shape[1], v.X.shape[1], K.shape[2])
-    if kernels() is None or not _are_plain(into, u.X, v.X, K) or max(sizes) < NARROW:
+    if not into.numel():
         return None
-    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = u.X.stride(), v.X.stride(), K.stride()
-    out = [step for w, step in zip((u, v), into.stride(), strict=True) for step in _strides(w, step)]
+    return kernel_sum(u.X, v.X, K, v.unfold(u.unfold(into, 0), 2), same=same)
+
+
+def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+    """Return sum_n x_n[i] K_n[p, q] y_n[j], to be added to ``into`` (i, p, j, q); see :func:`compiled_sum`."""
+    sizes = (X.shape[1], K.shape[1], Y.shape[1], K.shape[2])
+    if kernels() is None or not _are_plain(into, X, Y, K) or max(sizes) < NARROW:
+        return None
+    (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = X.stride(), Y.stride(), K.stride()
+    out = into.stride()
     order = range(4) if same else sorted(range(4), key=lambda axis: -out[axis])  # that of other sums to the block
 
     def factor(x: Tensor, row: int, *along: int) -> KernelFactor:
         return KernelFactor(x, (row, *(along[axis] * (sizes[axis] > 1) for axis in order)))
 
-    term = (factor(u.X, a_n, a_i, 0, 0, 0), factor(v.X, b_n, 0, 0, b_j, 0), factor(K, k_n, 0, k_p, 0, k_q))
+    term = (factor(X, a_n, a_i, 0, 0, 0), factor(Y, b_n, 0, 0, b_j, 0), factor(K, k_n, 0, k_p, 0, k_q))
     return KernelSum(into, len(K), tuple((sizes[axis], out[axis]) for axis in order), (term,), symmetric=same)
-
-
-def _strides(w: WeightJacobian, step: int) -> tuple[int, int]:
-    """Return how far apart the inputs and the outputs of a weight are, whose entries are ``step`` apart."""
-    return (step, step * w.X.shape[1]) if w.transposed else (step * w.width, step)
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:

@@ -94,6 +94,14 @@ class SymmetricStorage:
             left = self._write(block[:, columns], u.at, v.at, write)
             self._sums += [] if left is None else [left]
 
+    def touch(self, block: Tensor) -> None:
+        """Note that a block, or a view of it, is no longer zero."""
+        self._written.add(block.data_ptr())
+
+    def keep(self, rest: KernelSum | None) -> None:
+        """Note a sum that is left to be added; see :meth:`finish`."""
+        self._sums += [] if rest is None else [rest]
+
     def finish(self) -> None:
         """Add what writes have left: sums to one block together, where that is possible."""
         for left in joined(self._sums):

@@ -1,0 +1,365 @@
+"""Block rows: the Hessian from one sweep for each place (compressed differentiation by structural orthogonality).
+
+With E_t the Jacobian of place t in its parameters, and K_tr the curvature of the loss between places t and r,
+
+    H[parameters of t, parameters of r] = E_t^T K_tr E_r      (+ <adjoint_r, dW_r dx_r>, where x_r moves with t).
+
+Everything that a place reaches keeps rows apart at some level, so that the unit directions of one row move all groups of rows at
+once. Pushed to the loss and pulled back, they arrive at each later place r as K_tr; E_r^T of it, and then E_t^T, are rows of A,
+where H = A + A^T: A has each pair of places once, and half of a place with itself. Ties and orders need no cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.jacobians import ParameterJacobian
+from hessiankit.engine.paths import Paths, Place
+from hessiankit.engine.segments import KEPT, Directions, Segment, SweepPlan, segments, sweeps
+from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push
+
+
+class Columns:
+    """Columns of mixed derivatives: each parameter's entries, in the order of H.
+
+    Attributes:
+        cuts: Of each Jacobian's entries, by :func:`key`.
+        pieces: A parameter, some columns and which of its entries these are, in few runs.
+        size: How many there are.
+    """
+
+    def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
+        self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
+        self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
+        self.size = before.size if before else 0
+        for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
+            self.cuts[key(u)] = slice(self.size, self.size + u.size)
+            self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
+            self.size += u.size
+
+
+def key(u: ParameterJacobian) -> tuple[str, int]:
+    """Return what two Jacobians in the same entries share."""
+    return u.parameter, id(u.at)
+
+
+def shifted(at: slice, by: int) -> slice:
+    """Return a slice moved by some entries."""
+    return slice(at.start + by, at.stop + by)
+
+
+class Reader(Protocol):
+    """What takes the rows of A as they come."""
+
+    def add_rows(self, u: ParameterJacobian, start: int, stop: int, rows: Tensor, columns: Columns) -> None:
+        """Add rows of outputs ``start`` to ``stop`` of a Jacobian: :meth:`ParameterJacobian.rows`, with all columns."""
+
+    def add_pair(
+        self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
+    ) -> None:
+        """Add sum_n u_n^T K_n v_n for K (R, p, q) between some outputs of two Jacobians; ``same``: of a place with itself."""
+
+    def add_columns(self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, k: Tensor) -> None:
+        """Add sum_n u_n^T diag(k_n) v_n for k (R, p) between the same outputs ``of_u`` of two Jacobians."""
+
+    def finish(self) -> None:
+        """End the directions that were swept together."""
+
+
+class Pairs:
+    """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
+
+    Args:
+        reader: What takes the pairs.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self._parts: dict[tuple[int, int], list[tuple[Directions, int, int, ParameterJacobian, Tensor]]] = {}
+        self._numbers = 0
+
+    def add(self, d: Directions, start: int, stop: int, v: ParameterJacobian, K: Tensor) -> None:
+        """Add curvature K (p, R, q) between outputs ``start`` to ``stop`` of a place and a later one, or itself."""
+        parts = self._parts.setdefault((id(d), id(v)), [])
+        if parts and self._numbers + K.numel() > KEPT:
+            self.close()
+            parts = self._parts.setdefault((id(d), id(v)), [])
+        parts.append((d, start, stop, v, K))
+        self._numbers += K.numel()
+
+    def close(self) -> None:
+        """Give the reader what was collected."""
+        for parts in self._parts.values():
+            d, start, _, v, K = parts[0]
+            K = (K if len(parts) == 1 else torch.cat([part[4] for part in parts])).transpose(0, 1)  # (R, p, q)
+            self._close(d, (start, parts[-1][2]), v, K)
+        self._parts, self._numbers = {}, 0
+
+    def _close(self, d: Directions, outputs: tuple[int, int], v: ParameterJacobian, K: Tensor) -> None:
+        (start, stop), width, add = outputs, K.shape[2], self.reader.add_pair
+        if not any(u is v for u in d.place.jacobians):
+            for u in d.jacobians:
+                add(u, outputs, v, (0, width), K, same=False)
+            return
+        for u in d.jacobians:  # of a place with itself half: of two Jacobians one order, of one the upper half
+            if u is v:
+                add(u, outputs, u, outputs, K[:, :, start:stop], same=True)
+                if stop < width:
+                    add(u, outputs, u, (stop, width), K[:, :, stop:], same=False)
+                break
+            add(u, outputs, v, (0, width), K, same=False)
+
+
+@dataclass
+class Tail:
+    """What follows a value x through which everything before it passes.
+
+    Attributes:
+        at: Id of x.
+        level: How many axes of x index rows that stay apart behind it: G groups of S numbers.
+        K: (G, S, S), the curvature of the loss in x.
+        Z: (G, S, columns), how the gradient in the parameters behind x moves with x.
+        columns: Of Z.
+    """
+
+    at: int
+    level: int
+    K: Tensor
+    Z: Tensor
+    columns: Columns
+
+
+class BlockRows:
+    """The rows of A, where the Hessian of a trace is A + A^T.
+
+    Args:
+        paths: The trace.
+        cut: As for :func:`hessiankit.engine.segments.segments`.
+    """
+
+    def __init__(self, paths: Paths, *, cut: bool | None = None) -> None:
+        self.paths = paths
+        self.segments = segments(paths, cut=cut)
+
+    def read(self, reader: Reader) -> None:
+        """Give all rows to a reader, those of the last place first."""
+        tail: Tail | None = None
+        for segment in self.segments:
+            before, tail, later = self._tails(segment, tail)
+            if tail is not None:  # of two places in this segment each pair comes twice
+                tail.Z *= 0.5
+                tail.Z[:, :, : later.shape[2]].add_(later, alpha=0.5)
+            kept, level = (tail.Z.numel(), tail.level) if tail else (0, 0)
+            for plan in sweeps(self.paths, segment, kept, level):
+                first = plan.directions[0].place.order
+                columns = tail.columns if tail else self._columns([p for p in segment.places if p.order >= first])
+                each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
+                pairs = Pairs(reader)
+                for cuts in plan.chunks(each):
+                    self._read_directions(segment, plan, cuts, columns, tail, reader, pairs)
+                pairs.close()
+                reader.finish()
+            tail = before
+
+    def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
+        return Columns([u for place in places for u in place.jacobians], before)
+
+    def _tails(self, segment: Segment, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
+        """Return the tail of the value that enters a segment, that of its end with its own columns, and the latter's Z before."""
+        later = self.paths.value(segment.end).new_zeros(0) if tail is None else tail.Z
+        if segment.entry is None and tail is None:
+            return None, None, later
+        begin = [] if segment.entry is None else [segment.entry.at]
+        own = [] if alone and begin else [place.at for place in segment.places]
+        path = self.paths.reach([*own, *begin], segment.steps)
+        to_entry = None
+        if tail is not None:
+            tail, later, to_entry = self._through(segment, tail, path, alone=alone)
+        before = self._enter(segment, tail, to_entry, path, alone=alone) if segment.entry is not None else None
+        return before, tail, later
+
+    def _sweep(
+        self,
+        segment: Segment,
+        path: list[Step],
+        count: int,
+        arrive: Callable[[Place, Along, bool], None],
+        *,
+        seeds: Mapping[int, tuple[slice, Along]] | None = None,
+        bars: dict[int, Tensor] | None = None,
+        pushed: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """Push directions to the end of a segment and pull them back; ``arrive(place, covector, is_mixed)``."""
+        places, entry = self.paths.by_value, segment.entry
+        bent: Bent = {}
+        if seeds:
+            mixed = [(place, step.inputs[0]) for step in path if (place := places.get(step.output)) and place.mixed]
+            mixed = [(place, at) for place, at in mixed if at is not None]
+            end = () if pushed is None or segment.end == self.paths.output else (segment.end,)
+            bent, tangents = push(path, seeds, count, {*end, *(at for _, at in mixed)})
+            if end and pushed is not None and (t := dense(tangents[segment.end])) is not None:
+                pushed(t)
+            for place, at in reversed(mixed):
+                if at in tangents:
+                    t = tangents[at] if place.plain is None else place.plain.push([dense(tangents[at])])
+                    arrive(place, t, True)
+        stops = places.keys() if entry is None else places.keys() | {entry.at}
+
+        def arrived(at: int, bar: Tensor) -> None:
+            arrive(entry if entry is not None and at == entry.at else places[at], bar, False)
+
+        pull(path, dict(bars or {}), bent, stops, arrived)
+
+    def _through(
+        self, segment: Segment, tail: Tail, path: list[Step], *, alone: bool
+    ) -> tuple[Tail, Tensor, Tensor | None]:
+        """Pull what follows a segment back through it.
+
+        Returns:
+            The tail with columns for the segment's own parameters, its Z before, and K from x to the entry (G, S, .).
+        """
+        x, entry = self.paths.value(tail.at), segment.entry
+        level = min(tail.level, self.paths.level(tail.at, path))
+        groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
+        size = x.numel() // groups
+        K = tail.K
+        if inner > 1:  # rows of a group that were apart behind x
+            row = size // inner
+            K = K.new_zeros(groups, inner, row, inner, row)
+            K.diagonal(dim1=1, dim2=3).copy_(tail.K.reshape(groups, inner, row, row).permute(0, 2, 3, 1))
+            K = K.reshape(groups, size, size)
+        later = tail.Z.reshape(groups, size, -1)
+        columns = tail.columns if alone else self._columns(segment.places, tail.columns)
+        Z = K.new_zeros(groups, size, columns.size)
+        Z[:, :, : later.shape[2]] = later
+        to_entry: list[Tensor] = []
+
+        def arrive(place: Place, bar: Along, mixed: bool) -> None:
+            assert isinstance(bar, Tensor)
+            if place is entry:
+                to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
+            elif not alone:
+                for v in place.jacobians:
+                    v.add_vjp(grouped(bar, groups, place.width), Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
+
+        bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
+        self._sweep(segment, path, size, arrive, bars=bars)
+        return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
+
+    def _enter(
+        self, segment: Segment, tail: Tail | None, to_entry: Tensor | None, path: list[Step], *, alone: bool
+    ) -> Tail:
+        """Return the tail of the value that enters a segment."""
+        entry = segment.entry
+        assert entry is not None
+        y = self.paths.value(entry.at)
+        fine = self.paths.level(entry.at, path)
+        level = min(fine, tail.level) if tail else fine
+        d = Directions(entry, fine, entry.width, [], False)
+        columns = tail.columns if tail else self._columns([] if alone else segment.places)
+        groups, m, inner = d.groups, d.rows, y.shape[level:fine].numel()
+        Z = y.new_zeros(groups, m, d.outputs, columns.size)
+        K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
+        plan = SweepPlan(path, [d], self.paths.work(path)[0], False)
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size):
+            count = m * (stop - start)
+            here = [y.new_zeros(groups, count, columns.size), y.new_zeros(groups, count, K.shape[3])]
+
+            def pushed(T: Tensor, here: list[Tensor] = here) -> None:
+                if tail is not None:
+                    here[0] = combine(T, fine, tail.Z)
+                    if to_entry is not None:
+                        here[1] = combine(T, fine, to_entry)
+
+            def arrive(place: Place, bar: Along, mixed: bool, here: list[Tensor] = here, count: int = count) -> None:
+                assert isinstance(bar, Tensor)
+                if place is entry:
+                    own = bar.reshape(count, groups, -1).transpose(0, 1)
+                    into = here[1].reshape(groups // inner, inner, count, inner, -1)
+                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, count, -1).permute(0, 2, 3, 1))
+                    here[1] = into.reshape(groups, count, -1)
+                elif not alone:
+                    for v, K in place.arriving(bar, groups, mixed=mixed):
+                        v.add_vjp(K, here[0].transpose(0, 1)[:, :, columns.cuts[key(v)]])
+
+            seeds = {entry.at: (slice(0, count), d.tangents(start, stop, y))}
+            self._sweep(segment, path, count, arrive, seeds=seeds, pushed=pushed)
+            Z[:, :, start:stop], K[:, :, start:stop] = (t.reshape(groups, m, stop - start, -1) for t in here)
+        whole = y.shape[:level].numel()
+        return Tail(entry.at, level, K.reshape(whole, y.numel() // whole, -1), Z.reshape(whole, y.numel() // whole, -1), columns)
+
+    def _read_directions(
+        self,
+        segment: Segment,
+        plan: SweepPlan,
+        cuts: list[tuple[Directions, int, int]],
+        columns: Columns,
+        tail: Tail | None,
+        reader: Reader,
+        pairs: Pairs,
+    ) -> None:
+        """Give a reader the rows of some directions."""
+        seeds: dict[int, tuple[slice, Along]] = {}
+        spans: list[tuple[Directions, int, int, slice]] = []
+        count, groups = 0, plan.directions[0].groups
+        for d, start, stop in cuts:
+            value = self.paths.value(d.place.at)
+            by_column = plan.by_pairs and len(cuts) == 1
+            tangents = UnitColumns(value.new_ones(()).expand(value.shape), start, stop) if by_column else d.tangents(start, stop, value)
+            span = slice(count, count + len(tangents))
+            seeds[d.place.at] = (span, tangents)
+            spans.append((d, start, stop, span))
+            count = span.stop
+        Z = None if tail or plan.by_pairs else value.new_zeros(groups, count, columns.size)
+
+        def pushed(T: Tensor) -> None:
+            nonlocal Z
+            if tail is not None:
+                Z = combine(T, plan.level, tail.Z)
+
+        def arrive(place: Place, bar: Along, mixed: bool) -> None:
+            earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
+            if not earlier or place is segment.entry:
+                return
+            own = earlier[-1] if earlier[-1][0].place is place else None
+            last = earlier[-1][3].stop
+            if isinstance(bar, UnitColumns):
+                if place.mixed is not None and cuts[0][0].place.order < place.order:
+                    for u in cuts[0][0].jacobians:
+                        reader.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
+                return
+            if plan.by_pairs:
+                for v, K in place.arriving(bar[:last], groups, mixed=mixed):
+                    for d, start, stop, span in earlier:
+                        pairs.add(d, start, stop, v, K[span, :, 0])
+                return
+            assert Z is not None
+            if own is not None:  # half of a place with itself
+                bar = bar[:last].clone()
+                bar[own[3]] *= 0.5
+            for v, K in place.arriving(bar[:last], groups, mixed=mixed):
+                v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.cuts[key(v)]])
+
+        self._sweep(segment, plan.path, count, arrive, seeds=seeds, pushed=pushed)
+        if Z is not None:
+            for d, start, stop, span in spans:
+                rows = Z[:, span].reshape(-1, stop - start, columns.size)
+                for u in d.jacobians:
+                    reader.add_rows(u, start, stop, u.rows(rows, start, stop), columns)
+
+
+def grouped(bar: Tensor, groups: int, width: int) -> Tensor:
+    """Return covectors (S, *shape) as (S, G, rows of a group, w)."""
+    return bar.reshape(len(bar), groups, -1, width)
+
+
+def combine(T: Tensor, level: int, Z: Tensor) -> Tensor:
+    """Return T^T Z for directions T (S, *shape), which keep apart what the first ``level`` axes index: (groups, S, columns)."""
+    count, groups = len(T), T.shape[1 : 1 + level].numel()
+    return T.reshape(count, groups, -1).transpose(0, 1) @ Z.reshape(groups, T[0].numel() // groups, Z.shape[2])

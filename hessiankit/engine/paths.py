@@ -1,0 +1,232 @@
+"""The ways through a trace: its steps on the way to the loss, linearised, and its places.
+
+A *place* is a value that parameters enter row by row: z = X W + b with the Jacobian E = X^T (x) I in W, an embedded token, the
+output of a norm with its gain, or a parameter taken whole. What a place moves is a path of steps; the *level* of a path is how
+many leading axes of its values index rows that it keeps apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from derivations.primitive import Linearised
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.jacobians import (
+    GainJacobian,
+    IdentityJacobian,
+    IndexJacobian,
+    ParameterJacobian,
+    WeightJacobian,
+    find_sites,
+)
+from hessiankit.engine.reassociation import reassociate
+from hessiankit.tracing.trace import Application, Trace
+
+PASS = 32
+"""Multiply-adds that take as long as passing over one number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A value that parameters enter.
+
+    Attributes:
+        order: Its number, from the first to the last.
+        at: Id of the value.
+        shape: Of the value.
+        jacobians: Its Jacobians in the parameters, by rows (R, w).
+        mixed: Of a product x W, the Jacobian in W of <adjoint, x W> as a function of x: curvature between W and x.
+        plain: Of a gain, the norm without it, linearised: what the gain multiplies moves by it.
+    """
+
+    order: int
+    at: int
+    shape: torch.Size
+    jacobians: list[ParameterJacobian] = field(default_factory=list)
+    mixed: ParameterJacobian | None = None
+    plain: Linearised | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a parameter, or a value without rows."""
+        return len(self.shape) < 2 or any(isinstance(u, IdentityJacobian) for u in self.jacobians)
+
+    @property
+    def axes(self) -> int:
+        """How many axes index rows."""
+        return 0 if self.is_whole else len(self.shape) - 1
+
+    @property
+    def width(self) -> int:
+        """Entries of a row."""
+        return self.shape[self.axes :].numel()
+
+    @property
+    def size(self) -> int:
+        """Entries of the parameters that enter."""
+        return sum(u.size for u in self.jacobians)
+
+    @property
+    def rows(self) -> int:
+        """How many rows there are."""
+        return self.shape[: self.axes].numel()
+
+    def arriving(self, bar: Tensor, groups: int, *, mixed: bool) -> list[tuple[ParameterJacobian, Tensor]]:
+        """Return the Jacobians by which covectors (S, ...) go on to the parameters, each with them as (S, G, rows, w)."""
+        if mixed:
+            assert self.mixed is not None
+            width = self.mixed.width if isinstance(self.mixed, WeightJacobian) else self.width
+            return [(self.mixed, bar.reshape(len(bar), groups, -1, width))]
+        return [(u, bar.reshape(len(bar), groups, -1, self.width)) for u in self.jacobians]
+
+
+class Paths:
+    """The steps of a trace whose output is a scalar, and its places.
+
+    Args:
+        trace: It is rewritten so that rows stay apart.
+        downstream_of: Only primitives after this value bend: the Gauss-Newton part.
+        scale: What the loss is multiplied by.
+        whole: Parameters that are places of their own, so that each has one place.
+
+    Attributes:
+        adjoints: lambda_v of every value on the way to the loss, by id.
+        steps: In order; of each the inputs that move other than by a place's own parameters.
+        places: In order.
+    """
+
+    def __init__(
+        self, trace: Trace, downstream_of: int | None = None, scale: float = 1.0, whole: Collection[str] = ()
+    ) -> None:
+        reassociate(trace)
+        self.trace, self.output = trace, trace.output
+        self.adjoints = trace.adjoints(scale)
+        self._bending = None if downstream_of is None else trace.descendants(downstream_of) - {downstream_of}
+        entering = {name: at for name, at in trace.parameters.items() if name not in whole}
+        self._sites = find_sites(replace(trace, parameters=entering))
+        self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
+        self._needed = self._values_that_are_read()
+        self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
+        self.places = self._places()
+        self.by_value = {place.at: place for place in self.places}
+        self._apart: dict[tuple[object, ...], bool] = {}
+
+    def value(self, at: int) -> Tensor:
+        """Return a value by its id."""
+        return self.trace.values[at]
+
+    def reach(self, values: Collection[int], steps: Sequence[Step] | None = None) -> list[Step]:
+        """Return the steps that some values move, with the inputs that these move."""
+        reached, path = set(values), []
+        for step in self.steps if steps is None else steps:
+            inputs = tuple(at if at in reached else None for at in step.inputs)
+            if any(at is not None for at in inputs):
+                reached.add(step.output)
+                path.append(step if inputs == step.inputs else replace(step, inputs=inputs))
+        return path
+
+    def level(self, at: int, path: Sequence[Step]) -> int:
+        """Return the finest level at which a path from a value keeps rows apart."""
+        axes = range(self.value(at).ndim - 1, 0, -1)
+        return next((k for k in axes if all(self._keeps_apart(step, k) for step in path)), 0)
+
+    def work(self, path: Sequence[Step]) -> tuple[int, float]:
+        """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it."""
+        numbers, work = 0, 0.0
+        for step in path:
+            a = self._applications[step.output]
+            n = self.value(step.output).numel()
+            inner = self.value(a.inputs[0]).shape[-1] if a.primitive.is_product and a.inputs[0] is not None else 0
+            numbers, work = numbers + n, work + 3 * n * (inner + PASS)
+        return numbers, work
+
+    def _keeps_apart(self, step: Step, level: int) -> bool:
+        moving = [at is not None for at in step.inputs]
+        key = (step.output, level, *moving)
+        if key not in self._apart:
+            a = self._applications[step.output]
+            test = a.primitive.separable if a.output == self.output else a.primitive.rowwise
+            self._apart[key] = test(self.trace.gather(a), level, moving)  # type: ignore[arg-type]
+        return self._apart[key]
+
+    def _covered(self, a: Application) -> tuple[int, ...]:
+        return self._sites[a.output].covered if a.output in self._sites else ()
+
+    def _bends(self, a: Application) -> bool:
+        return not a.primitive.is_linear and (self._bending is None or a.output in self._bending)
+
+    def _values_that_are_read(self) -> set[int]:
+        """Return the values whose tangents a second derivative reads, at once or by way of others."""
+        read: set[int] = set()
+        for a in reversed(self._applications.values()):
+            if a.output in read or a.output == self.output or self._bends(a):
+                covered = self._covered(a)
+                read |= {at for k, at in enumerate(a.inputs) if at is not None and k not in covered}
+        return read
+
+    def _step(self, a: Application) -> Step | None:
+        covered = self._covered(a)
+        inputs = tuple(at if at in self.trace.moving and k not in covered else None for k, at in enumerate(a.inputs))
+        moving = [at is not None for at in inputs]
+        if not any(moving) or not (a.output in self._needed or a.output == self.output):
+            return None
+        adjoint = self.adjoints[a.output] if self._bends(a) else None
+        return Step(a.primitive.linearise(self.trace.gather(a), adjoint, moving), inputs, a.output)  # type: ignore[arg-type]
+
+    def _places(self) -> list[Place]:
+        trace, places = self.trace, list[Place]()
+        for name, at in trace.parameters.items():
+            if at in self._needed:
+                size = self.value(at).numel()
+                places.append(Place(len(places), at, self.value(at).shape, [IdentityJacobian(name, None, 0, size)]))
+        for a in self._applications.values():
+            site = self._sites.get(a.output)
+            if site is None or not site.jacobians or a.output not in self._needed:
+                continue
+            jacobians = [self._as_weight(u, a.output) for u in site.jacobians]
+            mixed, plain = self._mixed(a, site.weight_jacobian)
+            places.append(Place(len(places), a.output, self.value(a.output).shape, jacobians, mixed, plain))
+        return places
+
+    def _mixed(self, a: Application, weight: ParameterJacobian | None) -> tuple[ParameterJacobian | None, Linearised | None]:
+        """Return the Jacobian in a weight of <adjoint, x W> in x, and of a gain the norm without it."""
+        if weight is None or not self._bends(a) or a.inputs[0] not in self.trace.moving:
+            return None, None
+        x, adjoint = self.value(a.inputs[0]), self.adjoints[a.output].reshape(-1, self.value(a.output).shape[-1])
+        if isinstance(weight, WeightJacobian):
+            turned = WeightJacobian(weight.parameter, weight.at, adjoint, x.shape[-1], not weight.transposed)
+            return self._as_weight(turned, a.output), None
+        others = [None] * (len(a.inputs) - 1)
+        plain = a.primitive.linearise((x, *others), None, [True, *[False] * len(others)])  # type: ignore[arg-type]
+        return GainJacobian(weight.parameter, weight.at, adjoint), plain
+
+    def _as_weight(self, u: ParameterJacobian, at: int) -> ParameterJacobian:
+        """Return a Jacobian as that of a whole weight where it is one: a row of a table is the table times zeros and a one."""
+        like, size = self.value(at), self.value(self.trace.parameters[u.parameter]).numel()
+        if isinstance(u, WeightJacobian) and u.at is not None and u.size == size:
+            shape = (u.X.shape[1], u.width) if u.transposed else (u.width, u.X.shape[1])
+            every = torch.arange(size, device=u.at.device)
+            if torch.equal(u.at.reshape(-1), every.reshape(shape).T.reshape(-1)):  # the whole weight, transposed
+                return replace(u, at=None, transposed=not u.transposed)
+        if not isinstance(u, IndexJacobian):
+            return u
+        assert u.at is not None
+        entries, width = u.at.reshape(-1)[u.which], u.which.shape[1]
+        across = torch.arange(width, device=entries.device)
+        for transposed, token in ((False, entries[:, :1] // width), (True, entries[:, :1])):
+            row = across * (size // width) + token if transposed else token * width + across
+            if size % width or not torch.equal(entries, row):
+                continue
+            used, which = torch.unique(token.reshape(-1), return_inverse=True)
+            if size // width <= 4 * len(used):  # most of the table
+                X = torch.nn.functional.one_hot(token.reshape(-1), size // width).to(like)
+                return WeightJacobian(u.parameter, None, X, width, transposed)
+            if len(used) <= 512:
+                return WeightJacobian(
+                    u.parameter, u.at, torch.nn.functional.one_hot(which, len(used)).to(like), width, transposed
+                )
+        return u

@@ -1,0 +1,228 @@
+"""Which places are swept together, over which part of the path, in which directions: decided from shapes.
+
+Where every way to the loss passes through one value x (the residual stream), the curvature of the loss in x and the mixed
+derivatives in x and the parameters behind it can be kept: places before x are then swept only to x. Such a *cut* pays where x is
+small; :func:`segments` compares multiply-adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.jacobians import IdentityJacobian, ParameterJacobian
+from hessiankit.engine.paths import PASS, Paths, Place
+
+WORK_SPACE = 2**22
+"""Numbers that the values of one sweep may take, all directions together."""
+JOINED = 2**20
+"""Numbers of two sweeps below which they are made one: then it is calls that take the time."""
+KEPT = 2**25
+"""Numbers that may be kept of what follows a cut."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Steps between two cuts, and the places among them.
+
+    Attributes:
+        steps: In order.
+        places: In order.
+        entry: The value at which the segment begins, as a place without parameters; None for the first.
+        end: Id of the value at which it ends.
+    """
+
+    steps: list[Step]
+    places: list[Place]
+    entry: Place | None
+    end: int
+
+
+@dataclass(frozen=True)
+class Directions:
+    """Unit directions of one place: of one row in each group that moves together, or of the place's own parameter entries.
+
+    Attributes:
+        place: Where they begin.
+        level: How many axes index the groups.
+        outputs: Columns of the place, or entries of its parameters.
+        jacobians: By which curvature along these directions goes back to the parameters.
+        by_entry: Whether they are the directions of parameter entries.
+    """
+
+    place: Place
+    level: int
+    outputs: int
+    jacobians: list[ParameterJacobian]
+    by_entry: bool
+
+    @property
+    def groups(self) -> int:
+        """How many groups of rows move at once."""
+        return self.place.shape[: self.level].numel()
+
+    @property
+    def rows(self) -> int:
+        """Rows of a group."""
+        return 1 if self.by_entry else self.place.rows // self.groups
+
+    def tangents(self, start: int, stop: int, like: Tensor) -> Tensor:
+        """Return directions of outputs ``start`` to ``stop``: ((stop - start) rows, *shape of the place), rows first."""
+        place, m, count = self.place, self.rows, stop - start
+        if place.is_whole:
+            return IdentityJacobian("", None, 0, like.numel()).columns(start, stop, like)
+        if not self.by_entry:
+            units = like.new_zeros(m, count, m, place.width)
+            k = torch.arange(count, device=like.device)
+            units[:, k, :, start + k] = torch.eye(m, dtype=like.dtype, device=like.device)
+            one_group = units.reshape(m * count, *(1,) * self.level, *like.shape[self.level :])
+            return one_group.expand(-1, *like.shape)
+        parts = []
+        for entries, u in zip(self.jacobians, place.jacobians, strict=True):
+            assert isinstance(entries, IdentityJacobian)
+            first, last = max(start, entries.start), min(stop, entries.start + entries.count)
+            if first < last:
+                parts.append(u.columns(first - entries.start, last - entries.start, like))
+        return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """Directions that are swept together.
+
+    Attributes:
+        path: The steps that they move.
+        directions: Of places, from the first to the last.
+        numbers: That one direction takes on the path.
+        by_pairs: Whether all rows stay apart: then H is a sum over rows for each pair of parameters.
+    """
+
+    path: list[Step]
+    directions: list[Directions]
+    numbers: int
+    by_pairs: bool
+
+    @property
+    def level(self) -> int:
+        """Of the directions."""
+        return self.directions[0].level
+
+    @property
+    def count(self) -> int:
+        """How many directions there are."""
+        return sum(d.outputs * d.rows for d in self.directions)
+
+    def chunks(self, each: int) -> Iterator[list[tuple[Directions, int, int]]]:
+        """Yield (directions, first output, last output) of what fits the work space, ``each`` number that a direction takes."""
+        if len(self.directions) > 1:
+            yield [(d, 0, d.outputs) for d in self.directions]
+            return
+        (d,) = self.directions
+        step = max(1, WORK_SPACE // (each * d.rows))
+        step = -(-d.outputs // -(-d.outputs // step))  # chunks of one size
+        for start in range(0, d.outputs, step):
+            yield [(d, start, min(d.outputs, start + step))]
+
+
+def segments(paths: Paths, *, cut: bool | None = None) -> list[Segment]:
+    """Return the segments of a path, from the last to the first.
+
+    Args:
+        paths: The trace.
+        cut: Whether to cut wherever a single value passes; None: where it pays.
+    """
+    made = {step.output: n for n, step in enumerate(paths.steps)}
+    reads: dict[int, list[int]] = {}
+    for n, step in enumerate(paths.steps):
+        for at in step.inputs:
+            if at is not None:
+                reads.setdefault(at, []).append(n)
+    born = {at: made.get(at, by[0]) for at, by in reads.items()}
+    where = {place.at: made[place.at] if place.at in made else born[place.at] for place in paths.places}
+    crossing = [0] * (len(paths.steps) + 1)
+    for at, by in reads.items():
+        crossing[born[at]] += 1
+        crossing[by[-1]] -= 1
+    alive, cuts = 0, []
+    for n, step in enumerate(paths.steps[:-1]):
+        alive += crossing[n]
+        if alive == 1 and step.output in reads:
+            cuts.append(n)
+    if cut is None:
+        cuts = _that_pay(paths, cuts, where)
+    parts, end = [], len(paths.steps) - 1
+    for n in [*(reversed(cuts) if cut is not False else ()), -1]:
+        entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
+        places = [place for place in paths.places if n < where[place.at] <= end]
+        parts.append(Segment(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
+        end = n
+    return parts
+
+
+def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int]) -> list[int]:
+    """Return the cuts after which places before them take fewer multiply-adds than the cut itself."""
+    chosen, end, behind = [], len(paths.steps), 0.0
+    for n in reversed(cuts):
+        x = paths.value(paths.steps[n].output)
+        later = [place for place in paths.places if where[place.at] > n]
+        back = sum(place.rows * u.size for place in later if where[place.at] < end for u in place.jacobians)
+        size = sum({(u.parameter, id(u.at)): u.size for place in later for u in place.jacobians}.values())
+        row = x.numel() // (x.shape[0] if x.ndim > 1 else 1)
+        before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places if where[place.at] <= n)
+        on = paths.work(paths.steps[n + 1 : end])[1] + back + behind  # of a direction that goes on from x
+        through = x.numel() * (size + row)
+        if x.numel() * size < KEPT and 3 * row * on + before * through < before * on:
+            chosen.append(n)
+            end, behind = n, float(through)
+    return chosen[::-1]
+
+
+def sweeps(
+    paths: Paths, segment: Segment, kept: int = 0, level_after: int = 0, *, alone: bool = False
+) -> list[SweepPlan]:
+    """Return the sweeps of the places of a segment, those of the last first.
+
+    Args:
+        paths: The trace.
+        segment: Of it.
+        kept: Numbers kept of what follows the segment, 0 if nothing does.
+        level_after: How many axes index rows that stay apart in that.
+        alone: Whether only curvature of places with themselves is computed.
+    """
+    plans: list[SweepPlan] = []
+    later: set[int] = set()
+    back = 0.0
+    sizes = 0
+    for place in reversed(segment.places):
+        later.add(place.at)
+        path = paths.reach([place.at] if alone else later, segment.steps)
+        numbers, work = paths.work(path)
+        level = paths.level(place.at, path) if place.axes else 0
+        back, sizes = back + place.rows * place.size, sizes + place.size
+        d = Directions(place, level, place.width, place.jacobians, place.is_whole)
+        if place.axes:
+            on = work + (place.rows * place.size if alone else back)
+            shared = d.groups if level >= level_after else 1
+            by_row = d.rows * place.width * (on + kept / shared)
+            by_row += place.size * place.rows * (d.rows if alone else sizes + PASS * (kept > 0))
+            if place.size * (on + kept) < by_row:
+                starts = [sum(u.size for u in place.jacobians[:n]) for n in range(len(place.jacobians))]
+                entries = [
+                    IdentityJacobian(u.parameter, u.at, start, u.size)
+                    for u, start in zip(place.jacobians, starts, strict=True)
+                ]
+                d = Directions(place, 0, place.size, list(entries), True)
+        by_pairs = not d.by_entry and d.level == place.axes > 0
+        new = SweepPlan(path, [d], numbers, by_pairs)
+        each = numbers + (0 if by_pairs else sizes * d.groups)
+        last = plans[-1] if plans else None
+        small = last is not None and (last.count + new.count) * each < JOINED
+        if last is not None and small and not alone and (last.level, last.by_pairs) == (d.level, by_pairs):
+            plans[-1] = replace(new, directions=[d, *last.directions])
+        else:
+            plans.append(new)
+    return plans

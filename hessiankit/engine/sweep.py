@@ -1,0 +1,163 @@
+"""The sweep that every second derivative takes: directions pushed forward, and pulled back with the curvature that they pass.
+
+With t_v the tangents of a value along some directions, and lambda_v its adjoint,
+
+    t(v)              =   D phi_v t(inputs of v)
+    bar(inputs of v) +=   D phi_v^T bar(v)  +  [lambda_v . D^2 phi_v] t(inputs of v),
+
+so that a covector bar that arrives at a value is how the gradient of the loss in it moves along each direction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from torch import Tensor
+
+from hessiankit.engine.entrywise_fusion import Step, add_covectors
+
+
+@dataclass(frozen=True)
+class UnitColumns:
+    """Tangents of a value along its columns ``start`` to ``stop``, each of which moves its own column of every row alone.
+
+    Attributes:
+        scale: By how much it moves, of the value's shape.
+        start: The first column.
+        stop: Behind the last.
+    """
+
+    scale: Tensor
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The entries that move, (*rows, stop - start)."""
+        return self.scale[..., self.start : self.stop]
+
+    def dense(self) -> Tensor:
+        """Return the tangents, (stop - start, *shape)."""
+        tangents = self.scale.new_zeros(len(self), *self.scale.shape)
+        self.add_to(tangents, self.scale)
+        return tangents
+
+    def add_to(self, covectors: Tensor, numbers: Tensor) -> None:
+        """Add numbers, of the value's shape, to the entries of covectors (stop - start, *shape) at which the directions move."""
+        own = covectors[..., self.start : self.stop].diagonal(dim1=0, dim2=-1)  # (*rows, stop - start)
+        own += numbers[..., self.start : self.stop]
+
+
+Along: TypeAlias = "Tensor | UnitColumns"
+Bent: TypeAlias = "dict[int, list[Along | None]]"
+"""Tangents of the inputs of the steps that have a second derivative, by the step's output."""
+
+
+def dense(t: Along | None) -> Tensor | None:
+    """Return tangents as a tensor (S, *shape)."""
+    return t.dense() if isinstance(t, UnitColumns) else t
+
+
+def push(
+    steps: Sequence[Step], seeds: Mapping[int, tuple[slice, Along]], count: int, read: Collection[int] = ()
+) -> tuple[Bent, dict[int, Along]]:
+    """Push directions along some steps.
+
+    Args:
+        steps: In order.
+        seeds: For each value at which directions begin: which of them, and their tangents there (., *shape).
+        count: How many directions there are.
+        read: Values whose tangents are returned.
+
+    Returns:
+        What bends, for :func:`pull`, and the tangents (count, *shape) of the values in ``read`` that move.
+    """
+    tangents: dict[int, Along] = {}
+    bent: Bent = {}
+    kept: dict[int, Along] = {}
+    last = {at: step.output for step in steps for at in step.inputs if at is not None}
+
+    def begin(at: int) -> None:
+        if at not in seeds:
+            return
+        span, own = seeds[at]
+        if at not in tangents and len(own) == count:
+            tangents[at] = own
+            return
+        before, own = dense(tangents.get(at)), dense(own)
+        assert own is not None
+        both = own.new_zeros(count, *own.shape[1:]) if before is None else before.clone()
+        both[span] += own
+        tangents[at] = both
+
+    for at in seeds.keys() - {step.output for step in steps}:
+        begin(at)
+    for step in steps:
+        entering = [None if at is None else tangents.get(at) for at in step.inputs]
+        if any(t is not None for t in entering):
+            if step.bends:
+                bent[step.output] = entering
+            if step.output in last or step.output in read or step.output in seeds:
+                tangents[step.output] = _push(step, entering)
+        begin(step.output)
+        for at in {at for at in step.inputs if at is not None and last[at] == step.output}:
+            if at in tangents and at in read:
+                kept[at] = tangents[at]
+            tangents.pop(at, None)
+    return bent, kept | {at: t for at, t in tangents.items() if at in read}
+
+
+def _push(step: Step, entering: Sequence[Along | None]) -> Along:
+    """Push tangents through one step; unit columns stay what they are where each entry moves by itself."""
+    point, moving = step.primitive, [t for t in entering if t is not None]
+    t = moving[0]
+    if len(moving) == 1 and isinstance(t, UnitColumns):
+        if point.factor is not None:
+            return replace(t, scale=t.scale * point.factor)
+        if point.matrix is not None and entering[0] is t:
+            return t.diagonal.movedim(-1, 0).unsqueeze(-1) * _by_row(point.matrix[t.start : t.stop], t.scale.ndim)
+    return point.push([dense(t) for t in entering])
+
+
+def _by_row(matrix: Tensor, ndim: int) -> Tensor:
+    """Return rows (S, j) with axes of one for all but the last of a value's axes."""
+    return matrix.reshape(len(matrix), *(1,) * (ndim - 1), -1)
+
+
+def _pull(step: Step, bar: Tensor | None, entering: Sequence[Along | None] | None) -> Sequence[Tensor | None]:
+    """Pull a covector back through one step, with its curvature along tangents."""
+    point = step.primitive
+    t = entering[0] if entering is not None and len(entering) == 1 else None
+    if bar is not None and isinstance(t, UnitColumns) and point.factor is not None and point.bent is not None:
+        (covector,) = point.pull(bar)
+        assert covector is not None
+        t.add_to(covector, t.scale * point.bent)
+        return (covector,)
+    return point.pull(bar, None if entering is None else [dense(t) for t in entering])
+
+
+def pull(
+    steps: Sequence[Step], bars: dict[int, Tensor], bent: Bent, stops: Collection[int], arrive: Callable[[int, Tensor], None]
+) -> None:
+    """Pull covectors back along some steps, with the curvature of what bends.
+
+    Args:
+        steps: In order.
+        bars: Covectors (count, *shape) of values at the end; used up.
+        bent: As :func:`push` returns it; used up.
+        stops: Values at which covectors are read.
+        arrive: Called with such a value and its covector, from the last to the first.
+    """
+    for step in reversed(steps):
+        bar, tangents = bars.pop(step.output, None), bent.pop(step.output, None)
+        if bar is not None and step.output in stops:
+            arrive(step.output, bar)
+        if bar is not None or tangents is not None:
+            add_covectors(bars, step.inputs, _pull(step, bar, tangents))
+    for at in [at for at in bars if at in stops]:
+        arrive(at, bars.pop(at))
