@@ -40,6 +40,9 @@ class Primitive(metaclass=Kind):
     is_product: bool = False
     """True when phi is linear in each input by itself, so that a single moving input has no second derivative."""
 
+    calls: int = 1
+    """About how many operations of torch one direction takes through it, beside those that all directions share."""
+
     has_one_value: bool = False
     """True when :meth:`value` is that of one point, whatever the inputs."""
 

@@ -61,8 +61,9 @@ def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long axes are walked in chunks of a few entries."""
-    from hessiankit.engine import column_blocks, parameter_blocks
+    from hessiankit.engine import contractions, jacobians, sections
 
-    for name, most in (("CACHE", 10), ("OUTER", 7), ("SCRATCH", 1)):
-        monkeypatch.setattr(parameter_blocks, name, most)
-    monkeypatch.setattr(column_blocks, "ENTRIES", 40)
+    for name, most in (("CACHE", 10), ("OUTER", 7)):
+        monkeypatch.setattr(contractions, name, most)
+    monkeypatch.setattr(jacobians, "SCRATCH", 1)
+    monkeypatch.setattr(sections, "WORK_SPACE", 40)

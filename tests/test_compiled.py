@@ -8,7 +8,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,8 +20,8 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.kernel_calls import KernelSum, compiled_sum, joined, mirror, multiply, multiply_into
-from hessiankit.engine.parameter_blocks import add_pair
+from hessiankit.engine.kernel_calls import KernelSum, joined, kernel_sum, mirror
+from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -49,13 +48,13 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
     return (x * kept).to(dtype)
 
 
+def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+    return kernel_sum(u.X, v.X, K, u.unfold(v.unfold(into, 1), 0), same=same)
+
+
 def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
     found = compiled_sum(u, v, K, into, same=same)
     return None if found is None else found.add()
-
-
-def _filled(block: Tensor, value: float) -> None:
-    block.fill_(value)
 
 
 def written_out(u: WeightJacobian, v: WeightJacobian, K: Tensor) -> np.ndarray:
@@ -137,29 +136,6 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
         into = torch.zeros(64, 64, dtype=torch.float64)
         add_compiled(u, u, K, into, same=True)
         assert bool(into.isnan().any())  # 0 x inf
-
-
-def test_products_of_small_matrices(kernels: ctypes.CDLL) -> None:
-    def strided(shape: tuple[int, ...], order: str, dtype: torch.dtype, seed: int) -> Tensor:
-        count, m, n = shape
-        if order == "shared":
-            return rows_of(1, m, n, dtype=dtype, seed=seed)[0].expand(count, m, n)
-        return rows_of(count, n, m, dtype=dtype, seed=seed).mT if order == "turned" else rows_of(*shape, dtype=dtype, seed=seed)
-
-    orders = ("plain", "turned", "shared")
-    for (count, m, k, n), dtype in itertools.product([(5, 7, 3, 21), (3, 16, 8, 16), (1, 1, 1, 1), (2, 9, 5, 8)], TOLERANCE):
-        for one, other in itertools.product(orders, orders):
-            a, b = strided((count, m, k), one, dtype, 1), strided((count, k, n), other, dtype, 2)
-            big = torch.ones(count, m + 1, n + 2, dtype=dtype)
-            multiply_into(kernels, big[:, :m, :n], a, b)
-            expected = np.einsum("bmk,bkn->bmn", a.double().numpy(), b.double().numpy())
-            close(big[:, :m, :n], expected)
-            assert bool((big[:, m:] == 1).all())
-            assert bool((big[..., n:] == 1).all())
-            close(multiply(a, b[0] if other == "shared" else b), expected)
-    x = torch.zeros(2, 8, 8, dtype=torch.float64)
-    x[1, 2, 3] = torch.nan
-    assert torch.equal(multiply(x, x + 1).isnan(), (x @ (x + 1)).isnan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -264,7 +240,6 @@ def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed:
     part = into[1:-1, 1:-1]
     found = compiled_sum(u, v, K, part, same=False)
     assert found is not None
-    assert found.covers
     replace(found, over=True).add()
     close(part, written_out(u, v, K))
     assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
@@ -274,18 +249,27 @@ def test_what_a_block_holds_before_a_sum_stays() -> None:
     u, v = (WeightJacobian(name, None, rows_of(5, 3, dtype=torch.float64, seed=k), 4, False) for k, name in enumerate("uv"))
     K = rows_of(5, 4, 4, dtype=torch.float64, seed=2)
     matrix = SymmetricStorage({"u": slice(0, 12), "v": slice(12, 24)}, torch.float64, torch.device("cpu"))
+    reader = MatrixRows(matrix)
     for times in (1, 2):
-        matrix.add(u, v, partial(add_pair, u, v, K, same=False))
-        matrix.finish()
+        reader.add_pair(u, (0, 4), v, (0, 4), K, same=False)
+        reader.finish()
         close(matrix.block("u", "v"), times * written_out(u, v, K))
-    matrix.add(u, u, lambda block: _filled(block, 0.5))
-    matrix.add(u, u, partial(add_pair, u, u, K + K.mT, same=True))
-    matrix.finish()
+    matrix.block("u", "u").fill_(0.5)
+    matrix.touch("u", "u")
+    reader.add_pair(u, (0, 4), u, (0, 4), K + K.mT, same=True)
+    reader.finish()
     close(matrix.block("u", "u"), 0.5 + written_out(u, u, K + K.mT))
-    matrix.add(v, v, lambda block: _filled(block, 0.5), slice(4, 12))
-    matrix.add(v, v, partial(add_pair, v, v, K + K.mT, same=True))
-    matrix.finish()
-    close(matrix.block("v", "v"), 0.5 * (np.arange(12) >= 4) + written_out(v, v, K + K.mT))
+
+
+def test_a_sum_to_a_part_of_a_block_leaves_the_rest() -> None:
+    u, v = (WeightJacobian(name, None, rows_of(5, 3, dtype=torch.float64, seed=k), 8, False) for k, name in enumerate("uv"))
+    K = rows_of(5, 8, 8, dtype=torch.float64, seed=2)
+    matrix = SymmetricStorage({"u": slice(0, 24), "v": slice(24, 48)}, torch.float64, torch.device("cpu"))
+    reader = MatrixRows(matrix)
+    for start, stop in ((4, 8), (0, 4)):
+        reader.add_pair(u, (start, stop), v, (0, 8), K[:, start:stop], same=False)
+        reader.finish()
+    close(matrix.block("u", "v"), written_out(u, v, K))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -330,9 +314,6 @@ def test_tensors_whose_entries_are_not_in_memory(kind: str, dtype: torch.dtype) 
     rng = torch.Generator().manual_seed(0)
     plain = torch.randn(3, 4, 5, generator=rng, dtype=dtype)
     odd = torch._neg_view(plain) if kind == "negated" else torch._efficientzerotensor(3, 4, 5, dtype=dtype)
-    entries = -plain if kind == "negated" else torch.zeros_like(plain)
-    b = torch.randn(3, 5, 2, generator=rng, dtype=dtype)
-    assert multiply(odd, b).allclose(torch.einsum("rmk,rkn->rmn", entries, b))
     w = WeightJacobian("w", None, torch.randn(3, 6, generator=rng, dtype=dtype), 4, False)
     K, into = odd[:, :, :4], torch.zeros(24, 24, dtype=dtype)
     assert compiled_sum(w, w, K, into, same=False) is None  # left to torch, which knows what the entries are

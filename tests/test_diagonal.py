@@ -9,12 +9,12 @@ import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
 from engine_cases import ROWS_APART, ROWS_MEET
+from meter import Meter
 from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit import hessian_diagonal
-from hessiankit.curvature.planning import Meter
-from hessiankit.engine import diagonal_accumulation, diagonal_sum
+from hessiankit.engine import diagonal_sum
 
 
 def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", **options: Any) -> None:
@@ -137,30 +137,12 @@ def test_rows_that_stay_apart_cost_no_products() -> None:
     assert [hessian_diagonal(twice, X, T, params=name).cost > 0 for name in "Wb"] == [True, False]
 
 
-def test_a_sweep_that_gives_up_half_way_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, inner, steps = [], diagonal_sum.accumulate_diagonal, []
-
-    def second_fails(sweep: Any, into: Any) -> None:
-        calls.append(sweep)
-        if len(calls) == 2:
-            raise diagonal_accumulation.TooLarge
-        inner(sweep, into)
-
-    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", second_fails)
-    module = behind_a_layer()
-    found = hessian_diagonal(module, X, T, batch_size=2, progress=lambda done, of: steps.append((done, of)))
-    assert len(calls) == 2
-    assert_parameters(found, reverse_over_reverse(module, X, T, mse).diagonal())
-    assert steps[-1] == (5, 5)
-
-
-@pytest.mark.parametrize(("chunk", "expected"), [(None, [1, 5]), (1, [1, 2, 3, 4, 5])])
-def test_the_first_sample_tells_how_many_fit(chunk: int | None, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    if chunk is not None:
-        monkeypatch.setattr(diagonal_sum, "CHUNK", chunk)
+def test_samples_in_chunks() -> None:
     steps: list[int] = []
-    hessian_diagonal(behind_a_layer(), X, T, progress=lambda done, of: steps.append(done))
-    assert steps == expected
+    module = behind_a_layer()
+    found = hessian_diagonal(module, X, T, batch_size=2, progress=lambda done, of: steps.append(done))
+    assert steps == [2, 4, 5]
+    assert_parameters(found, reverse_over_reverse(module, X, T, mse).diagonal())
 
 
 def test_what_it_says_of_itself() -> None:
@@ -184,12 +166,9 @@ def test_memory_is_far_below_that_of_the_matrix() -> None:
     assert meter.peak < 0.05 * 8 * size**2
 
 
-def test_products_where_a_sweep_would_take_all_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagonal_accumulation, "WHOLE", 0)
-    assert_diagonal(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), draw(2, 3, 4))
-    monkeypatch.setattr(diagonal_sum, "CHUNK", 8 * 25 * 7)  # seven unit vectors at once
-    for name in ("a parameter as it is", "two parameters as they are"):
-        assert_diagonal(ROWS_APART[name].module(), draw(2, 3, 4))
+@pytest.mark.parametrize("name", ["a parameter as it is", "two parameters as they are"])
+def test_parameters_taken_whole_some_unit_vectors_at_a_time(name: str, small_chunks: None) -> None:
+    assert_diagonal(ROWS_APART[name].module(), draw(2, 3, 4))
 
 
 def attending(length: int) -> tuple[nn.Module, Tensor, Tensor]:
@@ -199,34 +178,6 @@ def attending(length: int) -> tuple[nn.Module, Tensor, Tensor]:
     return model, tokens, tokens.flip(1)
 
 
-MODELS: dict[str, Any] = {
-    "language model": lambda: attending(8),
-    "post-norm": lambda: (randomised(hk.TransformerBlock(6, 7, n_heads=2)), draw(2, 5, 6), draw(2, 5, 6, seed=2)),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_forecast_counts_the_products_of_matrices(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them but those by which lifts make entries of columns."""
-    module, x, t = MODELS[name]()
-    counted: list[tuple[float, float]] = []
-    inner = diagonal_accumulation.accumulate_diagonal
-
-    def metered(sweep: Any, into: Any) -> None:
-        work = diagonal_accumulation.accumulation_work(sweep)
-        with Meter() as meter:
-            inner(sweep, into)
-        counted.append((work, meter.flops / 2))
-
-    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", metered)
-    monkeypatch.setattr(diagonal_accumulation, "diagonal_by_column", lambda u, v, D: D.new_zeros(u.size))
-    found = hk.hessian_diagonal(module, x, t, loss="mse" if x.is_floating_point() else "cross_entropy")
-    assert counted
-    for work, multiply_adds in counted:
-        assert work == pytest.approx(multiply_adds, rel=0.02)
-    assert found.cost > 0
-
-
 def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, t = attending(12)
     exact = hk.hessian_diagonal(model, x, t, loss="cross_entropy")
@@ -234,7 +185,7 @@ def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.Mo
     assert exact.estimate is None
     some = int(exact.cost)
     with monkeypatch.context() as patch:
-        patch.setattr(diagonal_sum, "accumulate_diagonal", None)  # is not reached
+        patch.setattr(diagonal_sum, "read_diagonal", None)  # is not reached
         with pytest.raises(
             hk.InputError, match=rf"about {exact.cost:,.0f} products .* max_products={some:,}; .*scalar_estimates"
         ):
@@ -280,8 +231,8 @@ def test_an_estimate_is_of_the_same_matrix(kind: str) -> None:
 def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, t = attending(6)
     expected = hk.hessian(model, x, t, loss="cross_entropy").matrix.diagonal()
-    monkeypatch.setattr(diagonal_sum, "DENSE", 1e-9)
-    monkeypatch.setattr(diagonal_sum, "accumulate_diagonal", None)  # is not reached
+    monkeypatch.setattr(diagonal_sum, "products_are_cheaper", lambda *given: True)
+    monkeypatch.setattr(diagonal_sum, "read_diagonal", None)  # is not reached
     found = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=None)
-    assert 500 < found.cost <= sum(p.numel() for p in model.parameters())
+    assert found.cost == sum(p.numel() for p in model.parameters())
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()

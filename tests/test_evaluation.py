@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from curvature_reference import Formula, draw, largest_error, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
+from derivations.softmax import LinearisedSoftmax
 from hessiankit.curvature import evaluation
 from hessiankit.engine.problem import task
 
@@ -195,7 +197,14 @@ def test_a_change_without_effect_on_loss_and_gradient_is_seen_later() -> None:
     assert torch.equal(lazy.matrix, whole.matrix)
 
 
-def test_digits_that_an_operation_has_lost_are_refused() -> None:
+READINGS = {
+    "matrix": lambda module, x: hk.hessian(module, x, loss=None).matrix,
+    "diagonal": lambda module, x: hk.hessian_diagonal(module, x, loss=None).flat,
+    "products": lambda module, x: hk.hessian_operator(module, x, loss=None).to_matrix(),
+}
+
+
+def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
     """In single precision, behind torch's derivatives of eigenvalues and of a Cholesky factor, where entries reach 4e11."""
     numbers = torch.Generator().manual_seed(223)
     W, b, V = (torch.randn(*shape, generator=numbers, dtype=torch.float64) for shape in ((3, 4), (4,), (4, 2)))
@@ -213,6 +222,31 @@ def test_digits_that_an_operation_has_lost_are_refused() -> None:
     for p, values in zip((module.W, module.b, module.V), (W, b, 0.7 * V), strict=True):
         p.data.copy_(values)
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(224), dtype=torch.float64).float()
-    for reading in (hk.hessian, hk.hessian_diagonal, hk.frobenius_norms):
-        with pytest.raises(hk.InputError, match="use a wider dtype"):
-            reading(module, x, loss=None)
+    wide = hk.hessian(copy.deepcopy(module).double(), x.double(), loss=None).matrix
+    for name, reading in READINGS.items():
+        told = "use a wider dtype"
+        try:
+            found = reading(module, x)
+        except hk.InputError as refused:
+            told = str(refused)
+        else:
+            expected = wide if found.ndim == 2 else wide.diagonal()
+            assert float((found - expected).abs().max()) <= 1e-5 * float(wide.abs().max()), name
+        assert "use a wider dtype" in told, name
+
+
+@pytest.mark.parametrize("placement", ["pre", "post"])
+def test_a_second_derivative_that_is_not_symmetric_is_refused(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = LinearisedSoftmax.pull
+
+    def other(self: LinearisedSoftmax, bar: Any, tangents: Any = None) -> Any:
+        first = right(self, bar) if bar is not None else None
+        if tangents is None:
+            return first
+        bent = [c * (1 + torch.arange(c.shape[-1])) for c in right(self, None, tangents)]
+        return tuple(bent) if first is None else tuple(a + b for a, b in zip(first, bent, strict=True))
+
+    module = randomised(hk.TransformerBlock(4, 5, placement=placement))
+    monkeypatch.setattr(LinearisedSoftmax, "pull", other)
+    with pytest.raises(hk.InputError, match="H and its transpose differ"):
+        hk.hessian(module, draw(2, 3, 4), draw(2, 3, 4, seed=2))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import draw, mse, randomised, reverse_over_reverse
+from meter import Meter
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -15,7 +16,7 @@ from hessiankit import frobenius_norms
 from hessiankit.curvature import evaluation, frobenius, planning
 from hessiankit.curvature import streaming as panel_sum
 from hessiankit.curvature.frobenius import FrobeniusNorms
-from hessiankit.curvature.planning import Meter
+from hessiankit.engine import sections
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -61,8 +62,7 @@ def test_blocks(name: str) -> None:
     assert steps == [(3 * n, 3 * panels) for n in range(1, 1 + panels)]
 
 
-def test_few_large_panels_where_each_repeats_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "CACHE", 0)
+def test_few_large_panels_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[tuple[int, int]] = []
 
     def tell(done: int, total: int) -> None:
@@ -99,7 +99,8 @@ def test_what_it_says_of_itself() -> None:
         found.block("bias", "weight[0]")
 
 
-def test_memory_is_that_of_a_panel() -> None:
+def test_memory_is_that_of_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "WORK_SPACE", 2**16)
     module, x = randomised(hk.TransformerBlock(12, 48)), draw(1, 12)
     size = sum(p.numel() for p in module.parameters())
     with Meter() as meter:

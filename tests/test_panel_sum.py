@@ -1,4 +1,4 @@
-"""ColumnBlocks of the Hessian of several batches: in any order, kept or computed again, each of them rows of the whole."""
+"""Panels of the Hessian of several batches: in any order, each of them rows of the whole."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ CHUNKS = (Chunk(0, 0, 2, False), Chunk(0, 2, 3, False), Chunk(1, 0, 1, True))
 SHARES = (0.75, 2.0)
 
 
-@pytest.mark.parametrize("kept", [0, 1, 3])
-def test_panels_in_any_order(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     traces, inner = [], panel_sum.loss_trace
     monkeypatch.setattr(panel_sum, "loss_trace", lambda task, n: traces.append(task.batch) or inner(task, n))
     tasks = [make_task("test", MODULE, X, T, "mse"), make_task("test", MODULE, X[:1], T[:1], "mse")]
     expected = 0.75 * reverse_over_reverse(MODULE, X, T, mse) + 2 * reverse_over_reverse(MODULE, X[:1], T[:1], mse)
     steps: list[tuple[int, int]] = []
     with torch.no_grad():
-        total = PanelSum(tasks, SHARES, CHUNKS, PARTS, kept, lambda done, of: steps.append((done, of)))
+        total = PanelSum(tasks, SHARES, CHUNKS, PARTS, lambda done, of: steps.append((done, of)))
         for n in (2, 0, 3, 1):
             panel, asymmetry = total.panel(n)
             assert asymmetry <= 1e-14
@@ -36,14 +35,14 @@ def test_panels_in_any_order(kept: int, monkeypatch: pytest.MonkeyPatch) -> None
                     theirs = expected[tasks[0].slices[names[i]], tasks[0].slices[names[j]]]
                     assert (panel.block(names[i], names[j]) - theirs).abs().max() <= 1e-12 * theirs.abs().max()
         assert total.loss() == pytest.approx(float(0.75 * mse(MODULE(X), T) + 2 * mse(MODULE(X[:1]), T[:1])), rel=1e-13)
-    assert len(traces) == 3 * 4 - 3 * kept
+    assert len(traces) == 3 * 4
     assert steps[:4] == [(10, 16), (11, 16), (12, 16), (2, 16)]
 
 
 def test_a_batch_without_chunks_counts_in_the_loss() -> None:
     tasks = [make_task("test", MODULE, X, T, "mse"), make_task("test", MODULE, X[:1], T[:1], "mse")]
     with torch.no_grad():
-        total = PanelSum(tasks, SHARES, CHUNKS[:2], PARTS, 0)
+        total = PanelSum(tasks, SHARES, CHUNKS[:2], PARTS)
         total.panel(1)
         assert total.loss() == pytest.approx(float(0.75 * mse(MODULE(X), T) + 2 * mse(MODULE(X[:1]), T[:1])), rel=1e-13)
 
@@ -57,7 +56,7 @@ def test_gauss_newton_part() -> None:
     weights = slope.reshape(-1)
     parts, chunks = ((range(0, 1), range(0, 1)),), (Chunk(0, 0, 3, True),)
     with torch.no_grad():
-        total = PanelSum([make_task("test", bent, x, t, "mse")], (1.0,), chunks, parts, 0, outer=True)
+        total = PanelSum([make_task("test", bent, x, t, "mse")], (1.0,), chunks, parts, outer=True)
         found = total.panel(0)[0].data
     expected = weights[:, None] * reverse_over_reverse(linear, x, t, mse) * weights
     assert (found - expected).abs().max() <= 1e-13
@@ -69,4 +68,4 @@ def test_what_is_not_finite_is_named() -> None:
     task = make_task("test", module, X, T, "mse")
     parts = ((range(0, 1), range(0, 1)), (range(1, 2), range(1, 2)))
     with torch.no_grad(), pytest.raises(ValueError, match=r"hessian: the block \('W', 'W'\) is NaN or infinite"):
-        PanelSum([task], (1.0,), (Chunk(0, 0, 3, True),), parts, 0).panel(1)
+        PanelSum([task], (1.0,), (Chunk(0, 0, 3, True),), parts).panel(1)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import forecast as forecasting
-from hessiankit.curvature import planning, streaming
-from hessiankit.engine import forward_sweep, product_rows
+from hessiankit.curvature import streaming
+from hessiankit.engine import assembly, diagonal_sum, product_rows
 
 
 class Recurrent(nn.Module):
@@ -38,10 +38,11 @@ X, T = draw(5, STEPS, 2), draw(5, 1, seed=2)
 def no_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chain of this length is treated by products alone."""
 
-    def run(self: Any) -> None:
+    def read(*given: Any) -> None:
         raise AssertionError("a sweep of a long chain")
 
-    monkeypatch.setattr(forward_sweep.ForwardSweep, "run", run)
+    monkeypatch.setattr(assembly.BlockRows, "read", read)
+    monkeypatch.setattr(diagonal_sum, "read_diagonal", read)
 
 
 def module() -> nn.Module:
@@ -82,10 +83,8 @@ def test_blocks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     block = lazy.block("inward.weight", "across.weight")
     assert float((block - expected[rows, columns]).abs().max()) <= 1e-12 * float(expected.abs().max())
     monkeypatch.setattr(streaming, "PANEL", 1500)
-    for cached in (0, 2**30):
-        monkeypatch.setattr(planning, "CACHE", cached)
-        H = hk.hessian(net, X, T, out=tmp_path / "h.npy", overwrite=True)
-        assert largest_error(H, expected) <= 1e-12
+    H = hk.hessian(net, X, T, out=tmp_path / "h.npy", overwrite=True)
+    assert largest_error(H, expected) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -131,18 +130,19 @@ def test_a_forecast_runs_no_sweep() -> None:
 
 def test_the_choice_follows_shapes() -> None:
     """Short and wide networks are swept; long and narrow ones are not."""
+    from hessiankit.engine.cost import sweep_cost
+    from hessiankit.engine.paths import Paths
     from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
     from hessiankit.engine.problem.own_call import make_task
 
-    def chosen(net: nn.Module, x: Tensor, t: Tensor, *, diagonal: bool = False) -> bool:
+    def chosen(net: nn.Module, x: Tensor, t: Tensor, *, alone: bool = False) -> bool:
         task = make_task("test", net, x, t, "mse")
-        trace = loss_trace(task, normalizer_of(task)).trace
-        return product_rows.products_are_cheaper(trace, task.size, 8, diagonal=diagonal)
+        paths = Paths(loss_trace(task, normalizer_of(task)).trace, by_column=alone)
+        return product_rows.products_are_cheaper(sweep_cost(paths, alone=alone), paths.trace, task.size, 8)
 
     deep = randomised(nn.Sequential(*[layer for _ in range(40) for layer in (nn.Linear(6, 6), nn.Tanh())]))
     wide = randomised(nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30)))
     assert chosen(module(), X, T)
-    assert chosen(module(), X, T, diagonal=True)
-    assert chosen(deep, draw(2, 6), draw(2, 6))
-    assert not chosen(deep, draw(2, 6), draw(2, 6), diagonal=True)  # no parameter is used twice: linear in the length
+    assert chosen(module(), X, T, alone=True)
+    assert not chosen(deep, draw(2, 6), draw(2, 6), alone=True)  # no parameter is used twice: linear in the length
     assert not chosen(wide, draw(64, 30), draw(64, 30))

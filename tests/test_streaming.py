@@ -36,15 +36,14 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("kept", [0, 2**30])
-def test_file_and_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: int) -> None:
-    """The curvature is kept from panel to panel or computed again: the bytes are the same."""
-    monkeypatch.setattr(planning, "CACHE", kept)
+def test_file_and_result(tmp_path: Path) -> None:
+    """By panels and at once the bytes are the same."""
     module, out, steps = block(), tmp_path / "h.npy", []
     found = hk.hessian(module, X, T, out=out, progress=lambda done, total: steps.append((done, total)))
     plain = hk.hessian(module, X, T)
     assert torch.equal(found.matrix, plain.matrix)
-    assert (found.loss, found.asymmetry, found.fallbacks, found.unused) == (plain.loss, plain.asymmetry, (), ())
+    assert (found.loss, found.fallbacks, found.unused) == (plain.loss, (), ())
+    assert max(found.asymmetry, plain.asymmetry) <= 1e-14
     assert largest_error(found, reverse_over_reverse(module, X, T, mse)) <= 1e-12
     assert names(tmp_path) == ["h.npy"]
     assert np.array_equal(np.load(out, mmap_mode="r"), plain.matrix.numpy())

@@ -207,7 +207,7 @@ def hessian_diagonal(
                 f"with the Hessian, more than max_products={max_products:,}; pass method='auto' for an estimate with intervals, "
                 "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
             ) from None
-    flat, value, fallbacks = found.entries.data, found.loss, tuple(dict.fromkeys(found.fallbacks))
+    flat, value, fallbacks = found.entries, found.loss, tuple(dict.fromkeys(found.fallbacks))
     if method == "estimate" or cost > found.most:
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]

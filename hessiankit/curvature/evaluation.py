@@ -7,18 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.planning import check_workspace, measure
+from hessiankit.curvature.planning import check_workspace
 from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
 from hessiankit.engine.diagnosis import check_finite, not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.fisher import check_fits
 from hessiankit.engine.problem.handshake import ROUNDING
-from hessiankit.engine.problem.loss_trace import LossTrace, nearby
+from hessiankit.engine.problem.loss_trace import nearby
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task, available_memory
 from hessiankit.engine.storage import SymmetricStorage
@@ -26,9 +25,8 @@ from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
-Look = Callable[[LossTrace, int], None]
+Look = Callable[[int], None]
 NEARBY = (0.1, 1e-3)  # how far generic parameters are from the given ones; the second where the first has no finite loss
-ROUGH = 8  # times what a sweep expects to take, at most, that it takes in fact
 
 
 class Evaluation:
@@ -267,25 +265,11 @@ class Evaluation:
                 raise
         return own_value(task), ()
 
-    def _look(self, first: Task) -> Look:
-        """Return a check that the derivatives of a chunk fit: by what its sweep expects, and near the limit by their shapes."""
-        seen: set[Any] = set()
+    @staticmethod
+    def _look(first: Task) -> Look:
+        """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
-
-        def look(traced: LossTrace, expected: int) -> None:
-            if ROUGH * expected + 2 * matrix < free:
-                return
-            key = tuple(tuple(value.shape) for value in traced.trace.values)
-            if key in seen:
-                return
-            seen.add(key)
-            try:
-                need = measure(traced, first.slices, first.dtype).peak_bytes
-            except (RuntimeError, NotImplementedError, TypeError):  # an operation whose shapes depend on its entries
-                return
-            check_workspace(need, matrix, first.device, free)
-
-        return look
+        return lambda taken: check_workspace(taken, matrix, first.device, free)
 
 
 def _shifted(progress: Progress, before: int, samples: int) -> Progress:

@@ -41,7 +41,7 @@ class Forecast(Printed, WithDict):
         chunks: Groups of samples that are treated together.
         panels: Groups of rows that are written one after the other; 1 without ``out``.
         matrix_bytes: The P x P matrix.
-        workspace_bytes: Upper bound of the memory besides the matrix or its panel; at most three times the true one, except
+        workspace_bytes: Upper bound of the memory besides the matrix or its panel; at most four times the true one, except
             for small models, which take less than the allowance for libraries.
         memory_bytes: Memory at most, in all.
         disk_bytes: Of the file, 0 without ``out``.

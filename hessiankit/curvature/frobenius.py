@@ -151,10 +151,8 @@ def frobenius_norms(
     is free and the derivatives fit beside it, else some rows at a time, all those of a parameter together, dropped before the
     next are computed. The squares of the entries are added up in float64.
 
-    By panels, memory is one panel of rows (see ``panel_bytes``), the derivatives of one chunk of samples, and at most 512 MiB of
-    blocks between activations, cached so that they are not recomputed for each panel. Where they exceed that, panels are made
-    larger, up to half of the free memory, because every panel then repeats a part of the work. The module is not changed, so
-    Ctrl-C is safe at any time.
+    By panels, memory is one panel of rows (see ``panel_bytes``) and the derivatives of one chunk of samples. Panels take up to
+    half of the free memory, because each traces every chunk anew. The module is not changed, so Ctrl-C is safe at any time.
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
@@ -193,7 +191,7 @@ def frobenius_norms(
         plan = _plan(tasks, batch_size, panel_bytes)
         if not plan.chunks:
             raise without_effect(WHO, shapes)
-        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, plan.cached_chunks, progress, outer=kind != "hessian")
+        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, progress, outer=kind != "hessian")
         found: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
             found |= _norms(total.panel(n)[0])  # which goes before the next one comes
@@ -233,14 +231,14 @@ def _dense(
 
 
 def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:
-    """Return a plan whose panels are of ``limit`` bytes; of few large ones, if each of them would take most of the work again.
+    """Return a plan whose panels are of ``limit`` bytes, or few and large.
 
     Raises:
         OutOfMemoryError: A panel and the work space do not fit.
     """
     first = tasks[0]
     plan = make_plan(tasks, batch_size, limit or PANEL)
-    if limit is None and len(plan.panels.parts) > 1 and plan.cached_chunks < len(plan.chunks):
+    if limit is None and len(plan.panels.parts) > 1:
         room = (available_memory(first.device) - plan.workspace) // 2
         sizes = [p.numel() for p in tasks[0].parameters.values()]
         plan = replace(plan, panels=panels(sizes, first.dtype.itemsize, max(PANEL, room)))

@@ -233,7 +233,7 @@ class HessianOperator(SymmetricOperator):
                 f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; pass "
                 "the result of hessian_diagonal(..., method='auto') as preconditioner, or fewer params=[...]"
             ) from None
-        return found.entries.data
+        return found.entries
 
     def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?

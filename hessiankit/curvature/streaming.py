@@ -21,16 +21,18 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
+from hessiankit.engine.block_rows import BlockRows
+from hessiankit.engine.cost import sweep_cost
 from hessiankit.engine.diagnosis import not_finite
-from hessiankit.engine.forward_sweep import ForwardSweep
 from hessiankit.engine.linearisation import Linearisation, linearise
+from hessiankit.engine.matrix_rows import MatrixRows
+from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Task, gib
 from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
-from hessiankit.engine.reverse_accumulation import accumulate
-from hessiankit.engine.storage import RecordedBlocks, SymmetricStorage
+from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
 
 SLAB = 32 * 2**20
@@ -45,15 +47,13 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 class PanelSum:
     """The Hessian of a sum of losses, or its Gauss-Newton part, by panels.
 
-    The blocks between activations of the first ``cached`` chunks are cached from one panel to the next; those of the others
-    are recomputed for each panel.
+    Each panel traces the chunks anew, and sweeps the places whose rows it has.
 
     Args:
         tasks: One request a batch, for the same parameters.
         weights: Factor of each batch's loss.
         chunks: The samples that are treated together; a batch without chunks does not depend on the parameters.
         parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.SymmetricStorage`.
-        cached: Number of leading chunks whose blocks are cached.
         progress: Called with (samples done, in all), each sample counted once for each panel.
         outer: Whether to take the Gauss-Newton part only.
     """
@@ -64,7 +64,6 @@ class PanelSum:
         weights: Sequence[float],
         chunks: Sequence[Chunk],
         parts: Sequence[tuple[range, range]],
-        cached: int,
         progress: Callable[[int, int], None] | None = None,
         *,
         outer: bool = False,
@@ -73,8 +72,6 @@ class PanelSum:
         self.parts, self.progress = parts, progress
         self.slices = tasks[0].slices
         self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
-        self._n_cached = cached
-        self._cache: dict[int, RecordedBlocks | ProductRows] = {}
         self._values: dict[int, float] = {}
         self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
 
@@ -116,26 +113,19 @@ class PanelSum:
         return math.fsum(terms)
 
     def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
-        if k not in self._cache:
-            task = self.tasks[chunk.batch]
-            part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-            traced, scale = loss_trace(part, normalizer_of(task)), self.weights[chunk.batch]
-            self._values[k] = float(traced.trace.values[traced.trace.output])
-            compare = self._handshakes.get(chunk.batch)
-            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize):
-                kept: dict[str, Any] = {"count": normalizer_of(task), "handshake": compare, "traced": traced}
-                self._cache[k] = ProductRows(Linearisation(part, gauss_newton=self.outer, **kept), scale)
-            else:
-                sweep = ForwardSweep(traced.trace, traced.output if self.outer else None, scale=scale)
-                if compare is not None:
-                    compare.add(traced.trace, sweep.adjoints, scale)
-                sweep.run()
-                if k >= self._n_cached:
-                    accumulate(sweep, panel)
-                    return
-                self._cache[k] = blocks = RecordedBlocks()
-                accumulate(sweep, blocks)  # type: ignore[arg-type]
-        self._cache[k].replay(panel)
+        task = self.tasks[chunk.batch]
+        part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
+        traced, scale, count = loss_trace(part, normalizer_of(task)), self.weights[chunk.batch], normalizer_of(task)
+        self._values[k] = float(traced.trace.values[traced.trace.output])
+        compare = self._handshakes.get(chunk.batch)
+        paths = Paths(traced.trace, traced.output if self.outer else None, scale=scale)
+        if products_are_cheaper(sweep_cost(paths), traced.trace, task.size, task.dtype.itemsize):
+            kept: dict[str, Any] = {"count": count, "handshake": compare, "traced": traced}
+            ProductRows(Linearisation(part, gauss_newton=self.outer, **kept), scale).replay(panel)
+            return
+        if compare is not None:
+            compare.add(traced.trace, paths.adjoints, scale)
+        BlockRows(paths).read(MatrixRows(panel, paths.tied))
 
     def _report(self, panel: SymmetricStorage) -> None:
         """Raise the error for the first block of a panel that is not finite, if one is."""
@@ -211,7 +201,7 @@ def write_matrix(
     else:
         path.unlink(missing_ok=True)
         matrix = _created(path, first.size, first.dtype)
-    total = PanelSum(tasks, weights, plan.chunks, plan.panels.parts, plan.cached_chunks, progress)
+    total = PanelSum(tasks, weights, plan.chunks, plan.panels.parts, progress)
     asymmetry = largest = math.nan
     try:
         for rows, parts in groupby(range(len(total.parts)), lambda n: total.parts[n][0]):

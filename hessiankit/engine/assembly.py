@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.forward_sweep import ForwardSweep
+from hessiankit.engine.block_rows import BlockRows
+from hessiankit.engine.cost import sweep_cost
 from hessiankit.engine.linearisation import Linearisation
+from hessiankit.engine.matrix_rows import MatrixRows
+from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task, check_memory
 from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
-from hessiankit.engine.reverse_accumulation import accumulate
 from hessiankit.engine.storage import SymmetricStorage
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
@@ -33,7 +34,7 @@ def assemble(
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     gauss_newton: bool = False,
-    on_memory: Callable[[LossTrace, int], None] | None = None,
+    on_memory: Callable[[int], None] | None = None,
 ) -> tuple[float, tuple[str, ...]]:
     """Add the Hessian of a task to a matrix.
 
@@ -44,8 +45,8 @@ def assemble(
         batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
         gauss_newton: Whether to add the Gauss-Newton part only.
-        on_memory: Called with each chunk and about the bytes of its derivatives before they are computed, unless the chunk's size
-            follows from an earlier one; see :class:`hessiankit.engine.forward_sweep.ForwardSweep`.
+        on_memory: Called with about the bytes that the derivatives of a chunk take, before they are computed, unless the chunk's
+            size follows from an earlier one.
 
     Returns:
         The loss, and the operations that were differentiated automatically.
@@ -61,22 +62,23 @@ def assemble(
             part = task.part(rows) if splittable else task
             traced = loss_trace(part, normalizer)
             loss, fallbacks = float(traced.trace.values[traced.trace.output]), traced.trace.fallbacks
-            if products_are_cheaper(traced.trace, task.size, task.dtype.itemsize):
+            paths = Paths(traced.trace, traced.output if gauss_newton else None, scale=share)
+            cost = sweep_cost(paths)
+            if products_are_cheaper(cost, traced.trace, task.size, task.dtype.itemsize):
                 kept: dict[str, Any] = {"count": normalizer, "handshake": handshake, "traced": traced}
                 ProductRows(Linearisation(part, gauss_newton=gauss_newton, **kept), share).replay(matrix)
             else:
-                watch = None if on_memory is None or measured else partial(on_memory, traced)
-                sweep = ForwardSweep(traced.trace, traced.output if gauss_newton else None, scale=share, on_memory=watch)
-                gradients = {at: sweep.adjoints[at] for at in traced.trace.parameters.values() if at in sweep.adjoints}
-                sweep.run()
+                taken = cost.numbers * task.dtype.itemsize
                 undecided = batch_size is None and not splittable and _has_samples(task)
-                if undecided and sweep.peak_bytes > LARGE * chunk_bytes(task) and can_be_split(task):
-                    splittable, step = True, next_step(task, batch, sweep.peak_bytes)
+                if undecided and taken > LARGE * chunk_bytes(task) and can_be_split(task):
+                    splittable, step = True, next_step(task, batch, taken)
                     continue
-                handshake.add(traced.trace, gradients, share)
+                if on_memory is not None and not measured:
+                    on_memory(taken)
+                handshake.add(traced.trace, paths.adjoints, share)
                 if batch_size is None and rows.stop < batch:  # the first chunk tells what a sample takes
-                    step, measured = next_step(task, rows.stop - rows.start, sweep.peak_bytes), True
-                accumulate(sweep, matrix)
+                    step, measured = next_step(task, rows.stop - rows.start, taken), True
+                BlockRows(paths).read(MatrixRows(matrix, paths.tied))
             done = rows.stop
             losses.append(loss)
             if progress is not None:

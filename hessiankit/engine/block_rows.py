@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
-from hessiankit.engine.jacobians import ParameterJacobian
+from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.segments import KEPT, Directions, Segment, SweepPlan, segments, sweeps
+from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, sections, sweeps
 from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push
 
 
@@ -44,11 +44,6 @@ class Columns:
             self.size += u.size
 
 
-def key(u: ParameterJacobian) -> tuple[str, int]:
-    """Return what two Jacobians in the same entries share."""
-    return u.parameter, id(u.at)
-
-
 def shifted(at: slice, by: int) -> slice:
     """Return a slice moved by some entries."""
     return slice(at.start + by, at.stop + by)
@@ -57,8 +52,11 @@ def shifted(at: slice, by: int) -> slice:
 class Reader(Protocol):
     """What takes the rows of A as they come."""
 
-    def add_rows(self, u: ParameterJacobian, start: int, stop: int, rows: Tensor, columns: Columns) -> None:
-        """Add rows of outputs ``start`` to ``stop`` of a Jacobian: :meth:`ParameterJacobian.rows`, with all columns."""
+    def wants(self, i: str, j: str) -> bool:
+        """Tell whether the block of two parameters is read."""
+
+    def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
+        """Add u^T Z for Z (R, outputs ``start`` to ``stop``, columns), how the gradient moves with outputs of the place of u."""
 
     def add_pair(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
@@ -72,7 +70,7 @@ class Reader(Protocol):
         """End the directions that were swept together."""
 
 
-class Pairs:
+class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
@@ -140,29 +138,34 @@ class BlockRows:
 
     Args:
         paths: The trace.
-        cut: As for :func:`hessiankit.engine.segments.segments`.
+        cut: As for :func:`hessiankit.engine.sections.sections`.
     """
 
     def __init__(self, paths: Paths, *, cut: bool | None = None) -> None:
         self.paths = paths
-        self.segments = segments(paths, cut=cut)
+        self.sections = sections(paths, cut=cut)
 
     def read(self, reader: Reader) -> None:
         """Give all rows to a reader, those of the last place first."""
         tail: Tail | None = None
-        for segment in self.segments:
-            before, tail, later = self._tails(segment, tail)
-            if tail is not None:  # of two places in this segment each pair comes twice
+        for section in self.sections:
+            before, tail, later = self.tails(section, tail)
+            if tail is not None:  # of two places in this section each pair comes twice
                 tail.Z *= 0.5
                 tail.Z[:, :, : later.shape[2]].add_(later, alpha=0.5)
             kept, level = (tail.Z.numel(), tail.level) if tail else (0, 0)
-            for plan in sweeps(self.paths, segment, kept, level):
+            for plan in sweeps(self.paths, section, kept, level):
                 first = plan.directions[0].place.order
-                columns = tail.columns if tail else self._columns([p for p in segment.places if p.order >= first])
+                names = {u.parameter for d in plan.directions for u in d.place.jacobians}
+                behind = {name for name, _ in (tail.columns.cuts if tail else ())}
+                behind |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
+                if not any(reader.wants(i, j) for i in names for j in behind):
+                    continue
+                columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
-                pairs = Pairs(reader)
+                pairs = PairSums(reader)
                 for cuts in plan.chunks(each):
-                    self._read_directions(segment, plan, cuts, columns, tail, reader, pairs)
+                    self._read_directions(section, plan, cuts, columns, tail, reader, pairs)
                 pairs.close()
                 reader.finish()
             tail = before
@@ -170,23 +173,23 @@ class BlockRows:
     def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
         return Columns([u for place in places for u in place.jacobians], before)
 
-    def _tails(self, segment: Segment, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
-        """Return the tail of the value that enters a segment, that of its end with its own columns, and the latter's Z before."""
-        later = self.paths.value(segment.end).new_zeros(0) if tail is None else tail.Z
-        if segment.entry is None and tail is None:
+    def tails(self, section: Section, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
+        """Return the tail of the value that enters a section, that of its end with its own columns, and the latter's Z before."""
+        later = self.paths.value(section.end).new_zeros(0) if tail is None else tail.Z
+        if section.entry is None and tail is None:
             return None, None, later
-        begin = [] if segment.entry is None else [segment.entry.at]
-        own = [] if alone and begin else [place.at for place in segment.places]
-        path = self.paths.reach([*own, *begin], segment.steps)
+        begin = [] if section.entry is None else [section.entry.at]
+        own = [] if alone and begin else [place.at for place in section.places]
+        path = self.paths.reach([*own, *begin], section.steps)
         to_entry = None
         if tail is not None:
-            tail, later, to_entry = self._through(segment, tail, path, alone=alone)
-        before = self._enter(segment, tail, to_entry, path, alone=alone) if segment.entry is not None else None
+            tail, later, to_entry = self._through(section, tail, path, alone=alone)
+        before = self._enter(section, tail, to_entry, path, alone=alone) if section.entry is not None else None
         return before, tail, later
 
-    def _sweep(
+    def sweep(
         self,
-        segment: Segment,
+        section: Section,
         path: list[Step],
         count: int,
         arrive: Callable[[Place, Along, bool], None],
@@ -195,15 +198,15 @@ class BlockRows:
         bars: dict[int, Tensor] | None = None,
         pushed: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Push directions to the end of a segment and pull them back; ``arrive(place, covector, is_mixed)``."""
-        places, entry = self.paths.by_value, segment.entry
+        """Push directions to the end of a section and pull them back; ``arrive(place, covector, is_mixed)``."""
+        places, entry = self.paths.by_value, section.entry
         bent: Bent = {}
         if seeds:
             mixed = [(place, step.inputs[0]) for step in path if (place := places.get(step.output)) and place.mixed]
             mixed = [(place, at) for place, at in mixed if at is not None]
-            end = () if pushed is None or segment.end == self.paths.output else (segment.end,)
+            end = () if pushed is None or section.end == self.paths.output else (section.end,)
             bent, tangents = push(path, seeds, count, {*end, *(at for _, at in mixed)})
-            if end and pushed is not None and (t := dense(tangents[segment.end])) is not None:
+            if end and pushed is not None and (t := dense(tangents[section.end])) is not None:
                 pushed(t)
             for place, at in reversed(mixed):
                 if at in tangents:
@@ -216,15 +219,13 @@ class BlockRows:
 
         pull(path, dict(bars or {}), bent, stops, arrived)
 
-    def _through(
-        self, segment: Segment, tail: Tail, path: list[Step], *, alone: bool
-    ) -> tuple[Tail, Tensor, Tensor | None]:
-        """Pull what follows a segment back through it.
+    def _through(self, section: Section, tail: Tail, path: list[Step], *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
+        """Pull what follows a section back through it.
 
         Returns:
-            The tail with columns for the segment's own parameters, its Z before, and K from x to the entry (G, S, .).
+            The tail with columns for the section's own parameters, its Z before, and K from x to the entry (G, S, .).
         """
-        x, entry = self.paths.value(tail.at), segment.entry
+        x, entry = self.paths.value(tail.at), section.entry
         level = min(tail.level, self.paths.level(tail.at, path))
         groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
         size = x.numel() // groups
@@ -235,7 +236,7 @@ class BlockRows:
             K.diagonal(dim1=1, dim2=3).copy_(tail.K.reshape(groups, inner, row, row).permute(0, 2, 3, 1))
             K = K.reshape(groups, size, size)
         later = tail.Z.reshape(groups, size, -1)
-        columns = tail.columns if alone else self._columns(segment.places, tail.columns)
+        columns = tail.columns if alone else self._columns(section.places, tail.columns)
         Z = K.new_zeros(groups, size, columns.size)
         Z[:, :, : later.shape[2]] = later
         to_entry: list[Tensor] = []
@@ -249,20 +250,18 @@ class BlockRows:
                     v.add_vjp(grouped(bar, groups, place.width), Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
-        self._sweep(segment, path, size, arrive, bars=bars)
+        self.sweep(section, path, size, arrive, bars=bars)
         return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
 
-    def _enter(
-        self, segment: Segment, tail: Tail | None, to_entry: Tensor | None, path: list[Step], *, alone: bool
-    ) -> Tail:
-        """Return the tail of the value that enters a segment."""
-        entry = segment.entry
+    def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, path: list[Step], *, alone: bool) -> Tail:
+        """Return the tail of the value that enters a section."""
+        entry = section.entry
         assert entry is not None
         y = self.paths.value(entry.at)
         fine = self.paths.level(entry.at, path)
         level = min(fine, tail.level) if tail else fine
         d = Directions(entry, fine, entry.width, [], False)
-        columns = tail.columns if tail else self._columns([] if alone else segment.places)
+        columns = tail.columns if tail else self._columns([] if alone else section.places)
         groups, m, inner = d.groups, d.rows, y.shape[level:fine].numel()
         Z = y.new_zeros(groups, m, d.outputs, columns.size)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
@@ -289,20 +288,20 @@ class BlockRows:
                         v.add_vjp(K, here[0].transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
             seeds = {entry.at: (slice(0, count), d.tangents(start, stop, y))}
-            self._sweep(segment, path, count, arrive, seeds=seeds, pushed=pushed)
+            self.sweep(section, path, count, arrive, seeds=seeds, pushed=pushed)
             Z[:, :, start:stop], K[:, :, start:stop] = (t.reshape(groups, m, stop - start, -1) for t in here)
         whole = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(whole, y.numel() // whole, -1), Z.reshape(whole, y.numel() // whole, -1), columns)
 
     def _read_directions(
         self,
-        segment: Segment,
+        section: Section,
         plan: SweepPlan,
         cuts: list[tuple[Directions, int, int]],
         columns: Columns,
         tail: Tail | None,
         reader: Reader,
-        pairs: Pairs,
+        pairs: PairSums,
     ) -> None:
         """Give a reader the rows of some directions."""
         seeds: dict[int, tuple[slice, Along]] = {}
@@ -310,8 +309,7 @@ class BlockRows:
         count, groups = 0, plan.directions[0].groups
         for d, start, stop in cuts:
             value = self.paths.value(d.place.at)
-            by_column = plan.by_pairs and len(cuts) == 1
-            tangents = UnitColumns(value.new_ones(()).expand(value.shape), start, stop) if by_column else d.tangents(start, stop, value)
+            tangents = d.columns(start, stop, value) if plan.by_pairs and len(cuts) == 1 else d.tangents(start, stop, value)
             span = slice(count, count + len(tangents))
             seeds[d.place.at] = (span, tangents)
             spans.append((d, start, stop, span))
@@ -325,7 +323,7 @@ class BlockRows:
 
         def arrive(place: Place, bar: Along, mixed: bool) -> None:
             earlier = [one for one in spans if one[0].place.order < place.order or (one[0].place is place and not mixed)]
-            if not earlier or place is segment.entry:
+            if not earlier or place is section.entry:
                 return
             own = earlier[-1] if earlier[-1][0].place is place else None
             last = earlier[-1][3].stop
@@ -346,12 +344,12 @@ class BlockRows:
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.cuts[key(v)]])
 
-        self._sweep(segment, plan.path, count, arrive, seeds=seeds, pushed=pushed)
+        self.sweep(section, plan.path, count, arrive, seeds=seeds, pushed=pushed)
         if Z is not None:
             for d, start, stop, span in spans:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
-                    reader.add_rows(u, start, stop, u.rows(rows, start, stop), columns)
+                    reader.add_rows(u, start, stop, rows, columns)
 
 
 def grouped(bar: Tensor, groups: int, width: int) -> Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.kernel_calls import KernelSum, kernel_sum
 
 CACHE = 2**17
@@ -29,17 +31,34 @@ def add_between(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Ten
     """
     if isinstance(u, WeightJacobian) and isinstance(v, WeightJacobian):
         return add_weights(u.X, v.X, K, into, same=same)
+    by_output = K.transpose(0, 1)  # (p, R, q)
     if isinstance(v, GainJacobian) and not v.is_ones:
-        K = K * v.X.unsqueeze(1)
+        by_output = by_output * v.X
     if isinstance(u, GainJacobian) and not u.is_ones:
-        K = K * u.X.unsqueeze(2)
+        by_output = by_output * u.X.T.unsqueeze(2)
     if isinstance(u, WeightJacobian):
-        into += (u.X.T @ K.flatten(1)).reshape(-1, *K.shape[1:])
-    elif isinstance(v, WeightJacobian):
-        into += (v.X.T @ K.flatten(1)).reshape(-1, *K.shape[1:]).transpose(0, 1)
+        into += (u.X.T @ by_output).transpose(0, 1)
     else:
-        into += K.sum(0)
+        into += v.X.T @ by_output if isinstance(v, WeightJacobian) else by_output.sum(1)
     return None
+
+
+def add_selected(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Tensor) -> None:
+    """Add sum_n u_n^T K_n v_n to ``into`` (size of u, size of v), where one of the two is a selection."""
+    if not isinstance(v, IndexJacobian):
+        add_selected(v, u, K.mT, into.T)
+    elif isinstance(u, IndexJacobian):
+        into.index_put_((u.which.unsqueeze(2), v.which.unsqueeze(1)), K, accumulate=True)
+    elif isinstance(u, GainJacobian):
+        into += v.vjp((K if u.is_ones else K * u.X.unsqueeze(2)).mT).T
+    else:
+        assert isinstance(u, WeightJacobian)
+        step = max(1, SCRATCH // (u.size * K.shape[2]))
+        for start in range(0, len(K), step):
+            rows = slice(start, start + step)
+            pairs = torch.einsum("ni,npq->nqip", u.X[rows], K[rows])
+            pairs = (pairs.mT if u.transposed else pairs).flatten(2)  # (rows, q, size of u)
+            into += replace(v, which=v.which[rows]).vjp(pairs).T
 
 
 def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, into: Tensor) -> None:

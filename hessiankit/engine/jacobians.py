@@ -25,7 +25,6 @@ from derivations.embedding import Embedding
 from derivations.indexing import Select, Slice, Take
 from derivations.linear import Add, Expand, Linear, MatMul, Permute, Reshape
 from derivations.normalization import LayerNorm, RMSNorm
-from derivations.primitive import Primitive
 from hessiankit.tracing.trace import Application, Trace
 
 SCRATCH = 2**21  # entries of work space
@@ -52,10 +51,6 @@ class ParameterJacobian(ABC):
     def vjp_by_group(self, x: Tensor) -> Tensor:
         """Return J^T x for covectors x (G, m, p, c) of G groups of m rows, summed in each group: (G, size, c)."""
 
-    @abstractmethod
-    def by_entry(self, t: Tensor) -> Tensor:
-        """Return derivatives (p, rows, f) of a function of one row by z as derivatives by the parameter, (size, rows, f)."""
-
     def vjp(self, x: Tensor) -> Tensor:
         """Return J^T x for covectors x (R, p, c), summed over all rows: (size, c)."""
         return self.vjp_by_group(x.unsqueeze(0))[0]
@@ -78,7 +73,7 @@ class ParameterJacobian(ABC):
 
     @abstractmethod
     def diagonal(self, D: Tensor) -> Tensor:
-        """Return the diagonal (size,) of J^T K J where each entry reaches one column, from D (G, m, m', p): K between equal columns."""
+        """Return the diagonal (size,) of J^T K J from K between equal columns, D (G, m, m', p); an entry reaches one column."""
 
     @abstractmethod
     def reaches_one_column(self) -> bool:
@@ -132,11 +127,6 @@ class WeightJacobian(ParameterJacobian):
         out = (w.mT @ x.reshape(groups, m, p * c)).reshape(groups, -1, p, c)
         return (out.transpose(1, 2) if self.transposed else out).reshape(groups, -1, c)
 
-    def by_entry(self, t: Tensor) -> Tensor:
-        w = self.X.T.unsqueeze(-1)  # (i, rows, 1)
-        pairs = t.unsqueeze(1) * w.unsqueeze(0) if self.transposed else t.unsqueeze(0) * w.unsqueeze(1)
-        return pairs.flatten(0, 1)
-
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         groups, m, p = x.shape[1:]
         X = self.X.reshape(groups, m, -1)
@@ -180,7 +170,8 @@ class WeightJacobian(ParameterJacobian):
             return slice(0, self.size)
         if self.transposed:
             return slice(start * inputs, stop * inputs)
-        return (self.width * torch.arange(inputs).unsqueeze(1) + torch.arange(start, stop)).reshape(-1)
+        rows = torch.arange(inputs, device=self.X.device).unsqueeze(1)
+        return (self.width * rows + torch.arange(start, stop, device=self.X.device)).reshape(-1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +189,6 @@ class GainJacobian(ParameterJacobian):
             return x.sum(1)
         m, p = x.shape[1:3]
         return (self.X.reshape(-1, m, p, 1) * x).sum(1)
-
-    def by_entry(self, t: Tensor) -> Tensor:
-        return t * self.X.T.unsqueeze(-1)
 
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         into += x.sum(2) if self.is_ones else (x * self.X.reshape(x.shape[1:])).sum(2)
@@ -232,10 +220,6 @@ class GainJacobian(ParameterJacobian):
     def _entries(self, start: int, stop: int | None) -> slice | Tensor:
         return slice(start, self.size if stop is None else stop)
 
-    def scale_columns(self, K: Tensor) -> Tensor:
-        """Return K (R, p, q) with column q of row n multiplied by X[n, q]."""
-        return K if self.is_ones else K * self.X.unsqueeze(1)
-
     @property
     def is_ones(self) -> bool:
         """Whether the parameter is a bias."""
@@ -259,13 +243,6 @@ class IndexJacobian(ParameterJacobian):
         into = x.new_zeros(groups * self.size, c)
         into.index_add_(0, (self.which.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
         return into.reshape(groups, self.size, c)
-
-    def by_entry(self, t: Tensor) -> Tensor:
-        rows, p = self.which.shape
-        out = t.new_zeros(self.size, rows, t.shape[2])
-        row = torch.arange(rows, device=t.device).unsqueeze(1).expand(rows, p)
-        out.index_put_((self.which, row), t.transpose(0, 1), accumulate=True)
-        return out
 
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         index = self.which.reshape(1, x.shape[1], -1).expand(len(x), -1, -1)
@@ -309,9 +286,6 @@ class IdentityJacobian(ParameterJacobian):
     def vjp_by_group(self, x: Tensor) -> Tensor:
         return x[:, 0, self.start : self.start + self.count]
 
-    def by_entry(self, t: Tensor) -> Tensor:
-        return t[self.start : self.start + self.count]
-
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         into += x.flatten(2)[:, :, self.start : self.start + self.count]
 
@@ -339,6 +313,11 @@ class IdentityJacobian(ParameterJacobian):
         stop = self.start + self.count if stop is None else stop
         first = max(self.start, start)
         return slice(first - self.start, max(min(self.start + self.count, stop), first) - self.start)
+
+
+def key(u: ParameterJacobian) -> tuple[str, int]:
+    """Return what two Jacobians in the same entries share."""
+    return u.parameter, id(u.at)
 
 
 def _runs(entries: slice | Tensor) -> list[tuple[slice, slice]]:
@@ -496,8 +475,3 @@ def _index(s: EntrySelection, out: Tensor) -> IndexJacobian:
 
 def _injective(at: Tensor | None) -> bool:
     return at is None or torch.unique(at).numel() == at.numel()
-
-
-def is_product(primitive: Primitive) -> bool:
-    """Tell whether a primitive is linear in each input, so that one moving input has no second derivative."""
-    return isinstance(primitive, (MatMul, Linear))

@@ -1,4 +1,4 @@
-"""What the compiled kernels compute: products of many small matrices, and blocks of two weights as sums over rows.
+"""What the compiled kernels compute: blocks of two weights as sums over rows.
 
 A block has four axes, inputs and outputs of both weights, and every sum one of the forms
 
@@ -19,13 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hessiankit.engine.jacobians import WeightJacobian
 from hessiankit.support.kernels import kernels
 
 SINGLE = {torch.float32: 1, torch.float64: 0}
 SMALL = 2**22  # multiply-adds that one thread does sooner than two share them
 CACHES = 2**24  # bytes of a matrix that no cache holds until it is read again
-LARGEST = 2**18  # multiply-adds of one product beyond which a library of linear algebra is as fast
 
 
 class KernelFactor(NamedTuple):
@@ -83,11 +81,6 @@ class KernelSum:
         """How many there are."""
         return self.rows * math.prod(size for size, _ in self.axes)
 
-    @property
-    def covers(self) -> bool:
-        """Whether every entry of ``into`` is summed."""
-        return self.multiplications == self.rows * math.prod(self.into.shape) > 0
-
 
 def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
     """Return the sums with those to one block as one, where they have a factor of one axis in common.
@@ -105,7 +98,7 @@ def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
 
 
 def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:
-    alike = _place(one.into) == _place(other.into) and one.axes == other.axes
+    alike = one.into.data_ptr() == other.into.data_ptr() and one.axes == other.axes
     if not alike or one.symmetric or other.symmetric or len(one.terms) + len(other.terms) > 2:
         return False
     return not _of_one_axis(one).isdisjoint(_of_one_axis(other))
@@ -146,26 +139,19 @@ def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple
 NARROW = 4  # entries of the longest axis below which a kernel's vectors are mostly empty
 
 
-def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
-    """Return U^T K V of one weight with another, as a sum for the compiled kernels.
+def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+    """Return sum_n x_n[i] K_n[p, q] y_n[j], to be added to ``into`` (i, p, j, q), as a sum for the compiled kernels.
 
     Args:
-        u: Jacobian of the rows of the block.
-        v: Jacobian of its columns.
+        X: (R, i).
+        Y: (R, j).
         K: Curvature (R, p, q).
         into: The block, or a view of it.
-        same: Whether u and v are one Jacobian and K is symmetric.
+        same: Whether X and Y are one, and K is symmetric.
 
     Returns:
         None if there are no kernels for this, or all axes are too short.
     """
-    if not into.numel():
-        return None
-    return kernel_sum(u.X, v.X, K, v.unfold(u.unfold(into, 0), 2), same=same)
-
-
-def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
-    """Return sum_n x_n[i] K_n[p, q] y_n[j], to be added to ``into`` (i, p, j, q); see :func:`compiled_sum`."""
     sizes = (X.shape[1], K.shape[1], Y.shape[1], K.shape[2])
     if kernels() is None or not _are_plain(into, X, Y, K) or max(sizes) < NARROW:
         return None
@@ -178,39 +164,6 @@ def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> 
 
     term = (factor(X, a_n, a_i, 0, 0, 0), factor(Y, b_n, 0, 0, b_j, 0), factor(K, k_n, 0, k_p, 0, k_q))
     return KernelSum(into, len(K), tuple((sizes[axis], out[axis]) for axis in order), (term,), symmetric=same)
-
-
-def multiply(a: Tensor, b: Tensor) -> Tensor:
-    """Return a b for stacks of matrices (R, m, k) and (R, k, n), or one matrix for all.
-
-    >>> multiply(torch.ones(2, 1, 3), torch.ones(3, 1)).flatten().tolist()
-    [3.0, 3.0]
-    """
-    library = kernels()
-    if library is None or a.ndim + b.ndim < 5 or not _pays(a, b):
-        return a @ b
-    a, b = (x if x.ndim == 3 else x.expand(len(y), -1, -1) for x, y in ((a, b), (b, a)))
-    if len(a) != len(b) or a.shape[2] != b.shape[1]:
-        return a @ b
-    into = a.new_empty(len(a), a.shape[1], b.shape[2])
-    multiply_into(library, into, a, b)
-    return into
-
-
-def multiply_into(library: ctypes.CDLL, into: Tensor, a: Tensor, b: Tensor) -> None:
-    """Write a b to ``into`` (R, m, n), the columns of which are contiguous, for stacks (R, m, k) and (R, k, n)."""
-    (count, m, k), n = a.shape, b.shape[2]
-    numbers = (count, m, n, k, *a.stride(), *b.stride(), *into.stride()[:2])
-    pointers = (ctypes.c_void_p(x.data_ptr()) for x in (a, b, into))
-    threads = torch.get_num_threads() if count * m * k * n > SMALL else 1
-    if library.hessiankit_multiply(SINGLE[into.dtype], *pointers, (ctypes.c_int64 * len(numbers))(*numbers), threads):
-        raise MemoryError("hessiankit: no memory for a product of matrices")
-
-
-def _pays(a: Tensor, b: Tensor) -> bool:
-    """Tell whether there is a kernel for a product, and it pays."""
-    graph = torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
-    return not graph and _are_plain(a, b) and 0 < a.shape[-2] * a.shape[-1] * b.shape[-1] <= LARGEST and a.numel() * b.numel() > 0
 
 
 def _are_plain(*tensors: Tensor) -> bool:

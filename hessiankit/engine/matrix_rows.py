@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
-from hessiankit.engine.block_rows import Columns, shifted
-from hessiankit.engine.contractions import add_between, add_equal_columns
-from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian
-from hessiankit.engine.parameter_blocks import add_pair
+from hessiankit.engine.block_rows import Columns
+from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
+from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.storage import SymmetricStorage
+
+ROWS = 2**20
+"""Numbers of rows of the matrix that are made before they are added."""
 
 
 class MatrixRows:
@@ -19,25 +23,51 @@ class MatrixRows:
 
     Args:
         matrix: What is added to.
+        tied: Parameters that enter several places, so that parts of their block are not symmetric.
     """
 
-    def __init__(self, matrix: SymmetricStorage) -> None:
-        self.matrix = matrix
+    def __init__(self, matrix: SymmetricStorage, tied: Collection[str] = ()) -> None:
+        self.matrix, self._tied = matrix, tied
 
-    def add_rows(self, u: ParameterJacobian, start: int, stop: int, rows: Tensor, columns: Columns) -> None:
-        """Add rows of some outputs of a Jacobian."""
-        if isinstance(u, WeightJacobian):
-            rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)
-        runs = u.runs(start, stop)
+    def wants(self, i: str, j: str) -> bool:
+        """Tell whether the block of two parameters is stored."""
+        return self.matrix.wants(i, j)
+
+    def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
+        """Add rows of some outputs of a Jacobian, for all columns together or, where these are many, parameter by parameter."""
+        count = u.size * (stop - start)
+        rows = u.rows(Z, start, stop) if count * columns.size <= ROWS else None
         for name, cut, entries in columns.pieces:
             if not self.matrix.wants(u.parameter, name):
                 continue
-            block = self.matrix.block(u.parameter, name)
-            self.matrix.touch(block)
-            for span, at in runs:
-                block[at, entries] += rows[span, cut]
-                if name == u.parameter:
-                    block[entries, at] += rows[span, cut].T
+            self.matrix.touch(u.parameter, name)
+            step = stop - start if rows is not None else max(1, ROWS // (u.size * (cut.stop - cut.start)))
+            for first in range(start, stop, step):
+                last = min(first + step, stop)
+                some = rows[..., cut] if rows is not None else u.rows(Z[:, first - start : last - start, cut], first, last)
+                self._add_rows(u, (first, last), some, self.matrix.block(u.parameter, name), entries, own=name == u.parameter)
+
+    def _add_rows(
+        self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, block: Tensor, entries: slice, *, own: bool
+    ) -> None:
+        """Add rows of some outputs to columns of a block; of a parameter with itself also the transpose."""
+        whole, (start, stop) = u.runs(), of_u
+        regular = len(whole) == 1 and isinstance(u, (WeightJacobian, GainJacobian))
+        if regular:
+            into = u.unfold(block[whole[0][1], entries], 0).narrow(int(u.is_weight), start, stop - start)
+            into += rows
+        if regular and not own:
+            return
+        if isinstance(u, WeightJacobian):
+            rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)
+        for span, at in u.runs(*of_u):
+            if not regular:
+                block[at, entries] += rows[span]
+            if own:
+                block[entries, at] += rows[span].T
+                if u.parameter not in self._tied and entries.start <= at.start < at.stop <= entries.stop:
+                    square = rows[span, at.start - entries.start : at.stop - entries.start]
+                    self.matrix.note_asymmetry(2 * float((square - square.T).abs().max()))
 
     def add_pair(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
@@ -47,13 +77,16 @@ class MatrixRows:
             return
         both = u.parameter == v.parameter and not same
         into = None if both else self._view(u, of_u, v, of_v, K)
+        if same:
+            self._compare(u, K)
         if into is not None:
-            self.matrix.keep(add_between(u.part(*of_u), v.part(*of_v), K, into, same=same))
+            self.matrix.keep(u.parameter, v.parameter, add_between(u.part(*of_u), v.part(*of_v), K, into, same=same))
             return
         some_u, some_v = u.part(*of_u), v.part(*of_v)
         part = K.new_zeros(some_u.size, some_v.size)
-        rest = add_pair(some_u, some_v, K, part, same=False)
-        if rest is not None:
+        if isinstance(u, IndexJacobian) or isinstance(v, IndexJacobian):
+            add_selected(some_u, some_v, K, part)
+        elif (rest := add_between(some_u, some_v, K, some_u.unfold(some_v.unfold(part, 1), 0), same=False)) is not None:
             rest.add()
         self._scatter(u, of_u, v, of_v, part, both=both)
 
@@ -65,12 +98,17 @@ class MatrixRows:
         if into is None:
             self.add_pair(u, of_u, v, of_u, torch.diag_embed(k), same=False)
         else:
-            self.matrix.touch(into)
+            self.matrix.touch(u.parameter, v.parameter)
             add_equal_columns(u.part(*of_u), v.part(*of_u), k, into)
 
     def finish(self) -> None:
         """Add the sums that the compiled kernels have left, those to one block together."""
         self.matrix.finish()
+
+    def _compare(self, u: ParameterJacobian, K: Tensor) -> None:
+        """Note how far curvature (R, p, p) of a place with itself is from symmetric."""
+        apart = (K - K.mT).abs_().sum(0).max()
+        self.matrix.note_skew(float(apart), float(K.abs().sum(0).max()))
 
     def _view(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor
@@ -97,7 +135,7 @@ class MatrixRows:
         both: bool,
     ) -> None:
         block = self.matrix.block(u.parameter, v.parameter)
-        self.matrix.touch(block)
+        self.matrix.touch(u.parameter, v.parameter)
         for span, entries in u.runs(*of_u):
             for cut, at in v.runs(*of_v):
                 block[entries, at] += part[span, cut]

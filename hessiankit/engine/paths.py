@@ -7,8 +7,10 @@ many leading axes of its values index rows that it keeps apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,27 +52,27 @@ class Place:
     mixed: ParameterJacobian | None = None
     plain: Linearised | None = None
 
-    @property
+    @cached_property
     def is_whole(self) -> bool:
         """Whether it is a parameter, or a value without rows."""
         return len(self.shape) < 2 or any(isinstance(u, IdentityJacobian) for u in self.jacobians)
 
-    @property
+    @cached_property
     def axes(self) -> int:
         """How many axes index rows."""
         return 0 if self.is_whole else len(self.shape) - 1
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Entries of a row."""
         return self.shape[self.axes :].numel()
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Entries of the parameters that enter."""
         return sum(u.size for u in self.jacobians)
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """How many rows there are."""
         return self.shape[: self.axes].numel()
@@ -91,7 +93,8 @@ class Paths:
         trace: It is rewritten so that rows stay apart.
         downstream_of: Only primitives after this value bend: the Gauss-Newton part.
         scale: What the loss is multiplied by.
-        whole: Parameters that are places of their own, so that each has one place.
+        by_column: Whether parameters that enter several places, or an entry of which reaches several columns, are places of their
+            own: so that each entry reaches one column.
 
     Attributes:
         adjoints: lambda_v of every value on the way to the loss, by id.
@@ -99,17 +102,18 @@ class Paths:
         places: In order.
     """
 
-    def __init__(
-        self, trace: Trace, downstream_of: int | None = None, scale: float = 1.0, whole: Collection[str] = ()
-    ) -> None:
+    def __init__(self, trace: Trace, downstream_of: int | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
         self.adjoints = trace.adjoints(scale)
         self._bending = None if downstream_of is None else trace.descendants(downstream_of) - {downstream_of}
-        entering = {name: at for name, at in trace.parameters.items() if name not in whole}
-        self._sites = find_sites(replace(trace, parameters=entering))
+        self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
         self._needed = self._values_that_are_read()
+        if by_column and (whole := self._not_by_column()):
+            others = {name: at for name, at in trace.parameters.items() if name not in whole}
+            self._sites = find_sites(replace(trace, parameters=others))
+            self._needed = self._values_that_are_read()
         self.steps = [step for a in self._applications.values() if (step := self._step(a)) is not None]
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
@@ -136,13 +140,27 @@ class Paths:
 
     def work(self, path: Sequence[Step]) -> tuple[int, float]:
         """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it."""
-        numbers, work = 0, 0.0
+        numbers = sum(self.value(step.output).numel() for step in path)
+        return numbers, 3 * PASS * numbers + self.multiplications(path)
+
+    def multiplications(self, path: Sequence[Step]) -> float:
+        """Return the multiply-adds of the products on a path, for one direction."""
+        total = 0.0
         for step in path:
             a = self._applications[step.output]
-            n = self.value(step.output).numel()
-            inner = self.value(a.inputs[0]).shape[-1] if a.primitive.is_product and a.inputs[0] is not None else 0
-            numbers, work = numbers + n, work + 3 * n * (inner + PASS)
-        return numbers, work
+            if a.primitive.is_product and a.inputs[0] is not None:
+                total += 3.0 * self.value(step.output).numel() * self.value(a.inputs[0]).shape[-1]
+        return total
+
+    def calls(self, path: Sequence[Step]) -> int:
+        """Return the calls of torch that one direction takes on a path, beside those that all directions share."""
+        return 2 * sum(self._applications[step.output].primitive.calls - 1 for step in path)
+
+    @cached_property
+    def tied(self) -> set[str]:
+        """The parameters that enter several places, or one in two ways."""
+        uses = Counter(u.parameter for place in self.places for u in place.jacobians)
+        return {name for name, n in uses.items() if n > 1}
 
     def _keeps_apart(self, step: Step, level: int) -> bool:
         moving = [at is not None for at in step.inputs]
@@ -167,6 +185,12 @@ class Paths:
                 covered = self._covered(a)
                 read |= {at for k, at in enumerate(a.inputs) if at is not None and k not in covered}
         return read
+
+    def _not_by_column(self) -> set[str]:
+        """Return the parameters that enter in several ways, or an entry of which reaches several columns."""
+        whole = {name for name, at in self.trace.parameters.items() if at in self._needed}
+        entering = [u for at, site in self._sites.items() if at in self.adjoints for u in site.jacobians]
+        return whole | {u.parameter for n, u in enumerate(entering) if not u.reaches_one_column() or _meet(u, entering[:n])}
 
     def _step(self, a: Application) -> Step | None:
         covered = self._covered(a)
@@ -230,3 +254,9 @@ class Paths:
                     u.parameter, u.at, torch.nn.functional.one_hot(which, len(used)).to(like), width, transposed
                 )
         return u
+
+
+def _meet(u: ParameterJacobian, others: Sequence[ParameterJacobian]) -> bool:
+    """Tell whether an entry of a parameter enters another place too."""
+    same = [v for v in others if v.parameter == u.parameter]
+    return any(u.at is None or v.at is None or bool(torch.isin(u.at, v.at).any()) for v in same)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
 from hessiankit.support.kernels import kernels
 
-Write: TypeAlias = Callable[[Tensor], KernelSum | None]  # adds something to a block; returns what is left to be added
-
-EVERY = slice(None)
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
 
 
@@ -66,11 +60,12 @@ class SymmetricStorage:
         )
         shape = (self.top.stop - self.top.start, self.left.stop - self.left.start)
         self.data = zeros(shape, dtype, device) if data is None else data
-        self.computed = dtype  # of what writes add: a module may compute in a wider type than its parameters
         self.is_finite = True  # as far as mirror() has seen
         self.skew = 0.0  # the largest of what sums have returned
+        self._apart = 0.0  # the largest difference of an entry from its mirror image that was noted
         self._sums: list[KernelSum] = []  # to be added
-        self._written: set[int] = set()  # where blocks start that are no longer zero
+        self._blocks: dict[int, tuple[str, str]] = {}  # where these begin: the parameters
+        self._written: set[tuple[str, str]] = set()  # the blocks that are no longer zero
 
     def wants(self, i: str, j: str) -> bool:
         """Tell whether the block of two parameters is stored."""
@@ -86,67 +81,43 @@ class SymmetricStorage:
     def _within(self, name: str, panel: slice) -> slice:
         return slice(self.slices[name].start - panel.start, self.slices[name].stop - panel.start)
 
-    def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Call ``write`` to add to the block of the parameters of (u, v), or to some of its columns; see :meth:`finish`."""
-        if self.wants(u.parameter, v.parameter):
-            block = self.block(u.parameter, v.parameter)
-            self._written.update(() if columns == EVERY else (block.data_ptr(),))  # some columns of it begin elsewhere
-            left = self._write(block[:, columns], u.at, v.at, write)
-            self._sums += [] if left is None else [left]
+    def touch(self, i: str, j: str) -> None:
+        """Note that a block is no longer zero."""
+        self._written.add(self._pair(i, j))
 
-    def touch(self, block: Tensor) -> None:
-        """Note that a block, or a view of it, is no longer zero."""
-        self._written.add(block.data_ptr())
+    def keep(self, i: str, j: str, rest: KernelSum | None) -> None:
+        """Note that a block is added to, and a sum that is left to be added; see :meth:`finish`."""
+        if rest is None:
+            self.touch(i, j)
+        else:
+            self._sums.append(rest)
+            self._blocks[rest.into.data_ptr()] = self._pair(i, j)
 
-    def keep(self, rest: KernelSum | None) -> None:
-        """Note a sum that is left to be added; see :meth:`finish`."""
-        self._sums += [] if rest is None else [rest]
+    def _pair(self, i: str, j: str) -> tuple[str, str]:
+        return (i, j) if self.order[i] <= self.order[j] else (j, i)
+
+    def note_asymmetry(self, apart: float) -> None:
+        """Note a difference between an entry and its mirror image."""
+        self._apart = max(self._apart, apart)
+
+    def note_skew(self, apart: float, size: float) -> None:
+        """Note a difference between curvature and its transpose, and the size of the curvature."""
+        self.skew = max(self.skew, apart / size if size else 0.0)
 
     def finish(self) -> None:
-        """Add what writes have left: sums to one block together, where that is possible."""
+        """Add what is left, sums to one block together where that is possible; the first to a whole block is written over it."""
         for left in joined(self._sums):
-            is_first = left.covers and left.into.data_ptr() not in self._written
+            pair = self._blocks[left.into.data_ptr()]
+            is_first = pair not in self._written and left.into.numel() == self.block(*pair).numel()
             self._run(replace(left, over=True) if is_first else left)
-            self._written.add(left.into.data_ptr())
-        self._sums = []
-
-    def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Add what ``write`` adds, and its transpose, to the block of one parameter that (u, v) share, or to columns of it."""
-        if not self.wants(u.parameter, v.parameter):
-            return
-        block = self.block(u.parameter, v.parameter)
-        self._written.add(block.data_ptr())
-        part = block.new_zeros(u.size, len(range(v.size)[columns]), dtype=self.computed)
-        self._run(write(part))
-        self._write(block[:, columns], u.at, v.at, partial(_add, part))
-        self._write(block[columns], v.at, u.at, partial(_add, part.T))
-
-    def _write(self, block: Tensor, rows: Tensor | None, columns: Tensor | None, write: Write) -> KernelSum | None:
-        """Let ``write`` add to those rows and columns of a block, or to all of them; return what is left to be added."""
-        if rows is None and columns is None and self.computed == block.dtype:
-            left = write(block)
-            self._written.update(() if left else (block.data_ptr(),))
-            return left
-        self._written.add(block.data_ptr())
-        here = (block.shape[0] if rows is None else rows.numel(), block.shape[1] if columns is None else columns.numel())
-        part = block.new_zeros(here, dtype=self.computed)
-        self._run(write(part))
-        part = part.to(block.dtype)
-        if rows is not None and columns is not None:
-            block[rows.unsqueeze(1), columns] += part
-        elif rows is not None:
-            block.index_add_(0, rows, part)
-        elif columns is not None:
-            block.index_add_(1, columns, part)
-        else:
-            block += part
-        return None
+            self._written.add(pair)
+        self._sums, self._blocks = [], {}
 
     def add_rows(self, rows: slice, values: Tensor) -> None:
         """Add to all entries of some rows, counted from the first that is stored; :meth:`mirror` overwrites the lower half."""
         self.data[rows] += values
         names = list(self.slices)
-        self._written.update(self.block(names[i], names[j]).data_ptr() for i in self.rows for j in self.columns if i <= j)
+        self._written.update((names[i], names[j]) for i in self.rows for j in self.columns if i <= j)
 
     def _run(self, left: KernelSum | None) -> None:
         if left is not None:
@@ -162,8 +133,9 @@ class SymmetricStorage:
         if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and whole:
             bounds = [0, *(rows.stop for rows in self.slices.values())]
             apart, self.is_finite = mirror(library, self.data, bounds)
-            return max(apart, self.skew)
-        worst = 0.0
+            largest = self.largest()
+            return max(apart, self.skew, self._apart / largest if largest else 0.0)
+        worst = self._apart
         for name, n in self.order.items():
             if n in self.rows and n in self.columns:
                 across, worst = self._within(name, self.top), max(worst, _average(self.block(name, name)))
@@ -190,37 +162,3 @@ def _average(square: Tensor) -> float:
         square[rows, start:] = mean
         square[start:, rows] = mean.T
     return worst
-
-
-class RecordedBlocks:
-    """A recording of what is added to a symmetric matrix, which is replayed for one panel after another."""
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[ParameterJacobian, ParameterJacobian, Write, slice, bool]] = []
-        self.computed: torch.dtype | None = None
-
-    def wants(self, i: str, j: str) -> bool:
-        """Return True: every block is recorded."""
-        return True
-
-    def add(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Record a write to a block."""
-        self.pairs.append((u, v, write, columns, False))
-
-    def add_both(self, u: ParameterJacobian, v: ParameterJacobian, write: Write, columns: slice = EVERY) -> None:
-        """Record a write of a block and its transpose."""
-        self.pairs.append((u, v, write, columns, True))
-
-    def finish(self) -> None:
-        """Leave everything to the replay."""
-
-    def replay(self, matrix: SymmetricStorage) -> None:
-        """Add everything that a matrix stores to it."""
-        matrix.computed = self.computed or matrix.computed
-        for u, v, write, columns, both in self.pairs:
-            (matrix.add_both if both else matrix.add)(u, v, write, columns)
-        matrix.finish()
-
-
-def _add(part: Tensor, block: Tensor) -> None:
-    block += part

@@ -58,6 +58,7 @@ class AutomaticDifferentiation(Primitive):
 
     function: Callable[..., Tensor]
     name: str
+    calls = 30
     _proof: _Proof = field(default_factory=_Proof, init=False, repr=False)
 
     def value(self, *inputs: Tensor) -> Tensor:

@@ -2,6 +2,15 @@
 
 from hessiankit.diagnostics.distributed.measure import sharpness
 from hessiankit.diagnostics.distributed.operator import DistributedOperator, Eigenvalues, hessian_operator, top_eigenvalues
-from hessiankit.diagnostics.distributed.ranks import Place, RankError, init
+from hessiankit.diagnostics.distributed.ranks import Peer, RankError, init
 
-__all__ = ["DistributedOperator", "Eigenvalues", "Place", "RankError", "hessian_operator", "init", "sharpness", "top_eigenvalues"]
+__all__ = [
+    "DistributedOperator",
+    "Eigenvalues",
+    "Peer",
+    "RankError",
+    "hessian_operator",
+    "init",
+    "sharpness",
+    "top_eigenvalues",
+]

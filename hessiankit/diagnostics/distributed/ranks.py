@@ -230,7 +230,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
-class Place:
+class Peer:
     """Rank of this process, number of processes, and device.
 
     Attributes:
@@ -244,7 +244,7 @@ class Place:
     device: torch.device
 
 
-def init(*, timeout: float = 300.0, backend: str | None = None) -> Place:
+def init(*, timeout: float = 300.0, backend: str | None = None) -> Peer:
     """Initialise the process group of a run that torchrun started; a program without torchrun is the only process.
 
     Not needed where the program has its own process group: everything here works with that one, and with its time-out.
@@ -269,7 +269,7 @@ def init(*, timeout: float = 300.0, backend: str | None = None) -> Place:
         torch.cuda.set_device(device)
     missing = [name for name in _NEEDED if name not in os.environ]
     if len(missing) == len(_NEEDED):
-        return Place(0, 1, device)
+        return Peer(0, 1, device)
     if missing:
         raise InputError(
             f"{WHO}: {', '.join(missing)} not in the environment, though other variables of torchrun are; start the program with "
@@ -277,7 +277,7 @@ def init(*, timeout: float = 300.0, backend: str | None = None) -> Place:
         )
     usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend or usual, timeout=timedelta(seconds=timeout))
-    return Place(dist.get_rank(), dist.get_world_size(), device)
+    return Peer(dist.get_rank(), dist.get_world_size(), device)
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -2,7 +2,7 @@
 
 Where every way to the loss passes through one value x (the residual stream), the curvature of the loss in x and the mixed
 derivatives in x and the parameters behind it can be kept: places before x are then swept only to x. Such a *cut* pays where x is
-small; :func:`segments` compares multiply-adds.
+small; :func:`sections` compares multiply-adds.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
-from hessiankit.engine.jacobians import IdentityJacobian, ParameterJacobian
+from hessiankit.engine.jacobians import IdentityJacobian, ParameterJacobian, WeightJacobian, key
 from hessiankit.engine.paths import PASS, Paths, Place
+from hessiankit.engine.sweep import UnitColumns
 
-WORK_SPACE = 2**22
+WORK_SPACE = 2**23
 """Numbers that the values of one sweep may take, all directions together."""
 JOINED = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
+FEW = 2**21
+"""Multiply-adds of a sum over rows that take less time than the calls of a sweep."""
 KEPT = 2**25
 """Numbers that may be kept of what follows a cut."""
 
 
 @dataclass(frozen=True)
-class Segment:
+class Section:
     """Steps between two cuts, and the places among them.
 
     Attributes:
         steps: In order.
         places: In order.
-        entry: The value at which the segment begins, as a place without parameters; None for the first.
+        entry: The value at which the section begins, as a place without parameters; None for the first.
         end: Id of the value at which it ends.
     """
 
@@ -70,6 +73,10 @@ class Directions:
         """Rows of a group."""
         return 1 if self.by_entry else self.place.rows // self.groups
 
+    def columns(self, start: int, stop: int, like: Tensor) -> UnitColumns:
+        """Return :meth:`tangents` where all rows stay apart, as columns."""
+        return UnitColumns(like.new_ones(()).expand(like.shape), start, stop)
+
     def tangents(self, start: int, stop: int, like: Tensor) -> Tensor:
         """Return directions of outputs ``start`` to ``stop``: ((stop - start) rows, *shape of the place), rows first."""
         place, m, count = self.place, self.rows, stop - start
@@ -98,13 +105,15 @@ class SweepPlan:
         path: The steps that they move.
         directions: Of places, from the first to the last.
         numbers: That one direction takes on the path.
-        by_pairs: Whether all rows stay apart: then H is a sum over rows for each pair of parameters.
+        by_pairs: Whether H is a sum over rows for each pair of parameters: all rows stay apart, and one moves in each direction.
+        apart: Whether all rows stay apart.
     """
 
     path: list[Step]
     directions: list[Directions]
     numbers: int
     by_pairs: bool
+    apart: bool = False
 
     @property
     def level(self) -> int:
@@ -122,14 +131,14 @@ class SweepPlan:
             yield [(d, 0, d.outputs) for d in self.directions]
             return
         (d,) = self.directions
-        step = max(1, WORK_SPACE // (each * d.rows))
+        step = max(1, WORK_SPACE // max(1, each * d.rows))
         step = -(-d.outputs // -(-d.outputs // step))  # chunks of one size
         for start in range(0, d.outputs, step):
             yield [(d, start, min(d.outputs, start + step))]
 
 
-def segments(paths: Paths, *, cut: bool | None = None) -> list[Segment]:
-    """Return the segments of a path, from the last to the first.
+def sections(paths: Paths, *, cut: bool | None = None) -> list[Section]:
+    """Return the sections of a path, from the last to the first.
 
     Args:
         paths: The trace.
@@ -158,48 +167,50 @@ def segments(paths: Paths, *, cut: bool | None = None) -> list[Segment]:
     for n in [*(reversed(cuts) if cut is not False else ()), -1]:
         entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
         places = [place for place in paths.places if n < where[place.at] <= end]
-        parts.append(Segment(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
+        parts.append(Section(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
         end = n
     return parts
 
 
 def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int]) -> list[int]:
     """Return the cuts after which places before them take fewer multiply-adds than the cut itself."""
-    chosen, end, behind = [], len(paths.steps), 0.0
+    chosen, end, behind, size = [], len(paths.steps), 0.0, 0
+    later = sorted(paths.places, key=lambda place: -where[place.at])
+    counted, back, seen = 0, 0.0, set[tuple[str, int]]()
+    before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
     for n in reversed(cuts):
         x = paths.value(paths.steps[n].output)
-        later = [place for place in paths.places if where[place.at] > n]
-        back = sum(place.rows * u.size for place in later if where[place.at] < end for u in place.jacobians)
-        size = sum({(u.parameter, id(u.at)): u.size for place in later for u in place.jacobians}.values())
+        while counted < len(later) and where[later[counted].at] > n:
+            place, counted = later[counted], counted + 1
+            back += place.rows * place.size
+            before -= min(place.size, place.shape[1:].numel())
+            size += sum(u.size for u in place.jacobians if key(u) not in seen)
+            seen |= {key(u) for u in place.jacobians}
         row = x.numel() // (x.shape[0] if x.ndim > 1 else 1)
-        before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places if where[place.at] <= n)
         on = paths.work(paths.steps[n + 1 : end])[1] + back + behind  # of a direction that goes on from x
         through = x.numel() * (size + row)
         if x.numel() * size < KEPT and 3 * row * on + before * through < before * on:
             chosen.append(n)
-            end, behind = n, float(through)
+            end, behind, back = n, float(through), 0.0
     return chosen[::-1]
 
 
-def sweeps(
-    paths: Paths, segment: Segment, kept: int = 0, level_after: int = 0, *, alone: bool = False
-) -> list[SweepPlan]:
-    """Return the sweeps of the places of a segment, those of the last first.
+def sweeps(paths: Paths, section: Section, kept: int = 0, level_after: int = 0, *, alone: bool = False) -> list[SweepPlan]:
+    """Return the sweeps of the places of a section, those of the last first.
 
     Args:
         paths: The trace.
-        segment: Of it.
-        kept: Numbers kept of what follows the segment, 0 if nothing does.
+        section: Of it.
+        kept: Numbers kept of what follows the section, 0 if nothing does.
         level_after: How many axes index rows that stay apart in that.
         alone: Whether only curvature of places with themselves is computed.
     """
     plans: list[SweepPlan] = []
     later: set[int] = set()
-    back = 0.0
-    sizes = 0
-    for place in reversed(segment.places):
+    back, sizes, by_itself = 0.0, 0, False
+    for place in reversed(section.places):
         later.add(place.at)
-        path = paths.reach([place.at] if alone else later, segment.steps)
+        path = paths.reach([place.at] if alone else later, section.steps)
         numbers, work = paths.work(path)
         level = paths.level(place.at, path) if place.axes else 0
         back, sizes = back + place.rows * place.size, sizes + place.size
@@ -212,17 +223,24 @@ def sweeps(
             if place.size * (on + kept) < by_row:
                 starts = [sum(u.size for u in place.jacobians[:n]) for n in range(len(place.jacobians))]
                 entries = [
-                    IdentityJacobian(u.parameter, u.at, start, u.size)
-                    for u, start in zip(place.jacobians, starts, strict=True)
+                    IdentityJacobian(u.parameter, u.at, start, u.size) for u, start in zip(place.jacobians, starts, strict=True)
                 ]
                 d = Directions(place, 0, place.size, list(entries), True)
-        by_pairs = not d.by_entry and d.level == place.axes > 0
-        new = SweepPlan(path, [d], numbers, by_pairs)
+        alike = alone or all(r.rows == place.rows for r in section.places if r.order > place.order)
+        by_pairs = not d.by_entry and d.level == place.axes > 0 and alike
+        new = SweepPlan(path, [d], numbers, by_pairs, level == place.axes > 0)
         each = numbers + (0 if by_pairs else sizes * d.groups)
         last = plans[-1] if plans else None
-        small = last is not None and (last.count + new.count) * each < JOINED
+        before, by_itself = by_itself, by_pairs and _has_equal_columns(place, section)
+        small = last is not None and not before and not by_itself and (last.count + new.count) * each < JOINED
         if last is not None and small and not alone and (last.level, last.by_pairs) == (d.level, by_pairs):
             plans[-1] = replace(new, directions=[d, *last.directions])
         else:
             plans.append(new)
     return plans
+
+
+def _has_equal_columns(place: Place, section: Section) -> bool:
+    """Tell whether sums with a later weight are worth taking between equal columns alone, which a sweep by itself can see."""
+    later = [r.mixed for r in section.places if r.order > place.order and isinstance(r.mixed, WeightJacobian)]
+    return any(v.width == place.width and place.rows * place.size * v.size > FEW for v in later)

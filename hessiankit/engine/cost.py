@@ -1,0 +1,138 @@
+"""What block rows take, from shapes: directions times the work of their paths, and the sums that they end in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.jacobians import key
+from hessiankit.engine.paths import Paths
+from hessiankit.engine.sections import KEPT, WORK_SPACE, Section, SweepPlan, sections, sweeps
+
+CALL = 8_000
+"""Passes over a number that take as long as one call of a small operation of torch; measured, like the constants below."""
+
+MATMUL = 8
+"""Multiply-adds of a product of matrices that take as long as a pass over a number."""
+
+STEP = 8
+"""Calls of torch that a step takes, pushed and pulled."""
+
+ARRIVAL = 12
+"""Calls of torch that a covector takes at a place, until it is in the matrix."""
+
+TOUCHED = 8
+"""Passes over a number of the path that a direction takes, pushed and pulled."""
+
+PAIR = 4
+"""Calls of torch for a sum over rows of two Jacobians."""
+
+WRITES = 6
+"""Passes over an entry of a block for each sum that is added to it."""
+
+
+@dataclass(frozen=True)
+class SweepCost:
+    """Cost of reading block rows.
+
+    Attributes:
+        multiplications: Multiply-adds of products and of sums over rows.
+        passes: Numbers read or written.
+        operations: Calls of torch.
+        numbers: Alive at once, beside the matrix.
+        directions: How many are swept.
+        coupled: The part of :attr:`work` of places whose rows do not stay apart.
+    """
+
+    multiplications: float
+    passes: float
+    operations: int
+    numbers: int
+    directions: int
+    coupled: float
+
+    @property
+    def work(self) -> float:
+        """All of it, in passes over a number."""
+        return self.operations * CALL + self.multiplications / MATMUL + self.passes
+
+
+def sweep_cost(paths: Paths, *, alone: bool = False) -> SweepCost:
+    """Return the cost of all rows of a trace; ``alone``: of the curvature of places with themselves."""
+    count = _Count(paths, alone=alone)
+    kept = level = 0
+    sizes: dict[tuple[str, int], int] = {}
+    for section in sections(paths):
+        if not alone:
+            sizes |= {key(u): u.size for place in section.places for u in place.jacobians}
+        columns = sum(sizes.values())
+        path = paths.reach([place.at for place in section.places] + ([section.entry.at] if section.entry else []), section.steps)
+        if kept:
+            x = paths.value(section.end)
+            kept = x.numel() * columns
+            count.through(path, x.numel(), x.numel() * columns)
+        for plan in sweeps(paths, section, kept, level, alone=alone):
+            count.plan(plan, section, kept, columns)
+        if section.entry is not None:
+            y = paths.value(section.entry.at)
+            level = paths.level(section.entry.at, path)
+            kept = y.numel() * (columns + y.numel() // max(1, y.shape[:level].numel()))
+            count.through(path, y.shape[level:].numel(), kept)
+    return count.total()
+
+
+class _Count:
+    """Sums of what sweeps take."""
+
+    def __init__(self, paths: Paths, *, alone: bool) -> None:
+        self.paths, self.alone = paths, alone
+        self.multiplications = self.passes = 0.0
+        self.operations = self.directions = self.peak = 0
+        self.coupled = 0.0
+
+    def through(self, path: list[Step], directions: int, kept: int) -> None:
+        """Count what a cut takes: directions over a section, and what is kept of them."""
+        numbers, _ = self.paths.work(path)
+        self.multiplications += directions * self.paths.multiplications(path)
+        self.passes += TOUCHED * directions * numbers + WRITES * kept
+        self.operations += STEP * len(path) + directions * self.paths.calls(path)
+        self.peak = max(self.peak, min(WORK_SPACE, 3 * directions * numbers) + 2 * kept)
+
+    def plan(self, plan: SweepPlan, section: Section, kept: int, columns: int) -> None:
+        """Count what the directions of one sweep take."""
+        count, first = plan.count, plan.directions[0].place
+        later = [r for r in section.places if (r is first if self.alone else r.order >= first.order)]
+        size = sum(d.place.size for d in plan.directions)
+        groups = plan.directions[0].groups
+        if plan.by_pairs:
+            sums = sum(d.place.rows * d.place.size * r.size for d in plan.directions for r in later)
+            written = sum(d.place.size * r.size for d in plan.directions for r in later)
+            between = sum(d.place.rows * d.outputs * r.width for d in plan.directions for r in later)
+        else:
+            sums = count * sum(r.rows * r.size for r in later)
+            sums += sum(d.place.rows * d.place.size for d in plan.directions) * columns
+            written, between = size * columns, count * groups * columns
+        if self.alone:
+            sums, written = size * first.rows * plan.directions[0].rows, size
+        sums += count * kept // (groups if plan.level else 1)
+        each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
+        chunks = sum(1 for _ in plan.chunks(each))
+        self.directions += count
+        multiplications = count * self.paths.multiplications(plan.path) + sums
+        passes = TOUCHED * count * plan.numbers + 2 * between + WRITES * written
+        operations = chunks * (STEP * len(plan.path) + ARRIVAL * len(later)) + count * self.paths.calls(plan.path)
+        if plan.by_pairs:
+            ways = [(d.place, r) for d in plan.directions for r in later if d.place.order <= r.order]
+            operations += PAIR * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
+        if not plan.apart:
+            self.coupled += operations * CALL + multiplications / MATMUL + passes
+        self.multiplications, self.passes = self.multiplications + multiplications, self.passes + passes
+        self.operations += operations
+        self.peak = max(self.peak, min(max(WORK_SPACE, each), count * each) + min(KEPT, between) + kept)
+
+    def total(self) -> SweepCost:
+        """Return what was counted, with the values of the trace, their adjoints and derivatives."""
+        resting = 2 * sum(self.paths.value(step.output).numel() for step in self.paths.steps)
+        operations = self.operations + STEP * len(self.paths.steps)
+        passes, numbers = self.passes + 4.0 * resting, self.peak + resting
+        return SweepCost(self.multiplications, passes, operations, numbers, self.directions, self.coupled)

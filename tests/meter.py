@@ -1,0 +1,60 @@
+"""A meter of the operations, and of the bytes alive, beneath a computation."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+
+class Meter(TorchDispatchMode):
+    """Counts multiply-adds (two each), operations, and bytes alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0.0
+        self.operations = self.live = self.peak = 0
+        self._uses: dict[int, int] = {}  # Python tensors by storage
+        self._watched: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        self.operations += 1
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        before = {x.untyped_storage()._cdata for x in tensors((args, tuple(kwargs.values())))}
+        for x in tensors((out,)):
+            self._watch(x, before)
+        return out
+
+    def _watch(self, x: Tensor, before: set[int]) -> None:
+        storage, at = x.untyped_storage(), id(x)
+        key, size = storage._cdata, storage.nbytes()
+        if at in self._watched or (key in before and key not in self._uses):  # a view of something older
+            return
+        if key not in self._uses:
+            self._uses[key] = 0
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._uses[key] += 1
+
+        def release(_: Any) -> None:
+            self._watched.pop(at, None)
+            self._uses[key] -= 1
+            if not self._uses[key]:
+                del self._uses[key]
+                self.live -= size
+
+        self._watched[at] = weakref.ref(x, release)
+
+
+def tensors(x: Any) -> list[Tensor]:
+    """Return the tensors in nested lists and tuples."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [y for part in x for y in tensors(part)] if isinstance(x, (list, tuple)) else []
