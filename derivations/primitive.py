@@ -241,6 +241,11 @@ class Linearised:
         return None
 
     @property
+    def bend(self) -> Tensor | None:
+        """Of a map of one input entry by entry, [adjoint . D^2 phi] as what multiplies its tangents; None where it vanishes."""
+        return None
+
+    @property
     def matrix(self) -> Tensor | None:
         """Of a product, the matrix (k, j) that multiplies all rows of the first input; None for other maps."""
         return None
@@ -290,6 +295,11 @@ class LinearisedEntrywise(Linearised):
     def factor(self) -> Tensor | None:
         """sigma'(x)."""
         return self.first
+
+    @property
+    def bend(self) -> Tensor | None:
+        """adjoint o sigma''(x)."""
+        return self.bent
 
     def forget(self) -> None:
         """Keep the derivatives alone."""

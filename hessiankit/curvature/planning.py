@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.engine.assembly import is_split, next_step
-from hessiankit.engine.cost import sweep_cost
-from hessiankit.engine.paths import Paths
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.parts import parts
+from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task, available_memory, gib
-from hessiankit.engine.product_rows import product_cost, products_are_cheaper
+from hessiankit.engine.product_rows import product_cost
 from hessiankit.support.errors import OutOfMemoryError, TraceError
 
 
@@ -148,32 +146,20 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
 
 def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:
     """Return samples per chunk, the cost of a chunk and its fallbacks; None if the parameters have no effect."""
-    normalizer, batch = normalizer_of(task), task.batch
     with task.at(), torch.no_grad():
-        split = is_split(task, batch_size)
-        step = batch if not split else min(batch_size or 1, batch)
         try:
-            cost, fallbacks = _cost(task.part(slice(0, step)) if split else task, normalizer)
+            part = next(parts(task, normalizer_of(task), batch_size))
         except TraceError:
             if reached(task):
                 raise
             return None
-        if split and batch_size is None and (more := min(batch, next_step(task, step, cost.bytes))) > step:
-            step = more
-            cost, _ = _cost(task.part(slice(0, step)), normalizer)
-    return step, cost, fallbacks
-
-
-def _cost(task: Task, normalizer: float) -> tuple[Cost, tuple[str, ...]]:
-    """Return the cost of a chunk by its shapes, and its fallbacks."""
-    trace = loss_trace(task, normalizer).trace
-    cost, itemsize = sweep_cost(Paths(trace)), task.dtype.itemsize
-    if products_are_cheaper(cost, trace, task.size, itemsize):
+    trace, cost, itemsize = part.paths.trace, part.cost, task.dtype.itemsize
+    if part.is_long:
         products = product_cost(trace, task.size, itemsize)
         values = 4 * itemsize * sum(x.numel() for x in trace.values)
-        moved = itemsize * products.passes
-        return Cost(2 * products.multiplications, moved, products.operations, products.bytes + values), trace.fallbacks
-    return Cost(2 * cost.multiplications, itemsize * cost.passes, cost.operations, itemsize * cost.numbers), trace.fallbacks
+        moved, taken = itemsize * products.passes, products.bytes + values
+        return part.stop, Cost(2 * products.multiplications, moved, products.operations, taken), trace.fallbacks
+    return part.stop, Cost(2 * cost.multiplications, itemsize * cost.passes, cost.operations, part.bytes), trace.fallbacks
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:

@@ -14,24 +14,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
-from hessiankit.engine.block_rows import BlockRows
-from hessiankit.engine.cost import sweep_cost
+from hessiankit.engine.assembly import add_part
 from hessiankit.engine.diagnosis import not_finite
-from hessiankit.engine.linearisation import Linearisation, linearise
-from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.paths import Paths
+from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.parts import parts
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Task, gib
-from hessiankit.engine.product_rows import ProductRows, products_are_cheaper
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
 
@@ -113,19 +109,12 @@ class PanelSum:
         return math.fsum(terms)
 
     def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
-        task = self.tasks[chunk.batch]
-        part = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-        traced, scale, count = loss_trace(part, normalizer_of(task)), self.weights[chunk.batch], normalizer_of(task)
-        self._values[k] = float(traced.trace.values[traced.trace.output])
+        task, scale = self.tasks[chunk.batch], self.weights[chunk.batch]
+        some = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
+        (part,) = parts(some, normalizer_of(task), some.batch, share=scale, gauss_newton=self.outer)
+        self._values[k] = part.loss
         compare = self._handshakes.get(chunk.batch)
-        paths = Paths(traced.trace, traced.output if self.outer else None, scale=scale)
-        if products_are_cheaper(sweep_cost(paths), traced.trace, task.size, task.dtype.itemsize):
-            kept: dict[str, Any] = {"count": count, "handshake": compare, "traced": traced}
-            ProductRows(Linearisation(part, gauss_newton=self.outer, **kept), scale).replay(panel)
-            return
-        if compare is not None:
-            compare.add(traced.trace, paths.adjoints, scale)
-        BlockRows(paths).read(MatrixRows(panel, paths.tied))
+        add_part(part, panel, compare, normalizer_of(task), share=scale, gauss_newton=self.outer)
 
     def _report(self, panel: SymmetricStorage) -> None:
         """Raise the error for the first block of a panel that is not finite, if one is."""

@@ -37,7 +37,7 @@ class Columns:
     def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
         self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
         self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
-        self.size = before.size if before else 0
+        self.size: int = before.size if before else 0
         for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
             self.cuts[key(u)] = slice(self.size, self.size + u.size)
             self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
@@ -202,16 +202,15 @@ class BlockRows:
         places, entry = self.paths.by_value, section.entry
         bent: Bent = {}
         if seeds:
-            mixed = [(place, step.inputs[0]) for step in path if (place := places.get(step.output)) and place.mixed]
-            mixed = [(place, at) for place, at in mixed if at is not None]
+            mixed = [(places[step.output], at) for step in path if step.output in places and (at := step.inputs[0]) is not None]
+            mixed = [(place, at) for place, at in mixed if place.mixed is not None]
             end = () if pushed is None or section.end == self.paths.output else (section.end,)
             bent, tangents = push(path, seeds, count, {*end, *(at for _, at in mixed)})
-            if end and pushed is not None and (t := dense(tangents[section.end])) is not None:
-                pushed(t)
+            if end and pushed is not None and (at_end := dense(tangents[section.end])) is not None:
+                pushed(at_end)
             for place, at in reversed(mixed):
                 if at in tangents:
-                    t = tangents[at] if place.plain is None else place.plain.push([dense(tangents[at])])
-                    arrive(place, t, True)
+                    arrive(place, tangents[at] if place.plain is None else place.plain.push([dense(tangents[at])]), True)
         stops = places.keys() if entry is None else places.keys() | {entry.at}
 
         def arrived(at: int, bar: Tensor) -> None:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.assembly import CHUNK, WORKSPACE, is_split, next_step
-from hessiankit.engine.cost import sweep_cost
+from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
-from hessiankit.engine.paths import Paths
+from hessiankit.engine.parts import CHUNK, parts
 from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.product_rows import product_cost, products_are_cheaper
+from hessiankit.engine.product_rows import product_cost
 from hessiankit.support.errors import TraceError
 
 
@@ -85,29 +83,22 @@ class DiagonalSum:
 
     def _add(self, task: Task, share: float, handshake: Handshake, *, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
-        normalizer, splits, value, start = normalizer_of(task), is_split(task, self.batch_size), 0.0, 0
-        step = (self.batch_size or 1) if splits else task.batch
-        while start < task.batch:
-            rows = slice(start, min(start + step, task.batch))
-            part = task.part(rows) if splits else task
-            traced = loss_trace(part, normalizer)
-            value += float(traced.trace.values[traced.trace.output])
-            self.fallbacks += traced.trace.fallbacks
-            paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=True)
-            cost, itemsize = sweep_cost(paths, alone=True), task.dtype.itemsize
-            products = product_cost(paths.trace, task.size, itemsize)
-            if products_are_cheaper(cost, paths.trace, task.size, itemsize):
+        normalizer, value, before = normalizer_of(task), 0.0, self.done
+        for part in parts(task, normalizer, self.batch_size, share=share, gauss_newton=gauss_newton, alone=True):
+            value += part.loss
+            self.fallbacks += part.traced.trace.fallbacks
+            if part.is_long:
                 self._announce(task.size)
-                kept: dict[str, Any] = {"count": normalizer, "handshake": handshake, "traced": traced}
-                self._products(Linearisation(part, gauss_newton=gauss_newton, **kept), task, share)
+                linearised = Linearisation(
+                    part.task, gauss_newton=gauss_newton, count=normalizer, handshake=handshake, traced=part.traced
+                )
+                self._products(linearised, task, share)
             else:
-                self._announce(task.size * cost.coupled / products.work)
-                handshake.add(paths.trace, paths.adjoints, share)
-                read_diagonal(paths, self._add_entries)
-            if self.batch_size is None:  # from the bytes of the first sample
-                step = next_step(task, rows.stop - start, cost.numbers * itemsize)
-            self.done += rows.stop - start
-            start = rows.stop
+                products = product_cost(part.paths.trace, task.size, task.dtype.itemsize)
+                self._announce(task.size * part.cost.coupled / products.work)
+                handshake.add(part.paths.trace, part.paths.adjoints, share)
+                read_diagonal(part.paths, self._add_entries)
+            self.done = before + part.stop
             if self.progress is not None:
                 self.progress(self.done, self.samples)
         return value

@@ -324,6 +324,8 @@ def _runs(entries: slice | Tensor) -> list[tuple[slice, slice]]:
     """Return consecutive entries as runs: where they stand in the list, and the entries."""
     if isinstance(entries, slice):
         return [(slice(0, entries.stop - entries.start), entries)]
+    if not entries.numel():
+        return []
     ends = [0, *((entries[1:] != entries[:-1] + 1).nonzero().reshape(-1) + 1).tolist(), entries.numel()]
     starts = entries[ends[:-1]].tolist()
     return [(slice(x, y), slice(at, at + y - x)) for x, y, at in zip(ends[:-1], ends[1:], starts, strict=True)]

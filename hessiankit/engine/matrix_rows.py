@@ -78,7 +78,7 @@ class MatrixRows:
         both = u.parameter == v.parameter and not same
         into = None if both else self._view(u, of_u, v, of_v, K)
         if same:
-            self._compare(u, K)
+            self._compare(K)
         if into is not None:
             self.matrix.keep(u.parameter, v.parameter, add_between(u.part(*of_u), v.part(*of_v), K, into, same=same))
             return
@@ -105,10 +105,10 @@ class MatrixRows:
         """Add the sums that the compiled kernels have left, those to one block together."""
         self.matrix.finish()
 
-    def _compare(self, u: ParameterJacobian, K: Tensor) -> None:
+    def _compare(self, K: Tensor) -> None:
         """Note how far curvature (R, p, p) of a place with itself is from symmetric."""
-        apart = (K - K.mT).abs_().sum(0).max()
-        self.matrix.note_skew(float(apart), float(K.abs().sum(0).max()))
+        total = K.sum(0)
+        self.matrix.note_skew(float((total - total.T).abs().max()), float(torch.linalg.vector_norm(K)))
 
     def _view(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor

@@ -89,10 +89,10 @@ def push(
         if at not in tangents and len(own) == count:
             tangents[at] = own
             return
-        before, own = dense(tangents.get(at)), dense(own)
-        assert own is not None
-        both = own.new_zeros(count, *own.shape[1:]) if before is None else before.clone()
-        both[span] += own
+        before, more = dense(tangents.get(at)), dense(own)
+        assert more is not None
+        both = more.new_zeros(count, *more.shape[1:]) if before is None else before.clone()
+        both[span] += more
         tangents[at] = both
 
     for at in seeds.keys() - {step.output for step in steps}:
@@ -133,10 +133,10 @@ def _pull(step: Step, bar: Tensor | None, entering: Sequence[Along | None] | Non
     """Pull a covector back through one step, with its curvature along tangents."""
     point = step.primitive
     t = entering[0] if entering is not None and len(entering) == 1 else None
-    if bar is not None and isinstance(t, UnitColumns) and point.factor is not None and point.bent is not None:
+    if bar is not None and isinstance(t, UnitColumns) and point.factor is not None and point.bend is not None:
         (covector,) = point.pull(bar)
         assert covector is not None
-        t.add_to(covector, t.scale * point.bent)
+        t.add_to(covector, t.scale * point.bend)
         return (covector,)
     return point.pull(bar, None if entering is None else [dense(t) for t in entering])
 

@@ -1,0 +1,96 @@
+"""A batch in parts of some samples, each traced, with its paths and what its sweeps will take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hessiankit.engine.cost import SweepCost, sweep_cost
+from hessiankit.engine.paths import Paths
+from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, samples_are_independent
+from hessiankit.engine.problem.task import Task
+from hessiankit.engine.product_rows import products_are_cheaper
+
+CHUNK = 64 * 2**20
+"""Bytes that the derivatives of some samples may take beside a small matrix."""
+
+MOST = 8 * CHUNK
+"""The same beside a large one: each part passes over the whole matrix once."""
+
+LARGE = 4
+"""Times that, from which a batch is cut where nobody asked for it."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a batch.
+
+    Attributes:
+        task: Of these samples.
+        traced: Its loss.
+        paths: Of the trace.
+        cost: Of its sweeps.
+        stop: Samples of the batch up to its end.
+        loss: Its share of the loss.
+    """
+
+    task: Task
+    traced: LossTrace
+    paths: Paths
+    cost: SweepCost
+    stop: int
+    loss: float
+
+    @property
+    def bytes(self) -> int:
+        """That the derivatives take at once, about."""
+        return self.cost.numbers * self.task.dtype.itemsize
+
+    @property
+    def is_long(self) -> bool:
+        """Whether products take less than sweeps."""
+        return products_are_cheaper(self.cost, self.paths.trace, self.task.size, self.task.dtype.itemsize)
+
+
+def parts(
+    task: Task,
+    normalizer: float,
+    batch_size: int | None,
+    *,
+    share: float = 1.0,
+    gauss_newton: bool = False,
+    alone: bool = False,
+) -> Iterator[Part]:
+    """Yield a batch in parts of ``batch_size`` samples; of None, whole, or in parts where the derivatives of all take too much.
+
+    Args:
+        task: One batch.
+        normalizer: What a named loss divides its sum by.
+        batch_size: Samples of a part.
+        share: What the loss is multiplied by.
+        gauss_newton: Whether second derivatives count in the loss only.
+        alone: Whether only curvature of places with themselves is asked for.
+    """
+    splits = batch_size is not None and batch_size < task.batch and _can_be_split(task)
+    step, start = batch_size if splits and batch_size else task.batch, 0
+    while start < task.batch:
+        stop = min(start + step, task.batch)
+        some = task.part(slice(start, stop)) if splits else task
+        traced = loss_trace(some, normalizer)
+        paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
+        loss = float(traced.trace.values[traced.trace.output])
+        part = Part(some, traced, paths, sweep_cost(paths, alone=alone), stop, loss)
+        if batch_size is None and not splits and part.bytes > LARGE * _limit(task) and _can_be_split(task):
+            splits, step = True, max(1, _limit(task) * task.batch // part.bytes)
+            continue
+        yield part
+        start = stop
+
+
+def _can_be_split(task: Task) -> bool:
+    """Tell whether the loss of a batch is a known sum over its samples."""
+    return task.batch > 1 and isinstance(task.loss, str) and samples_are_independent(task)
+
+
+def _limit(task: Task) -> int:
+    return min(MOST, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))
