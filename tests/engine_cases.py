@@ -177,7 +177,7 @@ ROWS_APART = {
     "a parameter as it is": Case(lambda s, x: torch.tanh(x @ torch.tanh(s.W)) * s.c.square(), {"W": (4, 5), "c": (5,)}),
     "two parameters as they are": Case(lambda s, x: torch.tanh(x @ torch.tanh(s.A) @ s.B), {"A": (4, 5), "B": (5, 4)}),
     "a table over columns": Case(lambda s, x: torch.tanh(x @ s.W + s.c), {"W": (4, 5), "c": (3, 1)}),
-    # curvature between two vertices that is diagonal
+    # curvature between two places that is diagonal
     "two biases in a chain": Case(lambda s, x: torch.tanh(torch.tanh(x + s.b) + s.c), {"b": (4,), "c": (4,)}),
     "a weight, then a bias": Case(lambda s, x: torch.tanh(torch.tanh(x @ s.W) + s.c), {"W": (4, 3), "c": (3,)}),
     "a bias, then a table": Case(lambda s, x: torch.tanh(torch.tanh(x + s.b) + s.c), {"b": (4,), "c": (3, 4)}),

@@ -83,7 +83,7 @@ def test_parameters_without_effect_have_zero_blocks() -> None:
     assert (found.block("V", "W") == 0).all()
 
 
-def test_diagonal_curvature_between_two_vertices_goes_to_a_parent_as_a_diagonal_once() -> None:
+def test_diagonal_curvature_between_two_places_that_share_a_residual_stream() -> None:
     """A gain of one block and the residual of the next, as in two blocks of OLMo 2."""
     blocks = [hk.TransformerBlock(4, 3, placement="olmo2") for _ in range(2)]
     assert_everywhere(randomised(torch.nn.Sequential(*blocks)), draw(2, 3, 4))

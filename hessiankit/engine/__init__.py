@@ -1,23 +1,27 @@
-"""Second derivatives of a trace by reverse accumulation over its vertices.
+"""Second derivatives of a trace: directions pushed forward from the places of the parameters, and pulled back with curvature.
 
-    H = sum over primitives v of   J_v^T [lambda_v . D^2 phi_v] J_v
+    H = sum over primitives v of   J_v^T [lambda_v . D^2 phi_v] J_v  =  A + A^T
 
-J_v is the Jacobian of v's inputs in the parameters and lambda_v the adjoint of its output. A trace is a computational graph;
-its vertices are eliminated from the loss back to the parameters, and curvature between two vertices moves to their parents as
-it does in edge pushing (Griewank and Walther, Evaluating Derivatives, chapters 7 and 10; Gower and Mello, Optim. Methods Softw.
-27, 2012, 251-273), by blocks of rows in place of single numbers.
+J_v is the Jacobian of v's inputs in the parameters and lambda_v the adjoint of its output. Forward over reverse along unit
+directions gives columns of H; directions of rows that do not meet share a sweep, as in compressed differentiation (Curtis, Powell
+and Reid, J. Inst. Maths Applics 13, 1974, 117-119; Gebremedhin, Manne and Pothen, SIAM Review 47, 2005, 629-705). A has each pair
+of places once, and half of each place with itself.
 
 | noun | meaning | where |
 |---|---|---|
 | application | one primitive phi_v applied to values | `tracing.trace` |
 | adjoint | lambda_v, the derivative of the loss in a value, of its shape | `Trace.adjoints` |
-| vertex | a value at which tangents begin anew | `tangents` |
-| tangents | the Jacobian of a value by earlier vertices, (S, *shape), dense or with structure | `tangents` |
-| level | how many leading axes of a value keep their rows apart: all (row by row), 1 (sample by sample), 0 (dense) | `tangents` |
-| parent | a vertex by which another one has tangents | `tangents` |
-| parameter Jacobian | the Jacobian of a vertex in one parameter: X (x) I, a diagonal, a selection or an identity | `jacobians` |
-| site | a value that is linear in some parameters, row by row, with their Jacobians | `jacobians` |
-| vertex block | curvature K_tr (R, columns of t, columns of r) between two vertices | `vertex_blocks` |
-| column block | the same with the columns of r already multiplied by its parameter Jacobian: columns of H | `column_blocks` |
-| step | an application linearised at the point, for products with H | `linearisation` |
+| step | an application linearised at the point, with the inputs that move | `entrywise_fusion` |
+| place | a value that parameters enter row by row, or a parameter taken whole | `paths` |
+| parameter Jacobian | E_t, that of a place in one parameter: X (x) I, a diagonal, a selection or an identity | `jacobians` |
+| level | how many leading axes of its values index rows that a path keeps apart: 0 if it is dense | `paths` |
+| direction | a unit entry of a place in one row of each group that stays apart, or a parameter entry | `sections` |
+| cut | a value that every way to the loss passes; a section lies between two | `sections` |
+| sweep | tangents (S, *shape) pushed along steps, covectors pulled back with the curvature that the tangents pass | `sweep` |
+| tail | what a cut keeps: curvature of the loss in its value, mixed derivatives in it and the parameters behind | `block_rows` |
+| block row | what the directions of a place give at all later ones: K_tr, and E_t^T K_tr E_r | `block_rows` |
+| reader | what takes block rows: a matrix or a panel of it, `matrix_rows`; sums over rows are `contractions` | `block_rows` |
+
+`diagonal_rows` reads the curvature of each place with itself at equal columns; `cost` counts sweeps from shapes. Rows of long
+chains of small operations are products with unit vectors (`product_rows`), by the `linearisation` that makes all products H v.
 """

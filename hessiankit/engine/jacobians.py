@@ -274,7 +274,7 @@ class IndexJacobian(ParameterJacobian):
 
 @dataclass(frozen=True, eq=False)
 class IdentityJacobian(ParameterJacobian):
-    """The identity, for a parameter taken whole: its entries are coordinates ``start`` to ``start + count`` of the vertex."""
+    """The identity, for a parameter taken whole: its entries are coordinates ``start`` to ``start + count`` of the place."""
 
     start: int
     count: int

@@ -85,7 +85,7 @@ class KernelSum:
 def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
     """Return the sums with those to one block as one, where they have a factor of one axis in common.
 
-    So the curvature between a weight and the Jacobian of what it multiplies, a T d, and that of a later vertex, a b K.
+    So the curvature between a weight and the Jacobian of what it multiplies, a T d, and that of a later place, a b K.
     """
     found: list[KernelSum] = []
     for one in sums:
