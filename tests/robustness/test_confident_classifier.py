@@ -17,7 +17,6 @@ import hessiankit as hk
 from derivations.activation import derivatives
 from derivations.elementwise import KINDS
 from derivations.loss import CrossEntropy, CrossEntropyAt
-from derivations.row_curvature import RowCurvature, of_loss
 from derivations.softmax import LogSoftmax
 
 GAPS = [2.0, 12.0, 17.0, 30.0, 45.0, 200.0]
@@ -51,11 +50,6 @@ def test_slope_and_curvature_in_the_logits(gap):
     chapter = CrossEntropyAt(logits, label)
     assert_every_digit(chapter.jacobian("logits").dense()[0], slope)
     assert_every_digit(chapter.hessian("logits", "logits").dense(), K)
-    rows = of_loss(primitive, [logits, label], one)
-    assert isinstance(rows, RowCurvature)
-    pairs = rows.a[:, 0].T @ rows.b[:, 0]
-    assert_every_digit(rows.D[0].diag() + pairs + pairs.T, K)
-    assert_every_digit(rows.diagonal()[0], K.diagonal())
 
 
 @pytest.mark.parametrize("gap", GAPS)
