@@ -10,7 +10,7 @@ import torch
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.parts import CHUNK, Part, parts
+from hessiankit.engine.parts import CHUNK, BatchPart, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.task import Task, check_memory
@@ -60,7 +60,7 @@ def assemble(
 
 
 def add_part(
-    part: Part, matrix: SymmetricStorage, handshake: Handshake | None, normalizer: float, *, share: float, gauss_newton: bool
+    part: BatchPart, matrix: SymmetricStorage, handshake: Handshake | None, normalizer: float, *, share: float, gauss_newton: bool
 ) -> None:
     """Add the Hessian of some samples to a matrix or a panel of it, by sweeps or by products with unit vectors."""
     if part.is_long:

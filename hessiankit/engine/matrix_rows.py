@@ -7,13 +7,16 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
-from hessiankit.engine.block_rows import Columns
+from hessiankit.engine.block_rows import Columns, shifted
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.storage import SymmetricStorage
 
 ROWS = 2**20
 """Numbers of rows of the matrix that are made before they are added."""
+
+DIRECT = 2**12
+"""Numbers of rows of one output from which they are added by the product that makes them."""
 
 
 class MatrixRows:
@@ -34,39 +37,57 @@ class MatrixRows:
         return self.matrix.wants(i, j)
 
     def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
-        """Add rows of some outputs of a Jacobian, for all columns together or, where these are many, parameter by parameter."""
-        count = u.size * (stop - start)
-        rows = u.rows(Z, start, stop) if count * columns.size <= ROWS else None
+        """Add rows of some outputs of a Jacobian."""
+        matrix, order = self.matrix, self.matrix.order
+        after: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
         for name, cut, entries in columns.pieces:
-            if not self.matrix.wants(u.parameter, name):
+            if not matrix.wants(u.parameter, name):
                 continue
-            self.matrix.touch(u.parameter, name)
-            step = stop - start if rows is not None else max(1, ROWS // (u.size * (cut.stop - cut.start)))
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                some = rows[..., cut] if rows is not None else u.rows(Z[:, first - start : last - start, cut], first, last)
-                self._add_rows(u, (first, last), some, self.matrix.block(u.parameter, name), entries, own=name == u.parameter)
+            matrix.touch(u.parameter, name)
+            if order[name] > order[u.parameter]:
+                at = shifted(entries, matrix.slices[name].start - matrix.left.start)
+                if after and (after[-1][0].stop, after[-1][1].stop) == (cut.start, at.start):
+                    cut, at = slice(after[-1][0].start, cut.stop), slice(after.pop()[1].start, at.stop)
+                after.append((cut, at))
+            else:
+                block = matrix.block(u.parameter, name)[:, entries]
+                self._add_some(u, start, stop, Z[..., cut], block, entries if name == u.parameter else None)
+        rows = matrix.rows_of(u.parameter)
+        for cut, at in after:
+            self._add_some(u, start, stop, Z[..., cut], matrix.data[rows, at], None)
 
-    def _add_rows(
-        self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, block: Tensor, entries: slice, *, own: bool
-    ) -> None:
-        """Add rows of some outputs to columns of a block; of a parameter with itself also the transpose."""
-        whole, (start, stop) = u.runs(), of_u
+    def _add_some(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, into: Tensor, own: slice | None) -> None:
+        """Add u^T Z to columns of the rows of its parameter, some outputs at a time; ``own``: which of its entries they are."""
+        whole, width = u.runs(), Z.shape[2]
         regular = len(whole) == 1 and isinstance(u, (WeightJacobian, GainJacobian))
-        if regular:
-            into = u.unfold(block[whole[0][1], entries], 0).narrow(int(u.is_weight), start, stop - start)
-            into += rows
-        if regular and not own:
-            return
+        if regular and own is None and isinstance(u, WeightJacobian) and into.stride(1) == 1 and into.dtype == Z.dtype:
+            by_output = u.unfold(into[whole[0][1]], 0)  # (i, p, c)
+            if u.X.shape[1] * width >= DIRECT:
+                for k in range(start, stop):
+                    by_output[:, k].addmm_(u.X.T, Z[:, k - start])
+                return
+        step = max(1, ROWS // max(1, u.size * width))
+        for first in range(start, stop, step):
+            last = min(first + step, stop)
+            rows = u.rows(Z[:, first - start : last - start], first, last)
+            if regular:
+                u.unfold(into[whole[0][1]], 0).narrow(int(u.is_weight), first, last - first).add_(rows)
+            if not regular or own is not None:
+                self._add_entries(u, (first, last), rows, into, own, added=regular)
+
+    def _add_entries(
+        self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None, *, added: bool
+    ) -> None:
+        """Add rows entry by entry, unless they were added; of a parameter with itself also the transpose."""
         if isinstance(u, WeightJacobian):
             rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)
         for span, at in u.runs(*of_u):
-            if not regular:
-                block[at, entries] += rows[span]
-            if own:
-                block[entries, at] += rows[span].T
-                if u.parameter not in self._tied and entries.start <= at.start < at.stop <= entries.stop:
-                    square = rows[span, at.start - entries.start : at.stop - entries.start]
+            if not added:
+                into[at] += rows[span]
+            if own is not None:
+                self.matrix.block(u.parameter, u.parameter)[own, at] += rows[span].T
+                if u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
+                    square = rows[span, at.start - own.start : at.stop - own.start]
                     self.matrix.note_asymmetry(2 * float((square - square.T).abs().max()))
 
     def add_pair(

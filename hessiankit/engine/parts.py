@@ -22,7 +22,7 @@ LARGE = 4
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """Some samples of a batch.
 
     Attributes:
@@ -60,7 +60,7 @@ def parts(
     share: float = 1.0,
     gauss_newton: bool = False,
     alone: bool = False,
-) -> Iterator[Part]:
+) -> Iterator[BatchPart]:
     """Yield a batch in parts of ``batch_size`` samples; of None, whole, or in parts where the derivatives of all take too much.
 
     Args:
@@ -79,7 +79,7 @@ def parts(
         traced = loss_trace(some, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        part = Part(some, traced, paths, sweep_cost(paths, alone=alone), stop, loss)
+        part = BatchPart(some, traced, paths, sweep_cost(paths, alone=alone), stop, loss)
         if batch_size is None and not splits and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             splits, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue

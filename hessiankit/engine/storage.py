@@ -78,6 +78,10 @@ class SymmetricStorage:
             return self.block(j, i).T
         return self.data[self._within(i, self.top), self._within(j, self.left)]
 
+    def rows_of(self, name: str) -> slice:
+        """Return the rows of a parameter that is stored."""
+        return self._within(name, self.top)
+
     def _within(self, name: str, panel: slice) -> slice:
         return slice(self.slices[name].start - panel.start, self.slices[name].stop - panel.start)
 
