@@ -197,7 +197,9 @@ def test_a_row_that_an_embedding_leaves_out_of_the_gradient_is_a_constant() -> N
     expected = hk.hessian(plain, tokens, T).matrix.clone()
     assert expected[4:8].any()
     expected[4:8], expected[:, 4:8] = 0, 0
-    assert torch.equal(hk.hessian(padded, tokens, T).matrix, expected)
+    found = hk.hessian(padded, tokens, T).matrix
+    assert torch.equal(found == 0, expected == 0)
+    assert (found - expected).abs().max() <= 1e-15
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

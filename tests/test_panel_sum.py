@@ -6,9 +6,9 @@ import pytest
 import torch
 from curvature_reference import Formula, draw, mse, reverse_over_reverse
 
-from hessiankit.curvature import streaming as panel_sum
 from hessiankit.curvature.planning import Chunk
 from hessiankit.curvature.streaming import PanelSum
+from hessiankit.engine import parts as traced_parts
 from hessiankit.engine.problem.own_call import make_task
 
 MODULE = Formula(lambda s, x: torch.tanh(torch.tanh(x @ s.A + s.b) @ s.C), A=(4, 3), b=(3,), C=(3, 2))
@@ -19,8 +19,8 @@ SHARES = (0.75, 2.0)
 
 
 def test_panels_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    traces, inner = [], panel_sum.loss_trace
-    monkeypatch.setattr(panel_sum, "loss_trace", lambda task, n: traces.append(task.batch) or inner(task, n))
+    traces, inner = [], traced_parts.loss_trace
+    monkeypatch.setattr(traced_parts, "loss_trace", lambda task, n: traces.append(task.batch) or inner(task, n))
     tasks = [make_task("test", MODULE, X, T, "mse"), make_task("test", MODULE, X[:1], T[:1], "mse")]
     expected = 0.75 * reverse_over_reverse(MODULE, X, T, mse) + 2 * reverse_over_reverse(MODULE, X[:1], T[:1], mse)
     steps: list[tuple[int, int]] = []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.engine.parts import parts
+from hessiankit.engine.parts import is_cut, parts
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task, available_memory, gib
@@ -146,9 +146,10 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
 
 def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:
     """Return samples per chunk, the cost of a chunk and its fallbacks; None if the parameters have no effect."""
+    cut = is_cut(task, batch_size)
     with task.at(), torch.no_grad():
         try:
-            part = next(parts(task, normalizer_of(task), batch_size))
+            part = next(parts(task, normalizer_of(task), batch_size, cut=cut))
         except TraceError:
             if reached(task):
                 raise

@@ -111,7 +111,7 @@ class PanelSum:
     def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
         task, scale = self.tasks[chunk.batch], self.weights[chunk.batch]
         some = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-        (part,) = parts(some, normalizer_of(task), some.batch, share=scale, gauss_newton=self.outer)
+        (part,) = parts(some, normalizer_of(task), some.batch, cut=False, share=scale, gauss_newton=self.outer)
         self._values[k] = part.loss
         compare = self._handshakes.get(chunk.batch)
         add_part(part, panel, compare, normalizer_of(task), share=scale, gauss_newton=self.outer)

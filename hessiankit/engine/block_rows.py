@@ -226,6 +226,8 @@ class BlockRows:
         """
         x, entry = self.paths.value(tail.at), section.entry
         level = min(tail.level, self.paths.level(tail.at, path))
+        if entry is not None:
+            level = min(level, self.paths.level(entry.at, path))
         groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
         size = x.numel() // groups
         K = tail.K

@@ -57,6 +57,7 @@ def parts(
     normalizer: float,
     batch_size: int | None,
     *,
+    cut: bool,
     share: float = 1.0,
     gauss_newton: bool = False,
     alone: bool = False,
@@ -67,24 +68,29 @@ def parts(
         task: One batch.
         normalizer: What a named loss divides its sum by.
         batch_size: Samples of a part.
+        cut: Whether to cut it there; see :func:`is_cut`, which traces the loss itself.
         share: What the loss is multiplied by.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.
     """
-    splits = batch_size is not None and batch_size < task.batch and _can_be_split(task)
-    step, start = batch_size if splits and batch_size else task.batch, 0
+    step, start = batch_size if cut and batch_size else task.batch, 0
     while start < task.batch:
         stop = min(start + step, task.batch)
-        some = task.part(slice(start, stop)) if splits else task
+        some = task.part(slice(start, stop)) if cut else task
         traced = loss_trace(some, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
         part = BatchPart(some, traced, paths, sweep_cost(paths, alone=alone), stop, loss)
-        if batch_size is None and not splits and part.bytes > LARGE * _limit(task) and _can_be_split(task):
-            splits, step = True, max(1, _limit(task) * task.batch // part.bytes)
+        if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
+            cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue
         yield part
         start = stop
+
+
+def is_cut(task: Task, batch_size: int | None) -> bool:
+    """Tell whether a batch is cut into parts of ``batch_size`` samples."""
+    return batch_size is not None and batch_size < task.batch and _can_be_split(task)
 
 
 def _can_be_split(task: Task) -> bool:

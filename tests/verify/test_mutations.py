@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,8 +18,8 @@ from derivations.matrix import Commutation
 from derivations.normalization import LayerNorm
 from derivations.softmax import LinearisedSoftmax
 from derivations.transformer import PostNormBlockAt
+from hessiankit.engine.jacobians import GainJacobian
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.tracing import primitives
 from hessiankit.verify import small_blocks as formulas
 from hessiankit.verify.check_report import CheckReport
@@ -54,9 +55,9 @@ def without_gain(right: Any, self: Paths, a: Any, *rest: Any) -> Any:
     return (None, None) if isinstance(a.primitive, LayerNorm) else right(self, a, *rest)
 
 
-def swapped_slices(right: Any, self: SymmetricStorage, slices: dict[str, slice], *kind: Any) -> None:
-    gain, shift = slices["norm_1.weight"], slices["norm_1.bias"]
-    right(self, {**slices, "norm_1.weight": shift, "norm_1.bias": gain}, *kind)
+def without_inputs(right: Any, self: GainJacobian, *outputs: int) -> GainJacobian:
+    """A gain taken for a shift."""
+    return replace(right(self, *outputs), X=torch.ones((), dtype=self.X.dtype).expand(self.X.shape[0], len(range(*outputs))))
 
 
 def normalised_twice(right: Any, self: MeanSquaredError, *args: Any) -> Any:
@@ -77,7 +78,7 @@ MISTAKES: list[tuple[type, str, Any, str, str]] = [
     # of a class, a method, what is in its place, a row that fails, and one that passes
     (LinearisedSoftmax, "pull", negated_softmax, Q_Q, V_V),
     (Paths, "_mixed", without_gain, "attention.W_V x norm_1.weight", W_1),
-    (SymmetricStorage, "__init__", swapped_slices, "norm_1.weight x norm_1.weight", W_1),
+    (GainJacobian, "part", without_inputs, "norm_1.weight x norm_1.weight", W_1),
     (MeanSquaredError, "curvature", normalised_twice, W_1, "loss"),
     (Commutation, "apply", swapped_orders, "attention.W_Q x attention.W_K (formula)", Q_Q),
     (PostNormBlockAt, "loss_hessian", normalised_twice_in_the_formulas, f"{W_1} (formula)", W_1),
