@@ -177,6 +177,16 @@ ROWS_APART = {
     "a parameter as it is": Case(lambda s, x: torch.tanh(x @ torch.tanh(s.W)) * s.c.square(), {"W": (4, 5), "c": (5,)}),
     "two parameters as they are": Case(lambda s, x: torch.tanh(x @ torch.tanh(s.A) @ s.B), {"A": (4, 5), "B": (5, 4)}),
     "a table over columns": Case(lambda s, x: torch.tanh(x @ s.W + s.c), {"W": (4, 5), "c": (3, 1)}),
+    "a table across columns": Case(lambda s, x: torch.tanh(x @ s.W + s.t[ACROSS]), {"W": (4, 3), "t": (6,)}),
+    "a table across columns, then a weight": Case(
+        lambda s, x: torch.tanh(layer_norm(torch.tanh(x[..., 1:] + s.t[ACROSS]), (3,), s.g) @ s.V + s.b),
+        {"t": (6,), "g": (3,), "V": (3, 2), "b": (2,)},
+    ),
+    "norms of heads": Case(
+        lambda s, x: torch.tanh(layer_norm(torch.tanh(x @ s.H).unflatten(-1, (2, 3)), (3,), s.g, s.b) @ s.V),
+        {"H": (4, 6), "g": (3,), "b": (3,), "V": (3, 2)},
+    ),
+    "activations in a row": Case(lambda s, x: torch.sigmoid(torch.tanh(silu(x @ s.W))) @ s.V, {"W": (4, 5), "V": (5, 2)}),
     # curvature between two places that is diagonal
     "two biases in a chain": Case(lambda s, x: torch.tanh(torch.tanh(x + s.b) + s.c), {"b": (4,), "c": (4,)}),
     "a weight, then a bias": Case(lambda s, x: torch.tanh(torch.tanh(x @ s.W) + s.c), {"W": (4, 3), "c": (3,)}),

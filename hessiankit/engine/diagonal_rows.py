@@ -59,9 +59,10 @@ def _equal_columns(
 
     def pushed(T: Tensor) -> None:
         assert tail is not None
-        if d.level < tail.level:  # of parameter entries
-            along = T.reshape(p, len(tail.K), -1)
-            D.add_((torch.einsum("sgk,gkl->sgl", along, tail.K) * along).sum((1, 2)))
+        if d.level < tail.level:  # rows meet before the section's end, or these are parameter entries
+            along = T.reshape(m, p, groups, -1, tail.K.shape[1])
+            bent = torch.einsum("mpgbk,gbkl->mpgbl", along, tail.K.reshape(groups, -1, *tail.K.shape[1:]))
+            D.add_(torch.einsum("mpgbl,npgbl->gmnp", bent, along).reshape(D.shape))
             return
         K = combine(T, d.level, tail.K).reshape(groups, meeting, m, p, meeting, -1)
         D.add_(torch.einsum("gampbs,npgbs->gambnp", K, T.reshape(m, p, groups, meeting, -1)))

@@ -79,6 +79,7 @@ class MatrixRows:
         self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None, *, added: bool
     ) -> None:
         """Add rows entry by entry, unless they were added; of a parameter with itself also the transpose."""
+        complete = not isinstance(u, IndexJacobian) or of_u == (0, u.which.shape[1])  # its entries may reach other outputs too
         if isinstance(u, WeightJacobian):
             rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)
         for span, at in u.runs(*of_u):
@@ -86,7 +87,7 @@ class MatrixRows:
                 into[at] += rows[span]
             if own is not None:
                 self.matrix.block(u.parameter, u.parameter)[own, at] += rows[span].T
-                if u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
+                if complete and u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
                     square = rows[span, at.start - own.start : at.stop - own.start]
                     self.matrix.note_asymmetry(2 * float((square - square.T).abs().max()))
 

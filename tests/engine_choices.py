@@ -1,0 +1,88 @@
+"""Choices of the engine, each forced: where paths are cut, how many directions are swept together, what is kept."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
+from engine_cases import CASES
+from test_random_programs import Program
+from torch import Tensor, nn
+
+from hessiankit.engine import block_rows, contractions, cost, jacobians, matrix_rows, sections
+from hessiankit.engine.paths import Paths
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.own_call import make_task
+
+
+class Choice(NamedTuple):
+    """What is forced.
+
+    Attributes:
+        cut: As for sections(); None: where it pays.
+        work_space: Numbers of one sweep.
+        joined: Numbers below which two sweeps are one.
+        kept: Numbers of curvature that are collected.
+        chunk: Entries that sums and rows treat at once.
+    """
+
+    cut: bool | None
+    work_space: int = 2**23
+    joined: int = 2**20
+    kept: int = 2**25
+    chunk: int | None = None
+
+
+CHOICES = {
+    "cuts": Choice(True),
+    "cuts, few directions at a time": Choice(True, 100, 0, 20, 10),
+    "no cuts, each place by itself": Choice(False, joined=0),
+    "no cuts, few directions at a time": Choice(False, 60, 0, 20, 10),
+    "no cuts, places together": Choice(False, 100, 2**40, 2**25, 50),
+}
+
+
+def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
+    """Let the engine take a choice."""
+    sectioned = sections.sections
+    for module in (block_rows, cost):
+        patch.setattr(module, "sections", lambda paths, cut=None: sectioned(paths, cut=choice.cut))
+    for module, name, value in (
+        (sections, "WORK_SPACE", choice.work_space),
+        (cost, "WORK_SPACE", choice.work_space),
+        (sections, "JOINED", choice.joined),
+        (block_rows, "KEPT", choice.kept),
+        (contractions, "CACHE", choice.chunk),
+        (contractions, "OUTER", choice.chunk),
+        (jacobians, "SCRATCH", choice.chunk),
+        (contractions, "SCRATCH", choice.chunk),
+        (matrix_rows, "ROWS", choice.chunk),
+        (matrix_rows, "DIRECT", choice.chunk),
+    ):
+        if value is not None:
+            patch.setattr(module, name, value)
+
+
+def paths_of(module: nn.Module, x: Any, target: Tensor | None = None, loss: Any = None, *, by_column: bool = False) -> Paths:
+    """Return the paths of a module's loss."""
+    task = make_task("test", module, x, target, loss)
+    return Paths(loss_trace(task, normalizer_of(task)).trace, by_column=by_column)
+
+
+@cache
+def program(seed: int) -> tuple[Formula, Tensor, Tensor]:
+    """A module drawn at random, an input, and the Hessian of the output."""
+    drawn = Program(seed)
+    shape = drawn.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
+    module, x = drawn.grow(drawn.randint(4, 10), shape).module(), draw(*shape)
+    return module, x, reverse_over_reverse(module, x, None, None)
+
+
+@cache
+def case(name: str) -> tuple[Formula, Tensor, Tensor, Tensor]:
+    """A module of a list, an input, a target, and the Hessian of the mean squared error."""
+    module, x = CASES[name].module(), draw(*CASES[name].x)
+    target = draw(*module(x).shape, seed=7)
+    return module, x, target, reverse_over_reverse(module, x, target, mse)
