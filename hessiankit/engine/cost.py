@@ -41,7 +41,7 @@ class SweepCost:
         operations: Calls of torch.
         numbers: Alive at once, beside the matrix.
         directions: How many are swept.
-        coupled: The part of :attr:`work` of places whose rows do not stay apart.
+        coupled: The part of :attr:`work` of directions whose rows do not stay apart.
     """
 
     multiplications: float
@@ -66,18 +66,25 @@ def sweep_cost(paths: Paths, *, alone: bool = False) -> SweepCost:
         if not alone:
             sizes |= {key(u): u.size for place in section.places for u in place.jacobians}
         columns = sum(sizes.values())
-        path = paths.reach([place.at for place in section.places] + ([section.entry.at] if section.entry else []), section.steps)
+        arriving = 0 if alone else sum(place.rows * place.size for place in section.places)
+        begin = [section.entry.at] if section.entry else []
+        path = paths.reach(begin if alone and begin else [*(place.at for place in section.places), *begin], section.steps)
         if kept:
             x = paths.value(section.end)
-            kept = x.numel() * columns
-            count.through(path, x.numel(), x.numel() * columns)
+            level = min(level, *(paths.level(at, path) for at in (section.end, *begin)))
+            together = x.shape[level:].numel()  # numbers that meet
+            count.through(path, together, arriving, x.numel() * (columns + together), apart=level == x.ndim - 1)
+            kept = x.numel() * (together if alone else columns)
         for plan in sweeps(paths, section, kept, level, alone=alone):
             count.plan(plan, section, kept, columns)
         if section.entry is not None:
             y = paths.value(section.entry.at)
-            level = paths.level(section.entry.at, path)
-            kept = y.numel() * (columns + y.numel() // max(1, y.shape[:level].numel()))
-            count.through(path, y.shape[level:].numel(), kept)
+            fine = paths.level(section.entry.at, path)
+            level = min(level, fine) if kept else fine
+            together = y.shape[level:].numel()
+            onward = paths.value(section.end).numel() * (columns + together) if kept else 0
+            kept = y.numel() * (columns + together)
+            count.through(path, y.shape[fine:].numel(), arriving + onward, kept, apart=fine == y.ndim - 1)
     return count.total()
 
 
@@ -90,12 +97,13 @@ class _Count:
         self.operations = self.directions = self.peak = 0
         self.coupled = 0.0
 
-    def through(self, path: list[Step], directions: int, kept: int) -> None:
-        """Count what a cut takes: directions over a section, and what is kept of them."""
+    def through(self, path: list[Step], directions: int, sums: int, kept: int, *, apart: bool) -> None:
+        """Count what a cut takes: directions over a section, the sums that each ends in, and what is kept of them."""
         numbers, _ = self.paths.work(path)
-        self.multiplications += directions * self.paths.multiplications(path)
-        self.passes += TOUCHED * directions * numbers + WRITES * kept
-        self.operations += STEP * len(path) + directions * self.paths.calls(path)
+        multiplications = directions * (self.paths.multiplications(path) + sums)
+        passes = TOUCHED * directions * numbers + WRITES * kept
+        operations = STEP * len(path) + directions * self.paths.calls(path)
+        self._add(multiplications, passes, operations, apart=apart)
         self.peak = max(self.peak, min(WORK_SPACE, 3 * directions * numbers) + 2 * kept)
 
     def plan(self, plan: SweepPlan, section: Section, kept: int, columns: int) -> None:
@@ -104,17 +112,19 @@ class _Count:
         later = [r for r in section.places if (r is first if self.alone else r.order >= first.order)]
         size = sum(d.place.size for d in plan.directions)
         groups = plan.directions[0].groups
+        ways = [(d.place, r) for d in plan.directions for r in later if d.place.order <= r.order]
         if plan.by_pairs:
-            sums = sum(d.place.rows * d.place.size * r.size for d in plan.directions for r in later)
-            written = sum(d.place.size * r.size for d in plan.directions for r in later)
-            between = sum(d.place.rows * d.outputs * r.width for d in plan.directions for r in later)
+            sums = sum(t.rows * t.size * r.size for t, r in ways)
+            sums += sum(d.place.rows * d.place.size for d in plan.directions) * columns if kept else 0
+            written = sum(t.size * r.size for t, r in ways)
+            between = sum(t.rows * t.width * r.width for t, r in ways)
         else:
             sums = count * sum(r.rows * r.size for r in later)
             sums += sum(d.place.rows * d.place.size for d in plan.directions) * columns
             written, between = size * columns, count * groups * columns
         if self.alone:
             sums, written = size * first.rows * plan.directions[0].rows, size
-        sums += count * kept // (groups if plan.level else 1)
+        sums += count * kept
         each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
         chunks = sum(1 for _ in plan.chunks(each))
         self.directions += count
@@ -122,13 +132,15 @@ class _Count:
         passes = TOUCHED * count * plan.numbers + 2 * between + WRITES * written
         operations = chunks * (STEP * len(plan.path) + ARRIVAL * len(later)) + count * self.paths.calls(plan.path)
         if plan.by_pairs:
-            ways = [(d.place, r) for d in plan.directions for r in later if d.place.order <= r.order]
             operations += PAIR * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
-        if not plan.apart:
+        self._add(multiplications, passes, operations, apart=plan.apart)
+        self.peak = max(self.peak, min(max(WORK_SPACE, each), count * each) + min(KEPT, between) + kept)
+
+    def _add(self, multiplications: float, passes: float, operations: int, *, apart: bool) -> None:
+        if not apart:
             self.coupled += operations * CALL + multiplications / MATMUL + passes
         self.multiplications, self.passes = self.multiplications + multiplications, self.passes + passes
         self.operations += operations
-        self.peak = max(self.peak, min(max(WORK_SPACE, each), count * each) + min(KEPT, between) + kept)
 
     def total(self) -> SweepCost:
         """Return what was counted, with the values of the trace, their adjoints and derivatives."""

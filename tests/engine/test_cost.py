@@ -1,0 +1,137 @@
+"""What a sweep is said to take against a meter, within factors: refusals and choices follow from it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import draw
+from engine_choices import CHOICES, force, paths_of
+from meter import Meter
+from torch import Tensor, nn
+
+import hessiankit as hk
+from hessiankit.engine.block_rows import BlockRows
+from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
+from hessiankit.engine.diagonal_rows import read_diagonal
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.matrix_rows import MatrixRows
+from hessiankit.engine.paths import Paths
+from hessiankit.engine.sections import Section
+from hessiankit.engine.storage import SymmetricStorage
+
+
+def measured(paths: Paths, *, alone: bool) -> Meter:
+    """Return a meter that a sweep has run under."""
+    slices, start = dict[str, slice](), 0
+    for name, at in paths.trace.parameters.items():
+        slices[name] = slice(start, start + paths.value(at).numel())
+        start = slices[name].stop
+    matrix = SymmetricStorage(slices, torch.float64, torch.device("cpu")) if not alone else None
+    with torch.no_grad(), Meter() as meter:
+        if matrix is None:
+            read_diagonal(paths, lambda u, values: None)
+        else:
+            BlockRows(paths).read(MatrixRows(matrix, paths.tied))
+    return meter
+
+
+def mlp(*widths: int) -> nn.Module:
+    layers = [layer for i, o in itertools.pairwise(widths) for layer in (nn.Linear(i, o), nn.Tanh())]
+    return nn.Sequential(*layers[:-1]).double()
+
+
+def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
+    torch.manual_seed(0)
+    if name.startswith("mlp"):
+        widths = {"mlp": (6, 20, 8, 3), "mlp, narrow": (10, 2, 12, 2, 5), "mlp, many rows": (4, 8, 4)}[name]
+        rows = 200 if "many" in name else 16
+        return mlp(*widths), draw(rows, widths[0]), draw(rows, widths[-1], seed=2), "mse"
+    if name.startswith("block"):
+        d, f, L = {"block": (8, 32, 6), "block, wide": (4, 60, 4), "block, long": (4, 8, 24)}[name]
+        return hk.TransformerBlock(d, f, n_heads=2).double(), draw(2, L, d), draw(2, L, d, seed=2), "mse"
+    model = hk.Transformer(11, 8, 16, 4, n_heads=2, seed=0).double()
+    tokens = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(0))
+    return model, tokens, tokens.flip(1), "cross_entropy"
+
+
+PROBLEMS = ("mlp", "mlp, narrow", "mlp, many rows", "block", "block, wide", "block, long", "language model")
+
+
+@pytest.mark.parametrize("choice", [None, "cuts", "no cuts, each place by itself"])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, *rest = problem(name)
+    if choice:
+        force(monkeypatch, CHOICES[choice])
+    paths = paths_of(module, *rest, by_column=alone)
+    cost, meter = sweep_cost(paths, alone=alone), measured(paths, alone=alone)
+    lower, upper = (0.8, 5.0) if alone else (0.7, 2.2)
+    assert lower <= cost.multiplications / (meter.flops / 2) <= upper
+    assert 0.2 <= cost.operations / meter.operations <= 2
+    assert 0.25 <= 8 * cost.numbers / meter.peak <= (25 if alone else 4)
+    assert cost.work == cost.operations * CALL + cost.multiplications / MATMUL + cost.passes
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_directions_are_counted(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of places, which are pushed; rows that stay apart move together."""
+    module, *rest = problem(name)
+    paths = paths_of(module, *rest, by_column=alone)
+    swept: list[int] = []
+    inner = BlockRows.sweep
+
+    def sweep(self: BlockRows, section: Section, path: list[Step], count: int, arrive: Any, **options: Any) -> None:
+        seeds = options.get("seeds") or {}
+        if seeds and not (section.entry and section.entry.at in seeds):
+            swept.append(count)
+        inner(self, section, path, count, arrive, **options)
+
+    monkeypatch.setattr(BlockRows, "sweep", sweep)
+    measured(paths, alone=alone)
+    assert sum(swept) == sweep_cost(paths, alone=alone).directions
+
+
+@pytest.mark.parametrize("choice", [None, "cuts", "no cuts, each place by itself"])
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_what_is_coupled(name: str, alone: bool, choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a multilayer perceptron stay apart; those of attention meet, and a cut does not hide it."""
+    module, *rest = problem(name)
+    if choice:
+        force(monkeypatch, CHOICES[choice])
+    cost = sweep_cost(paths_of(module, *rest, by_column=alone), alone=alone)
+    if name.startswith("mlp"):
+        assert cost.coupled == 0
+    else:
+        assert 0.2 < cost.coupled / cost.work < 0.98
+
+
+def test_what_attention_takes_grows_with_its_length() -> None:
+    """With fewer entries of weights than tokens, directions are entries, and each takes the square of the tokens."""
+    taken = []
+    for length in (128, 256):
+        paths = paths_of(
+            hk.TransformerBlock(4, 8, n_heads=2).double(), draw(2, length, 4), draw(2, length, 4, seed=2), "mse", by_column=True
+        )
+        taken.append(sweep_cost(paths, alone=True))
+    assert taken[0].directions == taken[1].directions
+    assert taken[1].multiplications / taken[0].multiplications == pytest.approx(4, rel=0.1)
+
+
+def test_what_each_part_of_a_program_takes() -> None:
+    """A multilayer perceptron of two layers, counted by hand."""
+    module, rows = mlp(5, 7, 3), 11
+    paths = paths_of(module, draw(rows, 5), draw(rows, 3, seed=2), "mse")
+    cost = sweep_cost(paths)
+    first, last = 5 * 7 + 7, 7 * 3 + 3
+    sums = rows * (first * (first + last) + last * last)
+    assert cost.directions == 7 + 3
+    assert (
+        cost.multiplications == sums + (7 + 3) * 3 * rows * 3 * 7
+    )  # all together through the second layer: pushed, pulled, bent
+    assert cost.coupled == 0
