@@ -135,7 +135,8 @@ def edits(text: str) -> Iterator[Edit]:
             old, new = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
             yield from between(node.values[0], node.values[1], old, new)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.USub)):
-            yield span(node)[0], span(node.operand)[0], ""
+            start = span(node)[0]
+            yield start, start + (3 if isinstance(node.op, ast.Not) else 1), ""
         if isinstance(node, ast.Constant) and type(node.value) in (int, float, bool):
             changed = {bool: lambda x: not x, int: lambda x: x + 1, float: lambda x: 2 * x if x else 1.0}[type(node.value)]
             yield *span(node), repr(changed(node.value))
