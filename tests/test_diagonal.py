@@ -235,4 +235,5 @@ def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.Monk
     monkeypatch.setattr(diagonal_sum, "read_diagonal", None)  # is not reached
     found = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=None)
     assert found.cost == sum(p.numel() for p in model.parameters())
+    assert torch.equal(hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=int(found.cost)).flat, found.flat)
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()

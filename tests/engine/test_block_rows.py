@@ -1,0 +1,276 @@
+"""Block rows against reverse-over-reverse, under every choice of cuts, chunks and joined sweeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from curvature_reference import Formula, draw
+from engine_cases import CASES, ROWS_APART, attend
+from engine_choices import CHOICES, case, force, paths_of, program
+from meter import Meter
+from torch import Tensor
+from torch.nn.functional import layer_norm, linear
+
+import hessiankit as hk
+from derivations.softmax import LinearisedSoftmax
+from hessiankit.engine import block_rows, sections
+from hessiankit.engine.block_rows import BlockRows
+from hessiankit.engine.matrix_rows import MatrixRows
+from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.engine.sweep import Along, UnitColumns, dense, pull, push
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("seed", range(1000, 1030))
+def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, expected = program(seed)
+    force(monkeypatch, CHOICES[choice])
+    found = hk.hessian(module, x, loss=None)
+    assert (found.matrix - expected).abs().max() <= 1e-11 * expected.abs().max()
+    assert found.asymmetry <= 1e-12
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", CASES)
+def test_structures(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, target, expected = case(name)
+    force(monkeypatch, CHOICES[choice])
+    found = hk.hessian(module, x, target, loss="mse")
+    assert (found.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert found.asymmetry <= 1e-13
+
+
+def stored(module: Formula, x: Tensor, target: Tensor, rows: range | None, columns: range | None) -> SymmetricStorage:
+    """Read block rows into a panel of the matrix."""
+    paths, slices, start = paths_of(module, x, target, "mse"), dict[str, slice](), 0
+    for name, p in module.named_parameters():
+        slices[name] = slice(start, start + p.numel())
+        start += p.numel()
+    matrix = SymmetricStorage(slices, torch.float64, torch.device("cpu"), rows=rows, columns=columns)
+    with torch.no_grad():
+        BlockRows(paths).read(MatrixRows(matrix, paths.tied))
+    return matrix
+
+
+NAMED = (
+    "columns of samples",
+    "two attentions",
+    "weights stored the other way",
+    "one weight in two layers",
+    "a norm of a sum",
+    "two wide",
+    "overlapping parts",
+)
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", NAMED)
+def test_a_block_by_itself(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directions that only move blocks which are not stored are left out, and no others."""
+    module, x, target, expected = case(name)
+    force(monkeypatch, CHOICES[choice])
+    count = len(list(module.parameters()))
+    for i in range(count):
+        for j in range(i, count):
+            matrix = stored(module, x, target, range(i, i + 1), range(j, j + 1))
+            matrix.mirror()
+            assert (matrix.data - expected[matrix.top, matrix.left]).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_directions_of_blocks_that_are_not_read_are_not_swept(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, target, _ = case("two attentions")
+    force(monkeypatch, CHOICES["cuts"] if cut else CHOICES["no cuts, each place by itself"])
+    swept: list[str] = []
+    read = BlockRows._read_directions
+    monkeypatch.setattr(
+        BlockRows,
+        "_read_directions",
+        lambda self, section, plan, *rest: (
+            swept.extend(u.parameter for d in plan.directions for u in d.place.jacobians),
+            read(self, section, plan, *rest),
+        ),
+    )
+    stored(module, x, target, range(1, 2), range(2, 3))
+    assert set(swept) == {"V"}
+    swept.clear()
+    stored(module, x, target, None, None)
+    assert set(swept) == {"U", "V", "W"}
+
+
+def skewed(self: LinearisedSoftmax, bar: Any, tangents: Any = None, right: Any = LinearisedSoftmax.pull) -> Any:
+    """A second derivative that is not symmetric."""
+    first = right(self, bar) if bar is not None else None
+    if tangents is None:
+        return first
+    bent = [c * (1 + torch.arange(c[0].numel())).reshape(c.shape[1:]) for c in right(self, None, tangents)]
+    return tuple(bent) if first is None else tuple(a + b for a, b in zip(first, bent, strict=True))
+
+
+SKEWED = {
+    "rows apart": Formula(lambda s, x: torch.softmax(x @ s.W, -1), W=(4, 3)),
+    "rows meet": Formula(lambda s, x: torch.softmax((x @ s.W).flatten(1), -1), W=(4, 3)),
+    "behind a cut": Formula(lambda s, x: torch.softmax((torch.tanh(x @ s.W) @ s.V).flatten(1), -1), W=(4, 2), V=(2, 3)),
+    "a gain": Formula(lambda s, x: torch.softmax(layer_norm(x, (4,), s.g), -1), g=(4,)),
+    "rows of a gain meet": Formula(lambda s, x: torch.softmax(layer_norm(x, (4,), s.g).flatten(1), -1), g=(4,)),
+    "a weight stored the other way": Formula(lambda s, x: torch.softmax(linear(x, s.W).flatten(1), -1), W=(3, 4)),
+    "a parameter as it is": Formula(lambda s, x: x @ torch.softmax(s.W, -1), W=(4, 3)),
+}
+
+
+@pytest.mark.parametrize("choice", ["cuts", "no cuts, each place by itself"])
+@pytest.mark.parametrize("name", SKEWED)
+def test_curvature_that_is_not_symmetric_is_told(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x = SKEWED[name], draw(2, 3, 4)
+    target = draw(*module(x).shape, seed=7)
+    force(monkeypatch, CHOICES[choice])
+    assert stored(module, x, target, None, None).mirror() <= 1e-14
+    monkeypatch.setattr(LinearisedSoftmax, "pull", skewed)
+    assert stored(module, x, target, None, None).mirror() > 1e-2
+
+
+@pytest.mark.parametrize("rows", [None, range(1)])
+def test_curvature_of_a_faint_part_that_is_not_symmetric_is_told(rows: range | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that stay apart it is compared with its own size, not with the largest entry of the matrix."""
+    module = Formula(lambda s, x: torch.cat([1e-4 * torch.softmax(x @ s.W, -1), 30.0 * x @ s.V], -1), W=(4, 3), V=(4, 2))
+    x, target = draw(2, 3, 4), draw(2, 3, 5, seed=7)
+    assert stored(module, x, target, rows, None).mirror() <= 1e-14
+    monkeypatch.setattr(LinearisedSoftmax, "pull", skewed)
+    assert stored(module, x, target, rows, None).mirror() > 1e-2
+
+
+def test_unit_columns() -> None:
+    t = UnitColumns(draw(2, 3, 5), 1, 4)
+    tangents = torch.zeros(3, 2, 3, 5, dtype=torch.float64)
+    for k in range(3):
+        tangents[k, :, :, 1 + k] = t.scale[:, :, 1 + k]
+    assert len(t) == 3
+    assert torch.equal(t.dense(), tangents)
+    assert torch.equal(t.diagonal, t.scale[:, :, 1:4])
+    numbers = draw(2, 3, 5, seed=2)
+    t.add_to(tangents, numbers)
+    assert torch.equal(tangents, t.dense() + UnitColumns(numbers, 1, 4).dense())
+
+
+@pytest.mark.parametrize("name", ROWS_APART)
+def test_unit_columns_move_as_directions_do(name: str) -> None:
+    """Pushed and pulled, they are what their dense tangents are."""
+    module, x, target, _ = case(name)
+    paths = paths_of(module, x, target, "mse")
+    for place in paths.places:
+        if place.is_whole:
+            continue
+        path = paths.reach([place.at])
+        units = UnitColumns(torch.ones(place.shape, dtype=torch.float64), 0, place.width)
+        moved: list[dict[int, Tensor]] = []
+        for t in (units, units.dense()):
+            bent, tangents = push(path, {place.at: (slice(0, place.width), t)}, place.width, {step.output for step in path})
+            arrived: dict[int, Tensor] = {}
+            pull(path, {}, bent, {place.at, *(step.output for step in path[:-1])}, arrived.__setitem__)
+            seen: dict[int, Along | None] = {-1 - at: dense(one) for at, one in tangents.items()}
+            moved.append({**arrived, **{at: one for at, one in seen.items() if isinstance(one, Tensor)}})
+        assert moved[0].keys() == moved[1].keys()
+        assert all(torch.allclose(one, moved[1][at], rtol=1e-12, atol=1e-13) for at, one in moved[0].items())
+
+
+def test_a_direction_that_begins_on_the_way_of_another() -> None:
+    """Of two places swept together, the later one lies on the path of the earlier."""
+    module, x, target, _ = case("narrow, wide, narrow")
+    paths = paths_of(module, x, target, "mse")
+    first, second = paths.places[0], paths.places[1]
+    path, count = paths.reach([first.at]), first.width + second.width
+    seeds: dict[int, tuple[slice, Along]] = {}
+    for place, start in ((first, 0), (second, first.width)):
+        seeds[place.at] = (
+            slice(start, start + place.width),
+            UnitColumns(torch.ones(place.shape, dtype=torch.float64), 0, place.width),
+        )
+    _, together = push(path, seeds, count, {paths.output})
+    apart = [push(path, {at: (slice(0, len(t)), t)}, len(t), {paths.output})[1][paths.output] for at, (_, t) in seeds.items()]
+    assert torch.allclose(together[paths.output], torch.cat([dense(t) for t in apart]), rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", ["two attentions", "residual around a residual, 3 axes", "grouped queries", "copies", "a chain of norms"]
+)
+def test_sections_are_the_path_in_parts(name: str) -> None:
+    module, x, target, _ = case(name)
+    paths = paths_of(module, x, target, "mse")
+    for cut in (True, False, None):
+        parts = sections.sections(paths, cut=cut)
+        assert [step for part in reversed(parts) for step in part.steps] == paths.steps
+        assert [place for part in reversed(parts) for place in part.places] == paths.places
+        assert [part.end for part in parts] == [paths.output, *(part.entry.at for part in parts[:-1] if part.entry)]
+        assert parts[-1].entry is None
+        assert (len(parts) == 1) if cut is False else True
+
+
+def test_where_a_single_value_passes() -> None:
+    """A residual stream is cut between blocks, not within."""
+    module = Formula(lambda s, x: (lambda h: (h + torch.tanh(h @ s.B)) @ s.C)(torch.tanh(x @ s.A)), A=(4, 3), B=(3, 3), C=(3, 2))
+    parts = sections.sections(paths_of(module, draw(2, 3, 4), draw(2, 3, 2), "mse"), cut=True)
+    entering = [[u.parameter for place in part.places for u in place.jacobians] for part in parts]
+    assert [names for names in entering if names] == [["C"], ["B"], ["A"]]
+    assert len(parts) == 4
+
+
+def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, Tensor, Tensor]:
+    """A stream with branches, narrow or wide."""
+
+    def f(s: Any, x: Tensor) -> Tensor:
+        h = x @ s.first
+        for n in range(layers):
+            y = attend(h) if meet else h
+            h = h + torch.tanh(y @ getattr(s, f"A{n}")) @ getattr(s, f"B{n}")
+        return h
+
+    shapes = {"first": (width, width)}
+    for n in range(layers):
+        shapes |= {f"A{n}": (width, hidden), f"B{n}": (hidden, width)}
+    return Formula(f, **shapes), draw(2, 4, width), draw(2, 4, width, seed=3)
+
+
+MODELS = {
+    "narrow stream": deep(3, 12, 6, meet=False),
+    "narrow stream, rows meet": deep(3, 12, 6, meet=True),
+    "wide stream": deep(16, 2, 3, meet=False),
+    "wide stream, rows meet": deep(16, 2, 3, meet=True),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_cut_is_taken_where_it_pays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, target = MODELS[name]
+    work: dict[bool | None, float] = {}
+    sectioned = sections.sections
+    for cut in (None, True, False):
+        with monkeypatch.context() as patch, Meter() as meter:
+            patch.setattr(block_rows, "sections", lambda paths, cut=None, chosen=cut: sectioned(paths, cut=chosen))
+            stored(module, x, target, None, None)
+        work[cut] = meter.flops
+    print(name, work)
+    assert work[None] <= 1.3 * min(work[True], work[False])
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", NAMED)
+def test_chunks_fit_the_work_space(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every output once, in chunks of about one size that fit, unless one output does not."""
+    module, x, target, _ = case(name)
+    paths = paths_of(module, x, target, "mse", by_column=alone)
+    for space in (1, 200, 700, 3000, 10**4, 10**6):
+        monkeypatch.setattr(sections, "WORK_SPACE", space)
+        for section in sections.sections(paths):
+            for plan in sections.sweeps(paths, section, alone=alone):
+                if len(plan.directions) > 1:
+                    continue
+                (d,) = plan.directions
+                cuts = [(start, stop) for ((_, start, stop),) in plan.chunks(max(1, plan.numbers))]
+                assert [k for start, stop in cuts for k in range(start, stop)] == list(range(d.outputs))
+                sizes = [stop - start for start, stop in cuts]
+                assert max(sizes) - min(sizes) <= len(sizes)
+                assert max(sizes) == 1 or max(sizes) * d.rows * max(1, plan.numbers) <= space
+                fewest = -(-d.outputs // max(1, space // (d.rows * max(1, plan.numbers))))
+                assert len(sizes) == fewest
