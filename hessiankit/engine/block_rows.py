@@ -141,9 +141,9 @@ class BlockRows:
         cut: As for :func:`hessiankit.engine.sections.sections`.
     """
 
-    def __init__(self, paths: Paths, *, cut: bool | None = None) -> None:
+    def __init__(self, paths: Paths, *, cut: bool | None = None, alone: bool = False) -> None:
         self.paths = paths
-        self.sections = sections(paths, cut=cut)
+        self.sections = sections(paths, cut=cut, alone=alone)
 
     def read(self, reader: Reader) -> None:
         """Give all rows to a reader, those of the last place first."""

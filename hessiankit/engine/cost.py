@@ -62,7 +62,7 @@ def sweep_cost(paths: Paths, *, alone: bool = False) -> SweepCost:
     count = _Count(paths, alone=alone)
     kept = level = 0
     sizes: dict[tuple[str, int], int] = {}
-    for section in sections(paths):
+    for section in sections(paths, alone=alone):
         if not alone:
             sizes |= {key(u): u.size for place in section.places for u in place.jacobians}
         columns = sum(sizes.values())

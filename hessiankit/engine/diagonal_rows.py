@@ -29,7 +29,7 @@ def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]
         paths: By column.
         add: Adds the diagonal of some entries.
     """
-    rows = BlockRows(paths)
+    rows = BlockRows(paths, alone=True)
     tail: Tail | None = None
     for section in rows.sections:
         before, tail, _ = rows.tails(section, tail, alone=True)
@@ -64,7 +64,11 @@ def _equal_columns(
             bent = torch.einsum("mpgbk,gbkl->mpgbl", along, tail.K.reshape(groups, -1, *tail.K.shape[1:]))
             D.add_(torch.einsum("mpgbl,npgbl->gmnp", bent, along).reshape(D.shape))
             return
-        K = combine(T, d.level, tail.K).reshape(groups, meeting, m, p, meeting, -1)
+        K = combine(T, d.level, tail.K)  # (groups, p, .) where all rows stay apart
+        if m == meeting == 1:
+            D[:, 0, 0, 0, 0].add_((K * T.reshape(p, groups, -1).transpose(0, 1)).sum(2))
+            return
+        K = K.reshape(groups, meeting, m, p, meeting, -1)
         D.add_(torch.einsum("gampbs,npgbs->gambnp", K, T.reshape(m, p, groups, meeting, -1)))
 
     def arrive(place: Place, bar: Along, mixed: bool) -> None:

@@ -135,8 +135,11 @@ class Paths:
 
     def level(self, at: int, path: Sequence[Step]) -> int:
         """Return the finest level at which a path from a value keeps rows apart."""
-        axes = range(self.value(at).ndim - 1, 0, -1)
-        return next((k for k in axes if all(self._keeps_apart(step, k) for step in path)), 0)
+        return self.level_below(self.value(at).ndim - 1, path)
+
+    def level_below(self, level: int, path: Sequence[Step]) -> int:
+        """Return the finest level, at most ``level``, at which some steps keep rows apart."""
+        return next((k for k in range(level, 0, -1) if all(self._keeps_apart(step, k) for step in path)), 0)
 
     def work(self, path: Sequence[Step]) -> tuple[int, float]:
         """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it."""

@@ -137,12 +137,13 @@ class SweepPlan:
             yield [(d, start, min(d.outputs, start + step))]
 
 
-def sections(paths: Paths, *, cut: bool | None = None) -> list[Section]:
+def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> list[Section]:
     """Return the sections of a path, from the last to the first.
 
     Args:
         paths: The trace.
         cut: Whether to cut wherever a single value passes; None: where it pays.
+        alone: Whether only curvature of places with themselves is computed.
     """
     made = {step.output: n for n, step in enumerate(paths.steps)}
     reads: dict[int, list[int]] = {}
@@ -162,7 +163,7 @@ def sections(paths: Paths, *, cut: bool | None = None) -> list[Section]:
         if alive == 1 and step.output in reads:
             cuts.append(n)
     if cut is None:
-        cuts = _that_pay(paths, cuts, where)
+        cuts = _that_pay(paths, cuts, where, alone=alone)
     parts, end = [], len(paths.steps) - 1
     for n in [*(reversed(cuts) if cut is not False else ()), -1]:
         entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
@@ -172,24 +173,30 @@ def sections(paths: Paths, *, cut: bool | None = None) -> list[Section]:
     return parts
 
 
-def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int]) -> list[int]:
+def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone: bool) -> list[int]:
     """Return the cuts after which places before them take fewer multiply-adds than the cut itself."""
     chosen, end, behind, size = [], len(paths.steps), 0.0, 0
     later = sorted(paths.places, key=lambda place: -where[place.at])
     counted, back, seen = 0, 0.0, set[tuple[str, int]]()
     before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
+    level, below = max((paths.value(step.output).ndim for step in paths.steps), default=0), len(paths.steps)
     for n in reversed(cuts):
         x = paths.value(paths.steps[n].output)
+        level = paths.level_below(min(level, max(x.ndim - 1, 0)), paths.steps[n + 1 : below])
+        below = n + 1
         while counted < len(later) and where[later[counted].at] > n:
             place, counted = later[counted], counted + 1
-            back += place.rows * place.size
             before -= min(place.size, place.shape[1:].numel())
-            size += sum(u.size for u in place.jacobians if key(u) not in seen)
-            seen |= {key(u) for u in place.jacobians}
-        row = x.numel() // (x.shape[0] if x.ndim > 1 else 1)
+            if not alone:
+                back += place.rows * place.size
+                size += sum(u.size for u in place.jacobians if key(u) not in seen)
+                seen |= {key(u) for u in place.jacobians}
+        row = x.shape[level if alone else min(1, x.ndim - 1) :].numel()
         on = paths.work(paths.steps[n + 1 : end])[1] + back + behind  # of a direction that goes on from x
         through = x.numel() * (size + row)
-        if x.numel() * size < KEPT and 3 * row * on + before * through < before * on:
+        if alone:  # directions of the places before, if their rows are apart where those of x are
+            before = sum(min(place.size, place.shape[min(level, place.axes) :].numel()) for place in later[counted:])
+        if x.numel() * max(size, row) < KEPT and 3 * row * on + (before + row * alone) * through < before * on:
             chosen.append(n)
             end, behind, back = n, float(through), 0.0
     return chosen[::-1]
