@@ -48,7 +48,7 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
     """Let the engine take a choice."""
     sectioned = sections.sections
     for module in (block_rows, cost):
-        patch.setattr(module, "sections", lambda paths, cut=None: sectioned(paths, cut=choice.cut))
+        patch.setattr(module, "sections", lambda paths, cut=None, alone=False: sectioned(paths, cut=choice.cut, alone=alone))
     for module, name, value in (
         (sections, "WORK_SPACE", choice.work_space),
         (cost, "WORK_SPACE", choice.work_space),

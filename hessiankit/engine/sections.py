@@ -179,7 +179,11 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
     later = sorted(paths.places, key=lambda place: -where[place.at])
     counted, back, seen = 0, 0.0, set[tuple[str, int]]()
     before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
-    level, below = max((paths.value(step.output).ndim for step in paths.steps), default=0), len(paths.steps)
+    level = finest = max((paths.value(step.output).ndim for step in paths.steps), default=0)
+    below, ahead = len(paths.steps), list[int]()
+    for step in paths.steps:  # the level of all steps so far: where rows meet, curvature behind them is between all of these
+        finest = paths.level_below(finest, [step])
+        ahead.append(finest)
     for n in reversed(cuts):
         x = paths.value(paths.steps[n].output)
         level = paths.level_below(min(level, max(x.ndim - 1, 0)), paths.steps[n + 1 : below])
@@ -191,7 +195,7 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
                 back += place.rows * place.size
                 size += sum(u.size for u in place.jacobians if key(u) not in seen)
                 seen |= {key(u) for u in place.jacobians}
-        row = x.shape[level if alone else min(1, x.ndim - 1) :].numel()
+        row = x.shape[min(level, ahead[n]) if alone else min(1, x.ndim - 1) :].numel()
         on = paths.work(paths.steps[n + 1 : end])[1] + back + behind  # of a direction that goes on from x
         through = x.numel() * (size + row)
         if alone:  # directions of the places before, if their rows are apart where those of x are

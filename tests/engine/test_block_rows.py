@@ -247,7 +247,9 @@ def test_a_cut_is_taken_where_it_pays(name: str, monkeypatch: pytest.MonkeyPatch
     sectioned = sections.sections
     for cut in (None, True, False):
         with monkeypatch.context() as patch, Meter() as meter:
-            patch.setattr(block_rows, "sections", lambda paths, cut=None, chosen=cut: sectioned(paths, cut=chosen))
+            patch.setattr(
+                block_rows, "sections", lambda paths, cut=None, alone=False, chosen=cut: sectioned(paths, cut=chosen, alone=alone)
+            )
             stored(module, x, target, None, None)
         work[cut] = meter.flops
     print(name, work)
