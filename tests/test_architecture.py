@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -91,3 +91,11 @@ def test_a_class_name_means_one_thing() -> None:
 def test_no_file_is_too_long() -> None:
     sizes = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in FILES.items()}
     assert {name: n for name, n in sizes.items() if n > LINES and not name.startswith("papers")} == {}
+
+
+def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
+    tests = [path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    top = {path.name for path in tests if len(path.parts) == 1 and path.name.startswith("test_")}
+    assert top == {"test_architecture.py", "test_gpu.py", "test_package.py", "test_public_names.py"}
+    assert {path.parts[0] for path in tests if len(path.parts) > 1} <= {*floors(), *PACKAGES, "docs", "robustness"}
+    assert {name: n for name, n in Counter(path.name for path in tests).items() if n > 1} == {}  # folders are no packages

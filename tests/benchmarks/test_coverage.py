@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import coverage
 
-PAGE = Path(__file__).parent.parent / "docs" / "intervals.md"
+PAGE = Path(__file__).parents[2] / "docs" / "intervals.md"
 
 
 def silent(*_: object) -> None:

@@ -24,7 +24,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Printed], dict[
     """All that the child printed, and what the results are where there is no terminal."""
     folder, here = tmp_path_factory.mktemp("terminal"), Path(__file__)
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(here.parent.parent), str(here.parent), str(here.parent / "papers")]),
+        "PYTHONPATH": os.pathsep.join([str(here.parents[2]), str(here.parents[1]), str(here.parents[1] / "papers")]),
         "OMP_NUM_THREADS": "1",
     }
     code, written = in_terminal([sys.executable, str(here.with_name("terminal.py")), str(folder)], env=env)

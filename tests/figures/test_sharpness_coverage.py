@@ -12,7 +12,7 @@ from figures import sharpness_coverage as figure
 from figures.__main__ import main
 from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", ["gpt", "squared error"])

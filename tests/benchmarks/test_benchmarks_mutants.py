@@ -26,7 +26,7 @@ LIST = """# a remark on nothing
 - first line
 -     second line
 + one line
-@ hessiankit/engine/sweep.py | tests/test_accumulation.py
+@ hessiankit/engine/sweep.py | tests/engine/test_accumulation.py
 - x
 + y
 """

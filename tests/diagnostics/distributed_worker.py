@@ -1,6 +1,6 @@
 """What one rank does in the tests of hessiankit.diagnostics.distributed.
 
-``python tests/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for every way, as srun would: torchrun's agent would stop
+``python tests/diagnostics/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for every way, as srun would: torchrun's agent would stop
 a rank that is left before it can speak. They are forked, as importing torch takes longer than what they do; each writes what it found
 into ``WAY-RANK.json``.
 """

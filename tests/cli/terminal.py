@@ -1,6 +1,6 @@
 """A pseudo-terminal of a chosen width, and the child process that prints every result and runs every command in it.
 
-``python tests/terminal.py FOLDER`` is that child: it prints each thing at each width, after a line that names it, and writes into
+``python tests/cli/terminal.py FOLDER`` is that child: it prints each thing at each width, after a line that names it, and writes into
 ``complete.json`` what the same prints where there is no terminal. Importing torch takes longer than all of it, so it is one process.
 """
 

@@ -17,7 +17,7 @@ import torch
 import hessiankit as hk
 from hessiankit.diagnostics.sharpness import sharpness
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXACT = {"float64": 1e-12, "float32": 1e-6}
 SIZES = (4, pytest.param(2, marks=pytest.mark.exhaustive))  # with four, one rank holds nothing, and a mesh has two axes
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
@@ -35,7 +35,7 @@ def run(*command: str) -> str:
 
 def found_by_ranks(folder: Path, size: int, *ways: str) -> dict[str, Any]:
     """Return what every rank of every way found that was not lost; see distributed_worker."""
-    run("-W", "ignore", str(ROOT / "tests" / "distributed_worker.py"), str(folder), str(size), *ways)
+    run("-W", "ignore", str(ROOT / "tests" / "diagnostics" / "distributed_worker.py"), str(folder), str(size), *ways)
     return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
 
 

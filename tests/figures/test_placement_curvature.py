@@ -19,7 +19,7 @@ from hessiankit.blocks import PLACEMENTS
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = replace(figure.QUICK, d_model=4, d_ff=4, tokens=4, sequences=1)
 
 

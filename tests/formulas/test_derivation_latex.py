@@ -148,7 +148,7 @@ def test_what_vanishes_is_said_to():
     assert "with</p>" not in derivation._repr_html_()
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "derivations.md"
+PAGE = Path(__file__).parents[2] / "docs" / "derivations.md"
 
 
 def test_the_page_is_true():

@@ -180,7 +180,7 @@ def test_small_matrices_are_taken_whole() -> None:
 
 def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """The lowest shares of the page's rows of these estimates, over all products and from 20 products on."""
-    lines = (Path(__file__).parent.parent / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
+    lines = (Path(__file__).parents[2] / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
     names = ("trace", "sum of squares", "trace of a parameter", "entry of the diagonal")
     cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
     lowest = {(row[0], int(row[1].split()[0])): int(row[2].rstrip("%")) for row in cells if row[1].endswith(" products")}

@@ -1,4 +1,4 @@
-"""The README says what is: its counterexample, its commands and its table. Its blocks and links are those of tests/test_docs.py."""
+"""The README says what is: its counterexample, its commands and its table. Its blocks and links are those of tests/docs/test_docs.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 

@@ -16,7 +16,7 @@ from figures._verdicts import Part, Status, Verdict, above_zero, in_every
 from hessiankit.support.errors import InputError
 from papers.experiments.tuning.verdict import mean_interval
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STATUSES = {"SUPPORTED", "CONTRADICTED", "OPEN"}
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 PACKAGES = (
     "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.landscape", "papers",

@@ -11,7 +11,7 @@ import torch
 from figures import bounds_over_truth as figure
 from figures.__main__ import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

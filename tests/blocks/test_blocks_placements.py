@@ -266,6 +266,6 @@ def test_a_placement_of_ones_own():
 
 
 def test_the_how_to_names_every_field():
-    text = (Path(__file__).parents[1] / "docs" / "placements-howto.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "placements-howto.md").read_text()
     fields = set(Placement.__dataclass_fields__) - {"name", "equation", "description", "source"}
     assert set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", text, flags=re.MULTILINE)))) == fields

@@ -15,10 +15,12 @@ import torch
 from hessiankit.blocks import PLACEMENTS
 from hessiankit.tracing.primitives.registry import RULES
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in PAGES}
-WITH_CODE = [page for page, blocks in BLOCKS.items() if blocks and page.name != "depth.md"]  # which tests/test_depth.py runs
+WITH_CODE = [
+    page for page, blocks in BLOCKS.items() if blocks and page.name != "depth.md"
+]  # which tests/diagnostics/test_depth.py runs
 
 
 def name(page: Path) -> str:

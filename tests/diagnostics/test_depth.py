@@ -206,7 +206,7 @@ def test_gradient_norms(frozen):
 
 def test_the_page():
     """docs/depth.md runs, and prints what it says: headings exactly, numbers but for rounding and times."""
-    text = (Path(__file__).parents[1] / "docs" / "depth.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[2] / "docs" / "depth.md").read_text(encoding="utf-8")
     code, printed = re.findall(r"```(?:python)?\n(.*?)\n```", text, re.DOTALL)
     with redirect_stdout(io.StringIO()) as out:
         exec(code, {})

@@ -97,4 +97,4 @@ def test_a_text_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_list_as_a_module_needs_no_toolkit() -> None:
     code = "import sys; from figures.__main__ import main; main(['--list']); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parent.parent)
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[2])
