@@ -41,7 +41,7 @@ class SweepCost:
         operations: Calls of torch.
         numbers: Alive at once, beside the matrix.
         directions: How many are swept.
-        coupled: The part of :attr:`work` of directions whose rows do not stay apart.
+        coupled: The part of :attr:`work`, calls apart, of directions whose rows do not stay apart.
     """
 
     multiplications: float
@@ -138,7 +138,7 @@ class _Count:
 
     def _add(self, multiplications: float, passes: float, operations: int, *, apart: bool) -> None:
         if not apart:
-            self.coupled += operations * CALL + multiplications / MATMUL + passes
+            self.coupled += multiplications / MATMUL + passes
         self.multiplications, self.passes = self.multiplications + multiplications, self.passes + passes
         self.operations += operations
 

@@ -50,9 +50,14 @@ class ProductCost:
     bytes: int
 
     @property
+    def numbers(self) -> float:
+        """All of it but the calls, in passes over a number."""
+        return self.multiplications / MATMUL + self.passes
+
+    @property
     def work(self) -> float:
         """All of it, in passes over a number."""
-        return self.operations * CALL + self.multiplications / MATMUL + self.passes
+        return self.operations * CALL + self.numbers
 
 
 def product_work(trace: Trace) -> tuple[float, float]:

@@ -174,6 +174,8 @@ def _one(annotation: Any) -> str:
 
 
 def _several(annotation: Any) -> str:
+    if get_origin(annotation) in (Union, UnionType):
+        return " or ".join(map(_several, get_args(annotation)))
     return ACCEPTED[annotation][2] if annotation in ACCEPTED else f"{annotation.__name__}s"
 
 

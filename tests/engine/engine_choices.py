@@ -43,6 +43,10 @@ CHOICES = {
     "no cuts, places together": Choice(False, 100, 2**40, 2**25, 50),
 }
 
+FEW = {"cuts, few directions at a time", "no cuts, each place by itself"}
+EACH = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in CHOICES]
+"""Names of the choices; all but few are tried by ``-m ""`` alone."""
+
 
 def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
     """Let the engine take a choice."""
