@@ -139,6 +139,7 @@ class BlockRows:
     Args:
         paths: The trace.
         cut: As for :func:`hessiankit.engine.sections.sections`.
+        alone: Whether only curvature of places with themselves is read; see :mod:`hessiankit.engine.diagonal_rows`.
     """
 
     def __init__(self, paths: Paths, *, cut: bool | None = None, alone: bool = False) -> None:
@@ -247,8 +248,8 @@ class BlockRows:
             if place is entry:
                 to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
             elif not alone:
-                for v in place.jacobians:
-                    v.add_vjp(grouped(bar, groups, place.width), Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                for v, covectors in place.arriving(bar, groups, mixed=False):
+                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
         self.sweep(section, path, size, arrive, bars=bars)
@@ -351,11 +352,6 @@ class BlockRows:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
                     reader.add_rows(u, start, stop, rows, columns)
-
-
-def grouped(bar: Tensor, groups: int, width: int) -> Tensor:
-    """Return covectors (S, *shape) as (S, G, rows of a group, w)."""
-    return bar.reshape(len(bar), groups, -1, width)
 
 
 def combine(T: Tensor, level: int, Z: Tensor) -> Tensor:
