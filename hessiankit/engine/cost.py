@@ -123,12 +123,16 @@ class _Count:
             sums += sum(d.place.rows * d.place.size for d in plan.directions) * columns
             written, between = size * columns, count * groups * columns
         if self.alone:
-            sums, written = size * first.rows * plan.directions[0].rows, size
+            m = plan.directions[0].rows
+            bending = [at for step in plan.path if step.bends for at in step.inputs if at is not None]
+            sums = size * first.rows * m + (m > 1) * count * m * sum(self.paths.value(at).numel() for at in bending)
+            written = size
         sums += count * kept
         each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
         chunks = sum(1 for _ in plan.chunks(each))
         self.directions += count
-        multiplications = count * self.paths.multiplications(plan.path) + sums
+        columns_of = first.at if plan.by_pairs and len(plan.directions) == 1 else None
+        multiplications = count * self.paths.multiplications(plan.path, alone=self.alone, columns_of=columns_of) + sums
         passes = TOUCHED * count * plan.numbers + 2 * between + WRITES * written
         operations = chunks * (STEP * len(plan.path) + ARRIVAL * len(later)) + count * self.paths.calls(plan.path)
         if plan.by_pairs:

@@ -4,22 +4,24 @@ At z = X W with rows n in groups,
 
     H[(i, p), (i, p)] = sum over n, n' of one group of  X[n, i] X[n', i] K[(n, p), (n', p)],
 
-so that of each place K is needed at equal columns alone, D (groups, m, m', p). A parameter that enters several places, or an
+so that of each place K is needed at equal columns alone, D (groups, m, m', p): of directions t and t' of one column the sum of
+t^T [lambda_v . D^2 phi_v] t' over what they pass, and nothing is pulled back. A parameter that enters several places, or an
 entry of which reaches several columns, is taken whole: a place of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.block_rows import BlockRows, Tail, combine
+from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
-from hessiankit.engine.paths import Paths, Place
+from hessiankit.engine.paths import Paths
 from hessiankit.engine.sections import Directions, Section, SweepPlan, sweeps
-from hessiankit.engine.sweep import Along
+from hessiankit.engine.sweep import Along, UnitColumns, dense, push
 
 
 def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]) -> None:
@@ -38,7 +40,7 @@ def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]
             (d,) = plan.directions
             through = 0 if tail is None else tail.K[0].numel() // len(tail.K[0]) * d.groups
             parts = [
-                _equal_columns(rows, section, plan, (d, start, stop), tail)
+                _equal_columns(paths, section, plan, (d, start, stop), tail)
                 for ((_, start, stop),) in plan.chunks(3 * plan.numbers + through)
             ]
             D = torch.cat(parts, -1)
@@ -48,43 +50,55 @@ def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]
 
 
 def _equal_columns(
-    rows: BlockRows, section: Section, plan: SweepPlan, cut: tuple[Directions, int, int], tail: Tail | None
+    paths: Paths, section: Section, plan: SweepPlan, cut: tuple[Directions, int, int], tail: Tail | None
 ) -> Tensor:
     """Return D (groups, m, m, outputs) of some outputs of a place; groups that meet behind the section are one."""
     d, start, stop = cut
-    value, p, m = rows.paths.value(d.place.at), stop - start, d.rows
+    value, p, m = paths.value(d.place.at), stop - start, d.rows
     meeting = 1 if tail is None else value.shape[min(d.level, tail.level) : d.level].numel()
     groups = d.groups // meeting
     D = value.new_zeros(groups, meeting, m, meeting, m, p)
-
-    def pushed(T: Tensor) -> None:
-        assert tail is not None
-        if d.level < tail.level:  # rows meet before the section's end, or these are parameter entries
-            along = T.reshape(m, p, groups, -1, tail.K.shape[1])
-            bent = torch.einsum("mpgbk,gbkl->mpgbl", along, tail.K.reshape(groups, -1, *tail.K.shape[1:]))
-            D.add_(torch.einsum("mpgbl,npgbl->gmnp", bent, along).reshape(D.shape))
-            return
-        K = combine(T, d.level, tail.K)  # (groups, p, .) where all rows stay apart
-        if m == meeting == 1:
-            D[:, 0, 0, 0, 0].add_((K * T.reshape(p, groups, -1).transpose(0, 1)).sum(2))
-            return
-        K = K.reshape(groups, meeting, m, p, meeting, -1)
-        D.add_(torch.einsum("gampbs,npgbs->gambnp", K, T.reshape(m, p, groups, meeting, -1)))
-
-    def arrive(place: Place, bar: Along, mixed: bool) -> None:
-        if place is not d.place or mixed:
-            return
-        assert isinstance(bar, Tensor)
-        if d.by_entry and place.axes:
-            covectors = bar.reshape(p, -1, place.width).permute(1, 2, 0)
-            entries = torch.cat([u.vjp(covectors) for u in place.jacobians])[start:stop]
-            D.add_(entries.diagonal())
-            return
-        K = bar.reshape(m, p, d.groups, m, -1)[..., start:stop].diagonal(dim1=1, dim2=4)  # (m, groups, m', p)
-        own = K.transpose(0, 1).reshape(groups, meeting, m, m, p)
-        D.diagonal(dim1=1, dim2=3).add_(own.permute(0, 2, 3, 4, 1))
-
     units = d.columns(start, stop, value) if plan.by_pairs else d.tangents(start, stop, value)
     seeds = {d.place.at: (slice(0, len(units)), units)}
-    rows.sweep(section, plan.path, len(units), arrive, seeds=seeds, pushed=pushed if tail is not None else None)
+    bent, tangents = push(plan.path, seeds, len(units), () if tail is None else {section.end})
+    apart = D.diagonal(dim1=1, dim2=3)  # (groups, m, m, p, meeting)
+    for step in plan.path:
+        entering = bent.pop(step.output, None)
+        if entering is not None and (own := _bend(step, entering, d.groups, m)) is not None:
+            apart += own.reshape(groups, meeting, m, m, p).permute(0, 2, 3, 4, 1)
+    if tail is not None and (T := dense(tangents.get(section.end))) is not None:
+        D += _behind(T, d, tail, (groups, meeting, m, p))
     return D.reshape(groups, meeting * m, meeting * m, p)
+
+
+def _bend(step: Step, entering: Sequence[Along | None], groups: int, m: int) -> Tensor | None:
+    """Return t^T [lambda . D^2 phi] t between the directions of one group and of equal columns, (groups, m, m, p)."""
+    point, moving = step.primitive, [t for t in entering if t is not None]
+    t = moving[0]
+    if len(moving) == 1 and isinstance(t, UnitColumns) and point.factor is not None and point.bend is not None:
+        return (t.scale.square() * point.bend)[..., t.start : t.stop].reshape(groups, 1, 1, len(t))
+    tangents = [dense(t) for t in entering]
+    total: Tensor | None = None
+    for t, bar in zip(tangents, point.pull(None, tangents), strict=True):
+        if t is None or bar is None:
+            continue
+        if m == 1:
+            part = (bar * t).reshape(len(t), groups, -1).sum(2).T[:, None, None]
+        else:
+            part = torch.einsum("mpgs,npgs->gmnp", *(x.reshape(m, len(t) // m, groups, -1) for x in (bar, t)))
+        total = part if total is None else total + part
+    return total
+
+
+def _behind(T: Tensor, d: Directions, tail: Tail, shape: tuple[int, int, int, int]) -> Tensor:
+    """Return T^T K T of equal columns for tangents T at the value behind which K is the curvature: (groups, b, m, b, m, p)."""
+    groups, meeting, m, p = shape
+    if d.level < tail.level:  # rows meet before it, or these are directions of parameter entries
+        along = T.reshape(m, p, groups, -1, tail.K.shape[1])
+        bent = torch.einsum("mpgbk,gbkl->mpgbl", along, tail.K.reshape(groups, -1, *tail.K.shape[1:]))
+        return torch.einsum("mpgbl,npgbl->gmnp", bent, along).reshape(groups, meeting, m, meeting, m, p)
+    K = combine(T, d.level, tail.K)  # (groups, p, .) where all rows stay apart
+    if m == meeting == 1:
+        return (K * T.reshape(p, groups, -1).transpose(0, 1)).sum(2).reshape(groups, 1, 1, 1, 1, p)
+    K = K.reshape(groups, meeting, m, p, meeting, -1)
+    return torch.einsum("gampbs,npgbs->gambnp", K, T.reshape(m, p, groups, meeting, -1))

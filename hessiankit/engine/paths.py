@@ -141,18 +141,34 @@ class Paths:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
         return next((k for k in range(level, 0, -1) if all(self._keeps_apart(step, k) for step in path)), 0)
 
-    def work(self, path: Sequence[Step]) -> tuple[int, float]:
-        """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it."""
-        numbers = sum(self.value(step.output).numel() for step in path)
-        return numbers, 3 * PASS * numbers + self.multiplications(path)
+    def work(self, path: Sequence[Step], *, alone: bool = False) -> tuple[int, float]:
+        """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it.
 
-    def multiplications(self, path: Sequence[Step]) -> float:
-        """Return the multiply-adds of the products on a path, for one direction."""
-        total = 0.0
+        ``alone``: of pushing it and its curvature with itself, which is not pulled.
+        """
+        numbers = sum(self.value(step.output).numel() for step in path)
+        return numbers, (2 if alone else 3) * PASS * numbers + self.multiplications(path, alone=alone)
+
+    def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
+        """Return the multiply-adds of the products on a path, for one direction.
+
+        Args:
+            path: Steps.
+            alone: Whether directions are not pulled.
+            columns_of: A value at which each direction moves one column: the first product of it only reads rows of a matrix.
+        """
+        total, columns = 0.0, {columns_of}
         for step in path:
             a = self._applications[step.output]
+            (first, *others) = [at for at in step.inputs if at is not None]
+            is_by_column = not others and first in columns
+            if is_by_column and step.primitive.factor is not None:
+                columns.add(step.output)
             if a.primitive.is_product and a.inputs[0] is not None:
-                total += 3.0 * self.value(step.output).numel() * self.value(a.inputs[0]).shape[-1]
+                pushes = len(others) + 1 - is_by_column
+                curvature = 2 * len(others)
+                each = pushes + curvature + (0 if alone else len(others) + 1)
+                total += float(each) * self.value(step.output).numel() * self.value(a.inputs[0]).shape[-1]
         return total
 
     def calls(self, path: Sequence[Step]) -> int:

@@ -196,7 +196,7 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
                 size += sum(u.size for u in place.jacobians if key(u) not in seen)
                 seen |= {key(u) for u in place.jacobians}
         row = x.shape[min(level, ahead[n]) if alone else min(1, x.ndim - 1) :].numel()
-        on = paths.work(paths.steps[n + 1 : end])[1] + back + behind  # of a direction that goes on from x
+        on = paths.work(paths.steps[n + 1 : end], alone=alone)[1] + back + behind  # of a direction that goes on from x
         through = x.numel() * (size + row)
         if alone:  # directions of the places before, if their rows are apart where those of x are
             before = sum(min(place.size, place.shape[min(level, place.axes) :].numel()) for place in later[counted:])
@@ -222,7 +222,7 @@ def sweeps(paths: Paths, section: Section, kept: int = 0, level_after: int = 0, 
     for place in reversed(section.places):
         later.add(place.at)
         path = paths.reach([place.at] if alone else later, section.steps)
-        numbers, work = paths.work(path)
+        numbers, work = paths.work(path, alone=alone)
         level = paths.level(place.at, path) if place.axes else 0
         back, sizes = back + place.rows * place.size, sizes + place.size
         d = Directions(place, level, place.width, place.jacobians, place.is_whole)
