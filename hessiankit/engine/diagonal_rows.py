@@ -79,13 +79,13 @@ def _bend(step: Step, entering: Sequence[Along | None], groups: int, m: int) -> 
         return (t.scale.square() * point.bend)[..., t.start : t.stop].reshape(groups, 1, 1, len(t))
     tangents = [dense(t) for t in entering]
     total: Tensor | None = None
-    for t, bar in zip(tangents, point.pull(None, tangents), strict=True):
-        if t is None or bar is None:
+    for along, bar in zip(tangents, point.pull(None, tangents), strict=True):
+        if along is None or bar is None:
             continue
         if m == 1:
-            part = (bar * t).reshape(len(t), groups, -1).sum(2).T[:, None, None]
+            part = (bar * along).reshape(len(along), groups, -1).sum(2).T[:, None, None]
         else:
-            part = torch.einsum("mpgs,npgs->gmnp", *(x.reshape(m, len(t) // m, groups, -1) for x in (bar, t)))
+            part = torch.einsum("mpgs,npgs->gmnp", *(x.reshape(m, len(x) // m, groups, -1) for x in (bar, along)))
         total = part if total is None else total + part
     return total
 
