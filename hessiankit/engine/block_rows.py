@@ -22,7 +22,7 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, sections, sweeps
-from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push
+from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
 
 
 class Columns:
@@ -192,10 +192,9 @@ class BlockRows:
         self,
         section: Section,
         path: list[Step],
-        count: int,
         arrive: Callable[[Place, Along, bool], None],
         *,
-        seeds: Mapping[int, tuple[slice, Along]] | None = None,
+        seeds: Mapping[int, Along] | None = None,
         bars: dict[int, Tensor] | None = None,
         pushed: Callable[[Tensor], None] | None = None,
     ) -> None:
@@ -206,9 +205,10 @@ class BlockRows:
             mixed = [(places[step.output], at) for step in path if step.output in places and (at := step.inputs[0]) is not None]
             mixed = [(place, at) for place, at in mixed if place.mixed is not None]
             end = () if pushed is None or section.end == self.paths.output else (section.end,)
-            bent, tangents = push(path, seeds, count, {*end, *(at for _, at in mixed)})
-            if end and pushed is not None and (at_end := dense(tangents[section.end])) is not None:
-                pushed(at_end)
+            tangents = dict(seeds)
+            bent = push(path, tangents, *reads(path, {*end, *(at for _, at in mixed)}))
+            if pushed is not None and end:
+                pushed(dense(tangents[section.end]))
             for place, at in reversed(mixed):
                 if at in tangents:
                     arrive(place, tangents[at] if place.plain is None else place.plain.push([dense(tangents[at])]), True)
@@ -217,7 +217,7 @@ class BlockRows:
         def arrived(at: int, bar: Tensor) -> None:
             arrive(entry if entry is not None and at == entry.at else places[at], bar, False)
 
-        pull(path, dict(bars or {}), bent, stops, arrived)
+        pull(path, dict(bars or {}), bent, {}, stops, arrived)
 
     def _through(self, section: Section, tail: Tail, path: list[Step], *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
         """Pull what follows a section back through it.
@@ -252,7 +252,7 @@ class BlockRows:
                     v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
-        self.sweep(section, path, size, arrive, bars=bars)
+        self.sweep(section, path, arrive, bars=bars)
         return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
 
     def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, path: list[Step], *, alone: bool) -> Tail:
@@ -289,8 +289,8 @@ class BlockRows:
                     for v, K in place.arriving(bar, groups, mixed=mixed):
                         v.add_vjp(K, here[0].transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
-            seeds = {entry.at: (slice(0, count), d.tangents(start, stop, y))}
-            self.sweep(section, path, count, arrive, seeds=seeds, pushed=pushed)
+            seeds = {entry.at: d.tangents(start, stop, y)}
+            self.sweep(section, path, arrive, seeds=seeds, pushed=pushed)
             Z[:, :, start:stop], K[:, :, start:stop] = (t.reshape(groups, m, stop - start, -1) for t in here)
         whole = y.shape[:level].numel()
         return Tail(entry.at, level, K.reshape(whole, y.numel() // whole, -1), Z.reshape(whole, y.numel() // whole, -1), columns)
@@ -306,16 +306,18 @@ class BlockRows:
         pairs: PairSums,
     ) -> None:
         """Give a reader the rows of some directions."""
-        seeds: dict[int, tuple[slice, Along]] = {}
+        seeds: dict[int, Along] = {}
         spans: list[tuple[Directions, int, int, slice]] = []
-        count, groups = 0, plan.directions[0].groups
+        count, groups = sum(d.rows * (stop - start) for d, start, stop in cuts), plan.directions[0].groups
         for d, start, stop in cuts:
             value = self.paths.value(d.place.at)
-            tangents = d.columns(start, stop, value) if plan.by_pairs and len(cuts) == 1 else d.tangents(start, stop, value)
-            span = slice(count, count + len(tangents))
-            seeds[d.place.at] = (span, tangents)
+            span = slice(first := spans[-1][3].stop if spans else 0, first + d.rows * (stop - start))
             spans.append((d, start, stop, span))
-            count = span.stop
+            if len(cuts) == 1:
+                seeds[d.place.at] = d.columns(start, stop, value) if plan.by_pairs else d.tangents(start, stop, value)
+            else:
+                seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
+                among[span] = d.tangents(start, stop, value)
         Z = None if tail or plan.by_pairs else value.new_zeros(groups, count, columns.size)
 
         def pushed(T: Tensor) -> None:
@@ -346,7 +348,7 @@ class BlockRows:
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
                 v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.cuts[key(v)]])
 
-        self.sweep(section, plan.path, count, arrive, seeds=seeds, pushed=pushed)
+        self.sweep(section, plan.path, arrive, seeds=seeds, pushed=pushed)
         if Z is not None:
             for d, start, stop, span in spans:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)

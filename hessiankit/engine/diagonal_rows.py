@@ -21,7 +21,7 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.sections import Directions, Section, SweepPlan, sweeps
-from hessiankit.engine.sweep import Along, UnitColumns, dense, push
+from hessiankit.engine.sweep import Along, UnitColumns, all_dense, dense, push, reads
 
 
 def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]) -> None:
@@ -58,9 +58,8 @@ def _equal_columns(
     meeting = 1 if tail is None else value.shape[min(d.level, tail.level) : d.level].numel()
     groups = d.groups // meeting
     D = value.new_zeros(groups, meeting, m, meeting, m, p)
-    units = d.columns(start, stop, value) if plan.by_pairs else d.tangents(start, stop, value)
-    seeds = {d.place.at: (slice(0, len(units)), units)}
-    bent, tangents = push(plan.path, seeds, len(units), () if tail is None else {section.end})
+    tangents: dict[int, Along] = {d.place.at: (d.columns if plan.by_pairs else d.tangents)(start, stop, value)}
+    bent = push(plan.path, tangents, *reads(plan.path, () if tail is None else (section.end,)))
     apart = D.diagonal(dim1=1, dim2=3)  # (groups, m, m, p, meeting)
     for step in plan.path:
         entering = bent.pop(step.output, None)
@@ -77,7 +76,7 @@ def _bend(step: Step, entering: Sequence[Along | None], groups: int, m: int) -> 
     t = moving[0]
     if len(moving) == 1 and isinstance(t, UnitColumns) and point.factor is not None and point.bend is not None:
         return (t.scale.square() * point.bend)[..., t.start : t.stop].reshape(groups, 1, 1, len(t))
-    tangents = [dense(t) for t in entering]
+    tangents = all_dense(entering)
     total: Tensor | None = None
     for along, bar in zip(tangents, point.pull(None, tangents), strict=True):
         if along is None or bar is None:

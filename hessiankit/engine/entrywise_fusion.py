@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TypeAlias
 
 import torch
@@ -38,7 +39,7 @@ class Step:
     inputs: tuple[int | None, ...]
     output: int
 
-    @property
+    @cached_property
     def bends(self) -> bool:
         """Whether a second derivative can arise: not of a product of which one factor moves."""
         alone = self.primitive.primitive.is_product and sum(at is not None for at in self.inputs) < 2

@@ -18,7 +18,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.primitive import CovectorSum, Nowhere, hollow
+from derivations.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.engine.attention_fusion import fuse_attention
 from hessiankit.engine.checkpoints import ancestors_of_output, first_readers, gather, last_readers, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
@@ -27,6 +27,7 @@ from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
+from hessiankit.engine.sweep import Along, pull, push
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.trace import Application, Trace
@@ -127,7 +128,7 @@ class Linearisation:
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
-                self._sweep_back(self._steps(k), {}, bars, sums)
+                pull(self._steps(k), bars, {}, sums)
         return out[0]
 
     def origin(self) -> str | None:
@@ -251,52 +252,36 @@ class Linearisation:
     def _multiply(self, rows: Tensor, out: Tensor) -> None:
         """Write H rows^T as rows (S, P) to ``out``."""
         sizes = [self._constants[at].numel() for at in self._ids.values()]
-        tangents: dict[int | None, Tensor] = {}
+        tangents: dict[int, Along] = {}
         for at, piece in zip(self._ids.values(), rows.split(sizes, 1), strict=True):
             tangents[at] = piece.reshape(-1, *self._constants[at].shape).to(self._constants[at].dtype)
-        entering: list[dict[int | None, Tensor]] = []  # the tangents that enter each segment
+        entering: list[dict[int, Along]] = []  # the tangents that enter each segment
         for k, segment in enumerate(self._segments):
             entering.append({at: tangents[at] for at in segment.entries if at in tangents})
             if k < len(self._segments) - 1:
-                self._push_through(k, tangents)
+                push(self._forward_steps(k), tangents, self._needed, self._last_reads)
         bars: Bars = {}
         with self._sums(out) as sums:
             for k in reversed(range(len(self._segments))):
-                steps, moved = self._steps(k), {}
                 tangents.update(entering.pop())
-                for step in steps:
-                    at_inputs = [tangents.get(at) for at in step.inputs]
-                    if step.primitive.is_nonlinear:
-                        moved[step.output] = at_inputs
-                    if step.output in self._needed:
-                        tangents[step.output] = step.primitive.push(at_inputs)
-                    for at in self._last_reads.get(step.output, ()):
-                        tangents.pop(at, None)
-                self._sweep_back(steps, moved, bars, sums)
+                steps = self._steps(k)
+                pull(steps, bars, push(steps, tangents, self._needed, self._last_reads), sums)
 
-    def _push_through(self, k: int, tangents: dict[int | None, Tensor]) -> None:
-        """Push tangents through a segment that is recomputed, and release those that nothing reads later."""
+    def _forward_steps(self, k: int) -> Iterator[Step]:
+        """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""
         values = dict(self._checkpoints[k][0])
         for a in self._segments[k].applications:
             inputs = gather(a, values, self._constants)
             if a.output not in values:
                 values[a.output] = self._value(a, inputs)
-            moving = [at if at in self._moving else None for at in a.inputs]
             if a.output in self._needed:
+                moving = tuple(at if at in self._moving else None for at in a.inputs)
                 at_point = a.primitive.linearise(inputs, None, [at is not None for at in moving])  # type: ignore[arg-type]
-                tangents[a.output] = at_point.push([tangents.get(at) for at in moving])
+                yield Step(at_point, moving, a.output)
+            else:
+                yield Step(Linearised(a.primitive, inputs), (), a.output)  # type: ignore[arg-type]
             for at in self._last_reads.get(a.output, ()):
-                tangents.pop(at, None)
                 values.pop(at, None)
-
-    def _sweep_back(
-        self, steps: list[Step], moved: dict[int, list[Tensor | None]], bars: Bars, sums: Mapping[int, CovectorSum]
-    ) -> None:
-        """Pull second-order adjoints back through some steps."""
-        for step in reversed(steps):
-            bar, tangents = bars.pop(step.output, None), moved.pop(step.output, None)
-            if bar is not None or tangents is not None:
-                add_covectors(bars, step.inputs, step.primitive.pull_into(bar, tangents, _of(sums, step.inputs)))
 
 
 class Constant:

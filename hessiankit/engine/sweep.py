@@ -10,12 +10,13 @@ so that a covector bar that arrives at a value is how the gradient of the loss i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, overload
 
 from torch import Tensor
 
+from derivations.primitive import CovectorSum
 from hessiankit.engine.entrywise_fusion import Step, add_covectors
 
 
@@ -58,58 +59,56 @@ Bent: TypeAlias = "dict[int, list[Along | None]]"
 """Tangents of the inputs of the steps that have a second derivative, by the step's output."""
 
 
+@overload
+def dense(t: Along) -> Tensor: ...
+@overload
+def dense(t: Along | None) -> Tensor | None: ...
 def dense(t: Along | None) -> Tensor | None:
     """Return tangents as a tensor (S, *shape)."""
     return t.dense() if isinstance(t, UnitColumns) else t
 
 
+def all_dense(tangents: Sequence[Along | None]) -> list[Tensor | None]:
+    """Return tangents of several values as tensors (S, *shape)."""
+    return [t.dense() if isinstance(t, UnitColumns) else t for t in tangents]
+
+
+def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
+    """Return the values whose tangents are read by some steps, or kept, and those not kept by the output that reads them last."""
+    last = {at: step.output for step in steps for at in step.inputs if at is not None}
+    releases: dict[int, list[int]] = {}
+    for at, output in last.items():
+        if at not in kept:
+            releases.setdefault(output, []).append(at)
+    return last.keys() | set(kept), releases
+
+
 def push(
-    steps: Sequence[Step], seeds: Mapping[int, tuple[slice, Along]], count: int, read: Collection[int] = ()
-) -> tuple[Bent, dict[int, Along]]:
+    steps: Iterable[Step], tangents: dict[int, Along], needed: Container[int], releases: Mapping[int, Sequence[int]]
+) -> Bent:
     """Push directions along some steps.
 
     Args:
         steps: In order.
-        seeds: For each value at which directions begin: which of them, and their tangents there (., *shape).
-        count: How many directions there are.
-        read: Values whose tangents are returned.
+        tangents: (S, *shape) by value, where directions begin; those of the steps' outputs are added.
+        needed: Values whose tangents are read; see :func:`reads`.
+        releases: By a step's output, the values whose tangents nothing reads after it.
 
     Returns:
-        What bends, for :func:`pull`, and the tangents (count, *shape) of the values in ``read`` that move.
+        What bends, for :func:`pull`.
     """
-    tangents: dict[int, Along] = {}
     bent: Bent = {}
-    kept: dict[int, Along] = {}
-    last = {at: step.output for step in steps for at in step.inputs if at is not None}
-
-    def begin(at: int) -> None:
-        if at not in seeds:
-            return
-        span, own = seeds[at]
-        if at not in tangents and len(own) == count:
-            tangents[at] = own
-            return
-        before, more = dense(tangents.get(at)), dense(own)
-        assert more is not None
-        both = more.new_zeros(count, *more.shape[1:]) if before is None else before.clone()
-        both[span] += more
-        tangents[at] = both
-
-    for at in seeds.keys() - {step.output for step in steps}:
-        begin(at)
     for step in steps:
         entering = [None if at is None else tangents.get(at) for at in step.inputs]
         if any(t is not None for t in entering):
             if step.bends:
                 bent[step.output] = entering
-            if step.output in last or step.output in read or step.output in seeds:
-                tangents[step.output] = _push(step, entering)
-        begin(step.output)
-        for at in {at for at in step.inputs if at is not None and last[at] == step.output}:
-            if at in tangents and at in read:
-                kept[at] = tangents[at]
+            if step.output in needed:
+                t, own = _push(step, entering), tangents.get(step.output)
+                tangents[step.output] = t if own is None else dense(t) + dense(own)  # where other directions begin
+        for at in releases.get(step.output, ()):
             tangents.pop(at, None)
-    return bent, kept | {at: t for at, t in tangents.items() if at in read}
+    return bent
 
 
 def _push(step: Step, entering: Sequence[Along | None]) -> Along:
@@ -121,7 +120,7 @@ def _push(step: Step, entering: Sequence[Along | None]) -> Along:
             return replace(t, scale=t.scale * point.factor)
         if point.matrix is not None and entering[0] is t:
             return t.diagonal.movedim(-1, 0).unsqueeze(-1) * _by_row(point.matrix[t.start : t.stop], t.scale.ndim)
-    return point.push([dense(t) for t in entering])
+    return point.push(all_dense(entering))
 
 
 def _by_row(matrix: Tensor, ndim: int) -> Tensor:
@@ -129,7 +128,9 @@ def _by_row(matrix: Tensor, ndim: int) -> Tensor:
     return matrix.reshape(len(matrix), *(1,) * (ndim - 1), -1)
 
 
-def _pull(step: Step, bar: Tensor | None, entering: Sequence[Along | None] | None) -> Sequence[Tensor | None]:
+def _pull(
+    step: Step, bar: Tensor | None, entering: Sequence[Along | None] | None, sums: Mapping[int, CovectorSum]
+) -> Sequence[Tensor | None]:
     """Pull a covector back through one step, with its curvature along tangents."""
     point = step.primitive
     t = entering[0] if entering is not None and len(entering) == 1 else None
@@ -138,26 +139,34 @@ def _pull(step: Step, bar: Tensor | None, entering: Sequence[Along | None] | Non
         assert covector is not None
         t.add_to(covector, t.scale * point.bend)
         return (covector,)
-    return point.pull(bar, None if entering is None else [dense(t) for t in entering])
+    tangents = None if entering is None else all_dense(entering)
+    return point.pull_into(bar, tangents, [None if at is None else sums.get(at) for at in step.inputs])
 
 
 def pull(
-    steps: Sequence[Step], bars: dict[int, Tensor], bent: Bent, stops: Collection[int], arrive: Callable[[int, Tensor], None]
+    steps: Sequence[Step],
+    bars: dict[int, Tensor],
+    bent: Bent,
+    sums: Mapping[int, CovectorSum],
+    stops: Container[int] = (),
+    arrive: Callable[[int, Tensor], None] | None = None,
 ) -> None:
     """Pull covectors back along some steps, with the curvature of what bends.
 
     Args:
         steps: In order.
-        bars: Covectors (count, *shape) of values at the end; used up.
+        bars: Covectors (S, *shape) of values at the end; in the end those of values that no step makes.
         bent: As :func:`push` returns it; used up.
+        sums: Where the covectors of some values, as parameters, are summed in place of ``bars``.
         stops: Values at which covectors are read.
         arrive: Called with such a value and its covector, from the last to the first.
     """
     for step in reversed(steps):
         bar, tangents = bars.pop(step.output, None), bent.pop(step.output, None)
-        if bar is not None and step.output in stops:
+        if bar is not None and arrive is not None and step.output in stops:
             arrive(step.output, bar)
         if bar is not None or tangents is not None:
-            add_covectors(bars, step.inputs, _pull(step, bar, tangents))
-    for at in [at for at in bars if at in stops]:
-        arrive(at, bars.pop(at))
+            add_covectors(bars, step.inputs, _pull(step, bar, tangents, sums))
+    if arrive is not None:
+        for at in [at for at in bars if at in stops]:
+            arrive(at, bars.pop(at))

@@ -19,7 +19,7 @@ from hessiankit.engine import block_rows, sections
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.engine.sweep import Along, UnitColumns, dense, pull, push
+from hessiankit.engine.sweep import Along, UnitColumns, dense, pull, push, reads
 
 
 @pytest.mark.parametrize("choice", EACH)
@@ -166,9 +166,10 @@ def test_unit_columns_move_as_directions_do(name: str) -> None:
         units = UnitColumns(torch.ones(place.shape, dtype=torch.float64), 0, place.width)
         moved: list[dict[int, Tensor]] = []
         for t in (units, units.dense()):
-            bent, tangents = push(path, {place.at: (slice(0, place.width), t)}, place.width, {step.output for step in path})
+            tangents: dict[int, Along] = {place.at: t}
+            bent = push(path, tangents, *reads(path, {step.output for step in path}))
             arrived: dict[int, Tensor] = {}
-            pull(path, {}, bent, {place.at, *(step.output for step in path[:-1])}, arrived.__setitem__)
+            pull(path, {}, bent, {}, {place.at, *(step.output for step in path[:-1])}, arrived.__setitem__)
             seen: dict[int, Along | None] = {-1 - at: dense(one) for at, one in tangents.items()}
             moved.append({**arrived, **{at: one for at, one in seen.items() if isinstance(one, Tensor)}})
         assert moved[0].keys() == moved[1].keys()
@@ -181,15 +182,17 @@ def test_a_direction_that_begins_on_the_way_of_another() -> None:
     paths = paths_of(module, x, target, "mse")
     first, second = paths.places[0], paths.places[1]
     path, count = paths.reach([first.at]), first.width + second.width
-    seeds: dict[int, tuple[slice, Along]] = {}
+    together: dict[int, Along] = {}
+    apart = []
     for place, start in ((first, 0), (second, first.width)):
-        seeds[place.at] = (
-            slice(start, start + place.width),
-            UnitColumns(torch.ones(place.shape, dtype=torch.float64), 0, place.width),
-        )
-    _, together = push(path, seeds, count, {paths.output})
-    apart = [push(path, {at: (slice(0, len(t)), t)}, len(t), {paths.output})[1][paths.output] for at, (_, t) in seeds.items()]
-    assert torch.allclose(together[paths.output], torch.cat([dense(t) for t in apart]), rtol=1e-12)
+        units = UnitColumns(torch.ones(place.shape, dtype=torch.float64), 0, place.width)
+        together[place.at] = among = torch.zeros(count, *place.shape, dtype=torch.float64)
+        among[start : start + place.width] = units.dense()
+        alone: dict[int, Along] = {place.at: units}
+        push(path, alone, *reads(path, {paths.output}))
+        apart.append(dense(alone[paths.output]))
+    push(path, together, *reads(path, {paths.output}))
+    assert torch.allclose(dense(together[paths.output]), torch.cat(apart), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -86,15 +86,15 @@ def test_directions_are_counted(name: str, alone: bool, monkeypatch: pytest.Monk
     swept: list[int] = []
     inner = BlockRows.sweep
 
-    def sweep(self: BlockRows, section: Section, path: list[Step], count: int, arrive: Any, **options: Any) -> None:
+    def sweep(self: BlockRows, section: Section, path: list[Step], arrive: Any, **options: Any) -> None:
         seeds = options.get("seeds") or {}
         if seeds and not (section.entry and section.entry.at in seeds):
-            swept.append(count)
-        inner(self, section, path, count, arrive, **options)
+            swept.append(len(next(iter(seeds.values()))))
+        inner(self, section, path, arrive, **options)
 
-    def push(path: list[Step], seeds: Any, count: int, read: Any) -> Any:
-        swept.append(count)
-        return sweeps.push(path, seeds, count, read)
+    def push(path: list[Step], tangents: dict[int, Any], *reads: Any) -> Any:
+        swept.append(len(next(iter(tangents.values()))))
+        return sweeps.push(path, tangents, *reads)
 
     monkeypatch.setattr(BlockRows, "sweep", sweep)
     monkeypatch.setattr(diagonal_rows, "push", push)
