@@ -205,6 +205,17 @@ class TestTight:
         assert parts["gradient_S"] == pytest.approx(float(slope.norm()), rel=1e-5)
         assert parts["hessian_S"] == pytest.approx(float(torch.linalg.matrix_norm(curvature, 2)), rel=1e-5)
 
+    def test_the_two_weights_of_the_feedforward_exchange_their_places(self) -> None:
+        """Of ReLU, the bound is symmetric in W_1 and W_2: with their norms exchanged, so are their rows and columns."""
+        attention = AttentionNorms(3, 1, 1.0, (1.0,), (1.0,), (1.0,), 0.5, d_out=4)
+        one, other = (post_block_a_priori(PostBlockNorms(attention, w, v, 1.0, 1.0)) for w, v in ((2.0, 5.0), (5.0, 2.0)))
+        for i in (*one.names[:-2], "W_1"):
+            assert one.block(i, "W_1") != pytest.approx(one.block(i, "W_2"))
+        exchanged = {"W_1": "W_2", "W_2": "W_1"}
+        for i in one.names:
+            for j in one.names:
+                assert one.block(i, j) == pytest.approx(other.block(exchanged.get(i, i), exchanged.get(j, j))), (i, j)
+
     def test_slack_of_the_table(self) -> None:
         """Medians over the problems of bound_problems stay below these."""
         for kind, structured in (("init", 1.5), ("large", 1.1)):

@@ -21,6 +21,14 @@ def two_threads_on_two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+def test_a_version_is_that_of_the_code_it_names() -> None:
+    versions = {
+        environment.code_version(name) for name in ("hessiankit/__init__.py", "hessiankit/cli/__init__.py", "derivations")
+    }
+    assert len(versions) == 3
+    assert environment.code_version("derivations") in versions
+
+
 @pytest.mark.parametrize(
     ("idle", "threads"),
     [((18, 17, 0), 2), ((1, 17, 20), 1), ((0, 1, 20), 1)],

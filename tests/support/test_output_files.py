@@ -13,7 +13,7 @@ import hessiankit as hk
 from hessiankit.cli.study import QUICK, run_study
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
-from hessiankit.support.files import make_folder, sync_folder
+from hessiankit.support.files import STDOUT, make_folder, output_for, sync_folder, write_text
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -77,3 +77,11 @@ def test_the_name_in_a_folder_is_synchronised(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delattr(os, "O_DIRECTORY")  # as on Windows
     sync_folder(tmp_path)
     assert len(synced) == 1
+
+
+def test_prints_go_to_standard_error_where_the_output_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table printed on the way does not end up in a file named ``-``."""
+    with output_for([STDOUT]):
+        print("on the way")
+        write_text("plots", STDOUT, "the file\n")
+    assert capsys.readouterr() == ("the file\n", "on the way\n")

@@ -48,6 +48,8 @@ PARTS = {
     "instance_norm by statistics": lambda y: F.instance_norm(y, B[:3], B[1:].abs(), use_input_stats=False),
     "batch_norm": lambda y: F.batch_norm(y, B[:3], B[1:].abs(), B[:3], B[1:]),
     "batch_norm of rows": lambda y: F.batch_norm(y.flatten(0, 1), B, B.abs()),
+    "cross product": lambda y: torch.linalg.cross(y[..., 1:], T[..., 1:]),
+    "cross product along another axis": lambda y: torch.linalg.cross(y[..., 1:], T[..., 1:], dim=1),
     "normalize by the sum": lambda y: F.normalize(y, p=1, dim=1),
     "cosine_similarity": lambda y: F.cosine_similarity(y, T, -1),
     "pairwise_distance": lambda y: F.pairwise_distance(y, T),
@@ -124,6 +126,11 @@ def test_cdist_which_autograd_differentiates_once(p):
     written = module_of(lambda y: (y.unsqueeze(2) - T.unsqueeze(1)).abs().pow(p).sum(-1).pow(1 / p))
     assert (found.matrix - assert_exact(written, draw(2, 3, 5), target, loss=mse).matrix).abs().max() <= 1e-13
     assert found.fallbacks == ()
+
+
+def test_a_count_of_entries_that_are_not_zero():
+    """The norm of order 0, which does not move."""
+    assert_exact(module_of(lambda y: y * torch.linalg.vector_norm(y, 0, -1, keepdim=True)), draw(2, 3, 5))
 
 
 def test_distances_from_itself():
