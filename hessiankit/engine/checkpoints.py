@@ -5,14 +5,12 @@ In a transformer the checkpoints are the residual stream before and after each s
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
-from derivations.linear import Linear, MatMul
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
 WIDER = 4
 """How many times as many bytes the values since the last checkpoint must take as those that pass it, for a checkpoint to pay."""
@@ -32,7 +30,7 @@ class CheckpointSegment:
 
     def products(self, weights: Container[int | None]) -> tuple[int, ...]:
         """Return the outputs of products with weights, which take longer to recompute than they are worth."""
-        found = (a for a in self.applications if isinstance(a.primitive, (Linear, MatMul)) and a.inputs[1] in weights)
+        found = (a for a in self.applications if a.primitive.is_product and a.inputs[1] in weights)
         return tuple(a.output for a in found)
 
 
@@ -56,38 +54,6 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
             found.append(CheckpointSegment(tuple(some), entries))
             some, entries, made = [], tuple(live), 0
     return [*found, CheckpointSegment(tuple(some), entries)] if some else found
-
-
-def ancestors_of_output(trace: Trace) -> list[Application]:
-    """Return the applications that the output depends on, in order."""
-    reached, path = {trace.output}, []
-    for a in reversed(trace.applications):
-        if a.output in reached:
-            path.append(a)
-            reached.update(at for at in a.inputs if at is not None)
-    return path[::-1]
-
-
-class Reads(Protocol):
-    """Anything with inputs and an output, by id."""
-
-    @property
-    def inputs(self) -> tuple[int | None, ...]:
-        """Ids of what it reads."""
-
-    @property
-    def output(self) -> int:
-        """Id of what it makes."""
-
-
-def last_readers(some: Sequence[Reads]) -> dict[int, int]:
-    """Return, for each value, the output of the last that reads it."""
-    return {at: a.output for a in some for at in a.inputs if at is not None}
-
-
-def first_readers(some: Sequence[Reads]) -> dict[int, int]:
-    """Return, for each value, the output of the first that reads it."""
-    return last_readers(some[::-1])
 
 
 def size(x: Tensor) -> int:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from derivations.primitive import CovectorSum, Linearised, Nowhere, hollow
-from hessiankit.engine.attention_fusion import fuse_attention
-from hessiankit.engine.checkpoints import ancestors_of_output, first_readers, gather, last_readers, size, split_at_checkpoints
+from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, add_covectors, asymmetry, fuse_entrywise
 from hessiankit.engine.problem.handshake import Handshake
@@ -30,7 +29,8 @@ from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import hand_back_memory
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.attention_fusion import fuse_attention
+from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, first_readers, last_readers
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
 

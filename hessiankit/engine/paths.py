@@ -25,7 +25,7 @@ from hessiankit.engine.jacobians import (
     WeightJacobian,
     find_sites,
 )
-from hessiankit.engine.reassociation import reassociate
+from hessiankit.tracing.reassociation import reassociate
 from hessiankit.tracing.trace import Application, Trace
 
 PASS = 32

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from derivations.primitive import CovectorSum
 from hessiankit.engine.entrywise_fusion import Step, add_covectors
+from hessiankit.tracing.trace import last_readers
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def all_dense(tangents: Sequence[Along | None]) -> list[Tensor | None]:
 
 def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
     """Return the values whose tangents are read by some steps, or kept, and those not kept by the output that reads them last."""
-    last = {at: step.output for step in steps for at in step.inputs if at is not None}
+    last = last_readers(steps)
     releases: dict[int, list[int]] = {}
     for at, output in last.items():
         if at not in kept:

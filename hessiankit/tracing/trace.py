@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import operator
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -391,6 +391,38 @@ def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any
         return value if index is None else value[index]
 
     return AutomaticDifferentiation(function, str(target))
+
+
+def ancestors_of_output(trace: Trace) -> list[Application]:
+    """Return the applications that the output depends on, in order."""
+    reached, path = {trace.output}, []
+    for a in reversed(trace.applications):
+        if a.output in reached:
+            path.append(a)
+            reached.update(at for at in a.inputs if at is not None)
+    return path[::-1]
+
+
+class Reads(Protocol):
+    """Anything with inputs and an output, by id."""
+
+    @property
+    def inputs(self) -> tuple[int | None, ...]:
+        """Ids of what it reads."""
+
+    @property
+    def output(self) -> int:
+        """Id of what it makes."""
+
+
+def last_readers(some: Sequence[Reads]) -> dict[int, int]:
+    """Return, for each value, the output of the last that reads it."""
+    return {at: a.output for a in some for at in a.inputs if at is not None}
+
+
+def first_readers(some: Sequence[Reads]) -> dict[int, int]:
+    """Return, for each value, the output of the first that reads it."""
+    return last_readers(some[::-1])
 
 
 def in_one_dtype(trace: Trace) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 import hessiankit as hk
-from hessiankit.engine.reassociation import reassociate
+from hessiankit.tracing.reassociation import reassociate
 
 
 def assert_everywhere(module: torch.nn.Module, x: Tensor, *, panel_bytes: int | None = None) -> None:

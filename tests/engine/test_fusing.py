@@ -20,7 +20,7 @@ from derivations.fused_attention import ScaledDotProductAttention
 from derivations.linear import MaskedFill
 from derivations.softmax import Softmax
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
-from hessiankit.engine import attention_fusion
+from hessiankit.tracing import attention_fusion
 
 B, H, L, E = 2, 2, 4, 2
 WIDTH = H * E

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine import linearisation
-from hessiankit.engine.checkpoints import ancestors_of_output
 from hessiankit.engine.problem.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
+from hessiankit.tracing.trace import ancestors_of_output
 
 
 def stack() -> nn.Sequential:

@@ -21,8 +21,7 @@ from derivations.indexing import Where
 from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
 from derivations.primitive import Primitive, hollow
 from derivations.softmax import Softmax
-from hessiankit.engine.checkpoints import ancestors_of_output, last_readers
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
 ENTRIES = TILED
 """Weights of a head from which attention is fused: where fused attention works tile by tile."""
