@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -88,6 +89,11 @@ class Embedding(ByLinearising):
     indices: Tensor
     frozen: int | None = None
     is_linear = True
+    roles = MappingProxyType({0: "table"})
+
+    @property
+    def selects(self) -> bool:  # type: ignore[override]
+        return self.frozen is None
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0][self.indices]

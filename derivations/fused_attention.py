@@ -73,6 +73,9 @@ class ScaledDotProductAttention(ByLinearising):
             enable_gqa=self.enable_gqa,
         )
 
+    def multiplications(self, inputs: Inputs, output: Tensor) -> int:
+        return 2 * output.numel() * inputs[1].shape[-2]
+
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
         least = TILED if inputs[0].device.type == "cpu" else TILED_ON_AN_ACCELERATOR

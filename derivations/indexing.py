@@ -27,6 +27,7 @@ class Select(Primitive):
     dim: int
     index: int
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].select(self.dim, self.index)
@@ -56,6 +57,7 @@ class Slice(Primitive):
     stop: int | None = None
     step: int = 1
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0][self._key(inputs[0], 0)]
@@ -148,6 +150,7 @@ class Take(Primitive):
 
     at: Tensor
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].reshape(-1)[self.at]

@@ -7,8 +7,9 @@ dN/dW = A (x) B^T. The actions below are the same statements at size.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from derivations.arrays import Array
 from derivations.directions import align, joint_shape, same_rows, unbroadcast
 from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
 from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, total
+from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Role, Tangents, total
 
 
 def weight_jacobian(X: Array, d_out: int) -> Matrix:
@@ -46,9 +47,13 @@ class MatMul(ByLinearising):
     """
 
     is_product = True
+    roles = MappingProxyType({1: "weight"})
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] @ inputs[1]
+
+    def multiplications(self, inputs: Inputs, output: Tensor) -> int:
+        return output.numel() * inputs[0].shape[-1]
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         A, B = inputs
@@ -71,9 +76,13 @@ class Linear(ByLinearising):
     """N = X W^T + b with W stored as (d_out, d_in), as ``torch.nn.functional.linear``; b may be absent (None)."""
 
     is_product = True
+    roles = MappingProxyType({1: "transposed weight", 2: "bias"})
 
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.nn.functional.linear(*inputs)
+
+    def multiplications(self, inputs: Inputs, output: Tensor) -> int:
+        return output.numel() * inputs[0].shape[-1]
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         return SharedProduct(self, inputs, adjoint, wanted, transposed=True)
@@ -88,6 +97,11 @@ class Add(Primitive):
 
     alpha: float = 1.0
     is_linear = True
+    is_entrywise = True
+
+    @property
+    def roles(self) -> Mapping[int, Role]:
+        return {0: "term", 1: "term"} if self.alpha == 1 else {}
 
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.add(inputs[0], inputs[1], alpha=self.alpha)
@@ -108,6 +122,8 @@ class Add(Primitive):
 @dataclass(frozen=True)
 class Multiply(Primitive):
     """N = a o b with broadcasting; D^2 N [(a, b), (a', b')] = a b' + a' b."""
+
+    is_entrywise = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * inputs[1]
@@ -139,6 +155,8 @@ class Multiple(AffineByEntry):
 
     c: float
 
+    is_entrywise = True
+
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * self.c
 
@@ -154,6 +172,8 @@ class Shift(AffineByEntry):
     """N = x + c for a constant number c."""
 
     c: float
+
+    is_entrywise = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] + self.c
@@ -188,6 +208,7 @@ class Reshape(Primitive):
 
     shape: tuple[int, ...]
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].reshape(self.shape)
@@ -211,6 +232,7 @@ class Permute(Primitive):
 
     order: tuple[int, ...]
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].permute(self.order)
@@ -232,6 +254,7 @@ class Expand(Primitive):
 
     shape: tuple[int, ...]
     is_linear = True
+    selects = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].expand(self.shape)

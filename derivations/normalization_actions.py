@@ -15,14 +15,14 @@ w o J0 t. RMSNorm has C = I.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from derivations.linearised_norms import LinearisedNorm
-from derivations.primitive import ByLinearising, Inputs, Linearised
+from derivations.primitive import ByLinearising, Inputs, Linearised, Role
 
 
 class _Normalize(ByLinearising):
@@ -30,6 +30,10 @@ class _Normalize(ByLinearising):
 
     dims: int
     centred: bool
+
+    @property
+    def roles(self) -> Mapping[int, Role]:
+        return {1: "gain", 2: "bias"} if self.dims == 1 else {}
 
     @abstractmethod
     def eps_at(self, X: Tensor) -> float:

@@ -10,8 +10,8 @@ with J_v the Jacobian of v's inputs with respect to the parameters and lambda_v 
 from __future__ import annotations
 
 from abc import ABCMeta, abstractmethod
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,10 @@ from torch import Tensor
 Inputs: TypeAlias = Sequence[Tensor]
 Tangents: TypeAlias = Sequence[Tensor | None]
 Covectors: TypeAlias = tuple[Tensor | None, ...]
+
+
+Role: TypeAlias = Literal["weight", "transposed weight", "gain", "bias", "term", "table"]
+"""How a parameter enters rows x: x W, x W^T, x o gamma for the normalised x, x + b, any x + T, or rows that are taken from it."""
 
 
 class Kind(ABCMeta):
@@ -40,6 +44,12 @@ class Primitive(metaclass=Kind):
     is_product: bool = False
     """True when phi is linear in each input by itself, so that a single moving input has no second derivative."""
 
+    is_entrywise: bool = False
+    """True when entries are treated one by one, where no moving input is broadcast."""
+
+    selects: bool = False
+    """True when each entry of the output is an entry of the only input."""
+
     calls: int = 1
     """About how many operations of torch one direction takes through it, beside those that all directions share."""
 
@@ -52,6 +62,15 @@ class Primitive(metaclass=Kind):
     def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
         """Return the entries of the output at which a first or second derivative is not finite; None where there are none."""
         return None
+
+    @property
+    def roles(self) -> Mapping[int, Role]:
+        """How inputs that are parameters enter the output, row by row of the first input, by their position."""
+        return {}
+
+    def multiplications(self, inputs: Inputs, output: Tensor) -> int:
+        """Return the multiply-adds of products of matrices that a value takes."""
+        return 0
 
     @property
     def reads_values(self) -> bool:
@@ -139,6 +158,8 @@ class ByLinearising(Primitive):
 
 class Entrywise(ByLinearising):
     """N = f(X), entry by entry; inputs (X,)."""
+
+    is_entrywise = True
 
     @abstractmethod
     def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

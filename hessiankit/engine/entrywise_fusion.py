@@ -14,15 +14,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.activation import Activation
-from derivations.elementwise import Divide, Elementwise
-from derivations.linear import Add, Multiple, Multiply, Shift
 from derivations.primitive import Linearised, LinearisedEntrywise
 
 Tensors: TypeAlias = "Sequence[Tensor | None]"
-
-ENTRYWISE = (Activation, Elementwise, Multiple, Shift, Add, Multiply, Divide)
-"""Primitives that treat entries one by one where no moving input is broadcast."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ def _moving(step: Step) -> set[int]:
 
 
 def _is_entrywise(step: Step) -> bool:
-    if type(step.primitive.primitive) not in ENTRYWISE:
+    if not step.primitive.primitive.is_entrywise:
         return False
     shapes = [x.shape for x in step.primitive.inputs if x is not None]
     whole = torch.broadcast_shapes(*shapes)

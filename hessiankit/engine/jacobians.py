@@ -21,10 +21,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from derivations.embedding import Embedding
-from derivations.indexing import Select, Slice, Take
-from derivations.linear import Add, Expand, Linear, MatMul, Permute, Reshape
-from derivations.normalization import LayerNorm, RMSNorm
 from hessiankit.tracing.trace import Application, Trace
 
 SCRATCH = 2**21  # entries of work space
@@ -331,10 +327,6 @@ def _runs(entries: slice | Tensor) -> list[tuple[slice, slice]]:
     return [(slice(x, y), slice(at, at + y - x)) for x, y, at in zip(ends[:-1], ends[1:], starts, strict=True)]
 
 
-SELECTING = (Embedding, Expand, Permute, Reshape, Select, Slice, Take)
-SITES = (Add, Embedding, LayerNorm, Linear, MatMul, RMSNorm)
-
-
 @dataclass
 class Site:
     """A value (rows..., p) that is linear in some parameters, row by row.
@@ -365,9 +357,7 @@ def selections(trace: Trace) -> dict[int, EntrySelection]:
     found = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
     for a in trace.applications:
         before = found.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
-        if before is None or not isinstance(a.primitive, SELECTING):
-            continue
-        if isinstance(a.primitive, Embedding) and a.primitive.frozen is not None:
+        if before is None or not a.primitive.selects:
             continue
         value = trace.values[a.inputs[0]]  # type: ignore[index]
         positions = torch.arange(value.numel(), device=value.device).reshape(value.shape) if before.at is None else before.at
@@ -394,8 +384,8 @@ def find_sites(trace: Trace) -> dict[int, Site]:
 def _site(
     trace: Trace, a: Application, chosen: Mapping[int, EntrySelection], sites: dict[int, Site], uses: Mapping[int, int]
 ) -> Site | None:
-    primitive = a.primitive
-    if not isinstance(primitive, SITES):
+    roles = a.primitive.roles
+    if not roles:
         return None
     inputs, out = trace.gather(a), trace.values[a.output]
     x = inputs[0]
@@ -414,29 +404,32 @@ def _site(
             return None
         return GainJacobian(s.parameter, s.at, torch.ones((), dtype=out.dtype, device=out.device).expand(rows, width))
 
-    if isinstance(primitive, (MatMul, Linear)) and a.inputs[0] != a.inputs[1]:
-        weight, transposed = inputs[1], isinstance(primitive, Linear)
-        jacobians: dict[int, ParameterJacobian | None] = {2: vector(2)}
-        if weight is not None and weight.ndim == 2 and (s := selected(1)) is not None and _injective(s.at):
-            at = None if s.at is None else s.at.reshape(-1)
-            jacobians[1] = WeightJacobian(s.parameter, at, x.reshape(-1, x.shape[-1]), width, transposed)
-        return _made(a, jacobians)
-    if isinstance(primitive, (LayerNorm, RMSNorm)) and primitive.dims == 1:
-        jacobians = {2: vector(2)}
-        if (gain := vector(1)) is not None:
-            plain = primitive.value(x, *([None] * (len(inputs) - 1)))  # type: ignore[arg-type]
-            jacobians[1] = GainJacobian(gain.parameter, gain.at, plain.reshape(-1, width))
-        return _made(a, jacobians)
-    if isinstance(primitive, Add) and primitive.alpha == 1 and a.inputs[0] != a.inputs[1]:
+    def before(position: int) -> Site | None:
+        at = a.inputs[position]
+        return sites.get(at) if at is not None and uses[at] == 1 else None
 
-        def before(position: int) -> Site | None:
-            at = a.inputs[position]
-            return sites.get(at) if at is not None and uses[at] == 1 else None
-
-        return _of_a_sum(a, out, selected, vector, (x.shape, inputs[1].shape), before)  # type: ignore[union-attr]
-    if isinstance(primitive, Embedding) and (s := chosen.get(a.output)) is not None and s.at is not None:
-        return Site(a.output, [_index(s, out)], (0,))
-    return None
+    jacobians: dict[int, ParameterJacobian] = {}
+    for position, role in roles.items():
+        s = selected(position)
+        if role == "table":
+            s = chosen.get(a.output)
+            return None if s is None or s.at is None else Site(a.output, [_index(s, out)], (position,))
+        if role == "term":
+            shapes = x.shape, inputs[1].shape  # type: ignore[union-attr]
+            return None if a.inputs[0] == a.inputs[1] else _of_a_sum(a, out, selected, vector, shapes, before)
+        if role in ("weight", "transposed weight"):
+            if a.inputs[0] == a.inputs[position]:
+                return None
+            if s is not None and inputs[position].ndim == 2 and _injective(s.at):  # type: ignore[union-attr]
+                entries = None if s.at is None else s.at.reshape(-1)
+                X = x.reshape(-1, x.shape[-1])
+                jacobians[position] = WeightJacobian(s.parameter, entries, X, width, role == "transposed weight")
+        elif (one := vector(position)) is not None:
+            if role == "gain":
+                plain = a.primitive.value(x, *([None] * (len(inputs) - 1)))  # type: ignore[arg-type]
+                one = GainJacobian(one.parameter, one.at, plain.reshape(-1, width))
+            jacobians[position] = one
+    return Site(a.output, list(jacobians.values()), tuple(jacobians), jacobians.get(1)) if jacobians else None
 
 
 def _of_a_sum(
@@ -462,11 +455,6 @@ def _of_a_sum(
         every = torch.arange(shapes[mine].numel(), device=out.device).reshape(shapes[mine])
         tables[mine] = _index(EntrySelection(s.parameter, (every if s.at is None else s.at).expand(out.shape)), out)
     return Site(a.output, list(tables.values()), tuple(tables)) if tables else None
-
-
-def _made(a: Application, jacobians: Mapping[int, ParameterJacobian | None]) -> Site | None:
-    found = {position: jacobian for position, jacobian in sorted(jacobians.items()) if jacobian is not None}
-    return Site(a.output, list(found.values()), tuple(found), found.get(1)) if found else None
 
 
 def _index(s: EntrySelection, out: Tensor) -> IndexJacobian:

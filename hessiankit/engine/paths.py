@@ -164,11 +164,10 @@ class Paths:
             is_by_column = not others and first in columns
             if is_by_column and step.primitive.factor is not None:
                 columns.add(step.output)
-            if a.primitive.is_product and a.inputs[0] is not None:
+            if products := a.primitive.multiplications(self.trace.gather(a), self.value(step.output)):  # type: ignore[arg-type]
                 pushes = len(others) + 1 - is_by_column
                 curvature = 2 * len(others)
-                each = pushes + curvature + (0 if alone else len(others) + 1)
-                total += float(each) * self.value(step.output).numel() * self.value(a.inputs[0]).shape[-1]
+                total += float(pushes + curvature + (0 if alone else len(others) + 1)) * products
         return total
 
     def calls(self, path: Sequence[Step]) -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from derivations.fused_attention import ScaledDotProductAttention
 from hessiankit.engine.cost import CALL, MATMUL, SweepCost
 from hessiankit.engine.linearisation import CACHED, Linearisation
 from hessiankit.engine.storage import SymmetricStorage
@@ -66,10 +65,7 @@ def product_work(trace: Trace) -> tuple[float, float]:
     for a in trace.applications:
         inputs, entries = trace.gather(a), trace.values[a.output].numel()
         passes += 6.0 * entries
-        if isinstance(a.primitive, ScaledDotProductAttention):
-            multiplications += 12.0 * entries * inputs[1].shape[-2]  # type: ignore[union-attr]
-        elif a.primitive.is_product:
-            multiplications += 6.0 * entries * inputs[0].shape[-1]  # type: ignore[union-attr]
+        multiplications += 6.0 * a.primitive.multiplications(inputs, trace.values[a.output])  # type: ignore[arg-type]
     return multiplications, passes
 
 

@@ -26,7 +26,7 @@ from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, SumOver
 from derivations.primitive import Primitive
 from derivations.softmax import LogSoftmax, Softmax
-from hessiankit.engine.jacobians import SELECTING, selections
+from hessiankit.engine.jacobians import selections
 from hessiankit.tracing.trace import Application, Trace
 from hessiankit.verify.identity_generators import Leg
 
@@ -255,7 +255,7 @@ class Following:
         if isinstance(p, Embedding) and (table := self._chosen.get(a.output)) is not None and p.frozen is None:
             leg = self._leg(a, 0)
             return [self._space(a, (leg, "table"))] if leg is not None and table.at is not None else []
-        if isinstance(p, SELECTING):
+        if p.selects or isinstance(p, Embedding):
             return [c.at(p.value(c.columns)) for c in self._of(a, 0)]
         if isinstance(p, (Multiple, Cast)) or (isinstance(p, Concatenate) and len(a.inputs) == 1):  # with an empty cache
             return list(self._of(a, 0))
