@@ -112,6 +112,30 @@ def _place(x: Tensor) -> tuple[int, Any, Any]:
     return x.data_ptr(), x.shape, x.stride()
 
 
+def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple[float, bool]:
+    """Fill the lower half of a matrix from the upper one; of the blocks on the diagonal both get the mean.
+
+    Args:
+        kernels: The library.
+        matrix: (P, P), contiguous.
+        bounds: Where each parameter starts, and where the last one ends.
+
+    Returns:
+        The largest |H - H^T| of the blocks on the diagonal, relative to the largest diagonal entry; whether all is finite.
+    """
+    result = (ctypes.c_double * 3)()
+    kernels.hessiankit_mirror(
+        SINGLE[matrix.dtype],
+        matrix.data_ptr(),
+        matrix.stride(0),
+        (ctypes.c_int64 * len(bounds))(*bounds),
+        len(bounds) - 1,
+        torch.get_num_threads() if matrix.numel() > SMALL else 1,
+        result,
+    )
+    return (result[0] / result[1] if result[1] else 0.0), not result[2]
+
+
 NARROW = 4  # entries of the longest axis below which a kernel's vectors are mostly empty
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from hessiankit.engine.kernel_calls import KernelSum, joined
+from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
+from hessiankit.support.kernels import kernels
 
-SIDE = 1024  # columns that are mirrored at once
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
 
 
@@ -133,13 +133,18 @@ class SymmetricStorage:
         Return the largest |H - H^T| of the blocks (i, i) before, relative to the largest diagonal entry; or of the curvature
         lifted to one, relative to its own, where that was averaged before.
         """
+        library, whole = kernels(), 0 < len(self.slices) == len(self.rows) == len(self.columns)
+        if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and whole:
+            bounds = [0, *(rows.stop for rows in self.slices.values())]
+            apart, self.is_finite = mirror(library, self.data, bounds)
+            largest = self.largest()
+            return max(apart, self.skew, self._apart / largest if largest else 0.0)
         worst = self._apart
         for name, n in self.order.items():
             if n in self.rows and n in self.columns:
                 across, worst = self._within(name, self.top), max(worst, _average(self.block(name, name)))
-                for part in range(across.start, across.stop, SIDE):
-                    columns, below = slice(part, min(part + SIDE, across.stop)), slice(across.stop, self.data.shape[0])
-                    self.data[below, columns] = self.data[columns, below].T
+                below = slice(across.stop, self.data.shape[0])
+                self.data[below, across] = self.data[across, below].T
         self.is_finite = math.isfinite(float(self.data.sum()))
         largest = self.largest()
         return max(worst / largest if largest else 0.0, self.skew)

@@ -114,6 +114,8 @@ def _found() -> ctypes.CDLL | None:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.hessiankit_sum.argtypes = [ctypes.c_int, pointer, pointer, pointer, number, pointer]
     library.hessiankit_sum.restype = ctypes.c_int
+    library.hessiankit_mirror.argtypes = [ctypes.c_int, pointer, number, pointer, number, number, pointer]
+    library.hessiankit_mirror.restype = None
     return library
 
 

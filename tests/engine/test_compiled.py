@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import hessiankit
 from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
-from hessiankit.engine.kernel_calls import KernelSum, joined, kernel_sum
+from hessiankit.engine.kernel_calls import KernelSum, joined, kernel_sum, mirror
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
@@ -181,6 +182,36 @@ def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
     assert asked(torch.float64, device="meta") is None
     with library.plain():
         assert asked(torch.float64) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("bounds", [[0, 1], [0, 7, 7, 30], [0, 300, 301, 571], [0, 64, 512]])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_mirror(kernels: ctypes.CDLL, bounds: list[int], dtype: torch.dtype, threads: int) -> None:
+    n = bounds[-1]
+    H = rows_of(n, n, dtype=dtype, seed=5)
+    expected = H.double().numpy().copy()
+    apart = 0.0
+    for first, last in itertools.pairwise(bounds):
+        own = expected[first:last, first:last]
+        apart = max(apart, np.abs(own - own.T).max(initial=0.0))
+        own[:] = (own + own.T) / 2
+        expected[last:, first:last] = expected[first:last, last:].T
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found, finite = mirror(kernels, H, bounds)
+    finally:
+        torch.set_num_threads(before)
+    assert finite
+    assert found == pytest.approx(apart / np.abs(np.diagonal(expected)).max(), rel=1e-6)
+    np.testing.assert_allclose(H.double().numpy(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 3e-7)
+    assert torch.equal(H, H.T)
+    for at in ((0, 0), (0, n - 1), (n // 2, n - 1), (n // 2, n // 2)):
+        H[at] = float("nan")
+        assert not mirror(kernels, H.clone(), bounds)[1]
+        H[at] = 1.0
+        assert mirror(kernels, H.clone(), bounds)[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
