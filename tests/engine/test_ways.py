@@ -74,7 +74,7 @@ def test_right_or_refused_by_name(name: str, reading: str) -> None:
     assert untouched, "the call left something changed"
 
 
-@pytest.mark.parametrize("name", sample(WAYS, 2))
+@pytest.mark.parametrize("name", sample(WAYS, 4))
 def test_check_passes_only_what_is_right(name: str) -> None:
     this = WAYS[name].make()
     report, message, untouched = called(lambda c: check(c.module, c.inputs, c.target, loss=c.loss, params=c.params), this)
