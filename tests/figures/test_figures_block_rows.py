@@ -65,6 +65,7 @@ def test_fewer_directions_than_parameters(ways: Paths, found: Diagram) -> None:
     assert [found.rows[at] for at in found.cuts] == ["add"]
 
 
+@pytest.mark.usefixtures("all_pixels")
 def test_what_is_written(tmp_path: Path) -> None:
     picture, numbers = draw(tmp_path, quick=True)
     assert picture.stat().st_size > 20_000
