@@ -14,7 +14,7 @@ import ways_hooks  # noqa: F401
 import ways_parameters  # noqa: F401
 import ways_state  # noqa: F401
 from curvature_reference import sample
-from readings import READINGS
+from readings import READINGS, in_turn
 from torch import Tensor
 from ways import WAYS, Case, Way, central_differences, leaves_of, picture
 
@@ -59,10 +59,7 @@ def complaint(this: Way, right: Tensor | None, found: Tensor | None, message: st
     return None if error <= TOLERANCE else f"wrong by {error:.1e}"
 
 
-@pytest.mark.parametrize(
-    ("name", "reading"),  # of products, diagonal and norms, which take the same way to the engine, one each in turn
-    [(name, reading) for k, name in enumerate(WAYS) for j, reading in enumerate(READINGS) if j in (0, 1 + k % 3)],
-)
+@pytest.mark.parametrize(("name", "reading"), [(name, reading) for k, name in enumerate(WAYS) for reading in in_turn(k)])
 def test_right_or_refused_by_name(name: str, reading: str) -> None:
     this = WAYS[name].make()
     call, of, _ = READINGS[reading]

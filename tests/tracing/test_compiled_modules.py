@@ -54,8 +54,11 @@ CALLS: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [(name, make) for k, name in enumerate(CALLS) for j, make in enumerate(MAKERS) if k in (0, 1 + j)]
+    + [(name, whole) for name in list(CALLS)[5:]],
+)
 def test_the_original_is_what_is_traced(make: Callable[[], nn.Module], name: str) -> None:
     module = make()
     before = module(X)
