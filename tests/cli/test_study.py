@@ -59,6 +59,7 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         return tuple(None if c is None else -c if first is None else first[k] - c for k, c in enumerate(second))
 
     monkeypatch.setattr(LinearisedSoftmax, "pull", other)
+    monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
     assert main(["study", "--quick", "--out", str(tmp_path)]) == 1
 
 

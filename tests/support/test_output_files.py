@@ -64,6 +64,7 @@ def test_folders_are_made_with_their_parents(tmp_path: Path) -> None:
 
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, ".png")
+    monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
     with pytest.raises(hk.InputError, match=r"cannot write .*hessian_mse\.png: No space left"):
         run_study(tmp_path, {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 2, "batch": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
