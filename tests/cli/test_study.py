@@ -20,6 +20,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hessiankit.cli.study.QUICK", {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 20, "batch": 2})
 
 
+@pytest.mark.slow
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--quick", "--table", "--seed", "3", "--out", str(tmp_path), "--json", str(tmp_path / "all.json")]
     assert main(["study", *given]) == 0
