@@ -166,6 +166,7 @@ def test_options(tree: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         front.main(["mutants", "--jobs", "0"])
 
 
+@pytest.mark.slow
 def test_mutants_at_random_positions() -> None:
     files = ["derivations/softmax.py", "hessiankit/engine/storage.py", "hessiankit/curvature/streaming.py"]
     mutants = drawn(command.ROOT, files, 40, seed=1)

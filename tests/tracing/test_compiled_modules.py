@@ -78,8 +78,7 @@ def test_names_are_those_of_the_original() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.cond, which compiles
-@pytest.mark.parametrize("moving", [False, True])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize(("moving", "sign"), [(False, -1.0), (True, 1.0)])
 def test_torch_cond_takes_its_branch(moving: bool, sign: float) -> None:
     def formula(cond: Callable[..., Any]) -> Formula:
         def f(s: Formula, x: Tensor) -> Tensor:
