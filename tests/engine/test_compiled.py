@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,12 +73,15 @@ SIZES = [(5, 7, 9, 4, 6), (49, 16, 8, 32, 16), (3, 1, 33, 17, 1), (70, 12, 20, 5
 
 
 TURNED = [(False, False), (False, True), (True, False), (True, True)]
-DTYPES_AND_ZEROS = [(torch.float64, 0.6), (torch.float32, 0.0)]
 
 
-@pytest.mark.parametrize(("dtype", "zeros"), DTYPES_AND_ZEROS)
-@pytest.mark.parametrize("transposed", TURNED)
-@pytest.mark.parametrize("sizes", SIZES)
+def pairwise(sizes: list[tuple[int, ...]], turned: list[Any]) -> list[tuple[Any, ...]]:
+    """Sizes, orders and types in full, with zeros in every second one: any two choices occur together."""
+    every = itertools.product(enumerate(sizes), enumerate(turned), enumerate(TOLERANCE))
+    return [(n, t, dtype, 0.6 * ((i + j + k) % 2)) for (i, n), (j, t), (k, dtype) in every]
+
+
+@pytest.mark.parametrize(("sizes", "transposed", "dtype", "zeros"), pairwise(SIZES, TURNED))
 def test_sum_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     n, i, p, j, q = sizes
     u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed[0])
@@ -98,9 +102,9 @@ def test_sum_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
         close(other.T, written_out(u, v, K))
 
 
-@pytest.mark.parametrize(("dtype", "zeros"), DTYPES_AND_ZEROS)
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("sizes", [(21, 13, 11), (600, 4, 40), (130, 40, 4)])
+@pytest.mark.parametrize(
+    ("sizes", "transposed", "dtype", "zeros"), pairwise([(21, 13, 11), (600, 4, 40), (130, 40, 4)], [False, True])
+)
 def test_sum_of_a_weight_with_itself(sizes, transposed: bool, dtype: torch.dtype, zeros: float) -> None:
     n, i, p = sizes
     u = WeightJacobian("u", None, rows_of(n, i, dtype=dtype, seed=1, zeros=zeros), p, transposed)
@@ -136,9 +140,9 @@ def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
         assert bool(into.isnan().any())  # 0 x inf
 
 
-@pytest.mark.parametrize(("dtype", "zeros"), DTYPES_AND_ZEROS)
-@pytest.mark.parametrize("transposed", TURNED)
-@pytest.mark.parametrize("sizes", [(49, 16, 8, 32, 16), (5, 9, 4, 5, 21), (2100, 8, 4, 4, 5)])  # the last: more rows than at once
+@pytest.mark.parametrize(  # the last: more rows than at once
+    ("sizes", "transposed", "dtype", "zeros"), pairwise([(49, 16, 8, 32, 16), (5, 9, 4, 5, 21), (2100, 8, 4, 4, 5)], TURNED)
+)
 def test_two_sums_with_a_factor_in_common(sizes, transposed, dtype, zeros: float) -> None:
     n, i, p, j, q = sizes
     a, b, d = (rows_of(n, m, dtype=dtype, seed=k, zeros=zeros) for k, m in enumerate((i, j, q)))
