@@ -59,7 +59,15 @@ def complaint(this: Way, right: Tensor | None, found: Tensor | None, message: st
     return None if error <= TOLERANCE else f"wrong by {error:.1e}"
 
 
-@pytest.mark.parametrize(("name", "reading"), [(name, reading) for k, name in enumerate(WAYS) for reading in in_turn(k)])
+def readings_of(number: int, name: str) -> list[str]:
+    """The matrix and another reading; of a refusal, which comes before them, one of the two in turn."""
+    both = list(in_turn(number))
+    return both if WAYS[name].refused is None else [both[number % 2]]
+
+
+@pytest.mark.parametrize(
+    ("name", "reading"), [(name, reading) for k, name in enumerate(WAYS) for reading in readings_of(k, name)]
+)
 def test_right_or_refused_by_name(name: str, reading: str) -> None:
     this = WAYS[name].make()
     call, of, _ = READINGS[reading]
