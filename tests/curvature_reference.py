@@ -75,16 +75,23 @@ def reverse_over_reverse(module: nn.Module, inputs: Any, target: Tensor | None, 
 
 
 def gradient_twice(value: Tensor, leaves: list[Tensor]) -> Tensor:
-    """The Hessian of a value in some leaves by torch.autograd.grad twice, one row at a time."""
+    """The Hessian of a value with respect to leaves by torch.autograd.grad twice."""
     slopes = torch.autograd.grad(value, leaves, create_graph=True, allow_unused=True, materialize_grads=True)
-    rows = []
-    for slope in slopes:
-        for entry in slope.reshape(-1):
-            row = [torch.zeros_like(p) for p in leaves]
-            if slope.requires_grad:
-                row = torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True, materialize_grads=True)
-            rows.append(torch.cat([r.reshape(-1) for r in row]))
-    return torch.stack(rows)
+    return torch.cat([jacobian_rows(slope, leaves) for slope in slopes])
+
+
+def jacobian_rows(slope: Tensor, leaves: list[Tensor]) -> Tensor:
+    """The derivatives of every entry of a tensor: all rows at once, or one by one where torch.vmap lacks an operation."""
+    found: Any = [None] * len(leaves)
+    if slope.requires_grad:
+        units = torch.eye(slope.numel(), dtype=slope.dtype, device=slope.device).view(-1, *slope.shape)
+        try:
+            found = torch.autograd.grad(slope, leaves, units, retain_graph=True, is_grads_batched=True, allow_unused=True)
+        except (RuntimeError, UserWarning):
+            each = [torch.autograd.grad(slope, leaves, unit, retain_graph=True, allow_unused=True) for unit in units]
+            found = [None if column[0] is None else torch.stack(column) for column in zip(*each, strict=True)]
+    parts = [torch.zeros_like(p).expand(slope.numel(), *p.shape) if x is None else x for x, p in zip(found, leaves, strict=True)]
+    return torch.cat([part.reshape(slope.numel(), -1) for part in parts], 1)
 
 
 def gauss_newton(module: nn.Module, inputs: Any, target: Tensor | None, loss: Loss, names: Any = None) -> Tensor:

@@ -85,6 +85,11 @@ BY_PANELS: dict[str, Reading] = {
 """Those by some rows at a time."""
 
 
+def in_turn(number: int) -> dict[str, Reading]:
+    """The matrix and, as all of them take the same way to the engine, one of products, diagonal and norms: another for each number."""
+    return {name: READINGS[name] for name in ("hessian", list(READINGS)[1 + number % 3])}
+
+
 def assert_readings(
     expected: Tensor,
     module: nn.Module,

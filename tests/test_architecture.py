@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,13 +22,18 @@ def module(path: Path) -> str:
 
 
 FILES = {module(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in FILES.items()}
 
 
+@cache
+def tree(name: str) -> ast.Module:
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+
+
+@cache
 def imported(name: str) -> set[str]:
     """The modules of this repository that a module imports, in functions and for type checkers too; the lazy top level apart."""
     found: set[str] = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -80,9 +86,9 @@ def test_no_circles() -> None:
 
 def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(set)
-    for name, tree in TREES.items():
+    for name in FILES:
         if name.startswith(("hessiankit", "derivations")):
-            for node in ast.walk(tree):
+            for node in ast.walk(tree(name)):
                 if isinstance(node, ast.ClassDef):
                     homes[node.name].add(name)
     assert {name: sorted(where) for name, where in homes.items() if len(where) > 1} == {}

@@ -80,7 +80,7 @@ check("a module", UNUSED)
 for name in hessiankit.__all__:
     getattr(hessiankit, name)
 import hessiankit.cli.main
-check("every public name", {"transformers", "lightning", "timm", "sklearn", "curvlinops"})
+check("every public name", {"transformers", "lightning", "timm", "sklearn", "curvlinops", "papers"})
 """
 
 

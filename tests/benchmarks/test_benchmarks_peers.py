@@ -18,6 +18,7 @@ from benchmarks.peers import JVP, compiled, plain_columns
 from benchmarks.problems import Case, make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_chunked_peer_takes_a_language_model(tied: bool) -> None:
     torch.manual_seed(0)

@@ -26,6 +26,7 @@ def test_grid() -> None:
     assert {(cell["problem"], cell["batch"]) for cell in suite.cells(command.plan_of(options))} == {("gpt2-124M", 2)}
 
 
+@pytest.mark.slow
 def test_a_step_of_training_leaves_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     work = suite.Work(**SMALL)

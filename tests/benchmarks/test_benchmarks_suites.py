@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
 
 def test_hvp_compares_hessian_and_gauss_newton() -> None:
+    pytest.importorskip("curvlinops")
     cell = first_cell("hvp", batch=2)
     result = hvp.run(cell, replace(PLAN, repeats=1), QUIET)
     status = {(row["quantity"], row["name"]): row["status"] for row in result["rows"]}
@@ -83,6 +84,7 @@ def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_memory_skips_what_does_not_fit() -> None:
+    pytest.importorskip("curvlinops")
     result = memory.run(first_cell("memory", problem="L16d2048f8192"), replace(PLAN, limit_seconds=0.01), QUIET)
     assert {row["status"] for row in result["rows"]} == {"skipped"}
     why = {row["name"]: row["why"] for row in result["rows"]}

@@ -43,6 +43,7 @@ def test_the_page_has_a_row_for_every_interval_and_setting() -> None:
         assert {(what, setting) for what in whats} <= shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 4, 7])
 def test_settings_are_measured(number: int) -> None:
     job = coverage.jobs()[number]

@@ -77,6 +77,7 @@ def pre_norms(**inside: str) -> dict[str, str]:
 INSIDE = {"attention__norm_q": "self_attn.q_norm", "attention__norm_k": "self_attn.k_norm"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 def test_llama(tied):
     hugging = generic(hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER, tie_word_embeddings=tied)))

@@ -33,7 +33,7 @@ def task_of(problem):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", sample(range(60), 3))
+@pytest.mark.parametrize("seed", sample(range(60), 6))
 def test_no_bound_is_violated(seed):
     problem = draw_problem(seed)
     H = problem.hessian
@@ -46,7 +46,7 @@ def test_no_bound_is_violated(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", sample(PLACEMENTS, 2))
+@pytest.mark.parametrize("placement", sample(PLACEMENTS, 4))
 def test_every_placement_has_bounds(placement):
     problem = draw_problem(100 + list(PLACEMENTS).index(placement), placement=placement)
     report = hk.bounds(problem.module, problem.x, problem.target, loss=problem.loss)

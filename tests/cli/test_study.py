@@ -15,16 +15,22 @@ from hessiankit.cli.study import digits, patchify, split
 from hessiankit.support.errors import InputError
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hessiankit.cli.study.QUICK", {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 20, "batch": 2})
+
+
+@pytest.mark.slow
 def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--quick", "--table", "--seed", "3", "--out", str(tmp_path), "--json", str(tmp_path / "all.json")]
     assert main(["study", *given]) == 0
     printed = capsys.readouterr().out
     for expected in (
-        "digits train: 1437 images, 4 patches of 16 pixels; a batch of 16",
+        "digits train: 1437 images, 4 patches of 16 pixels; a batch of 2",
         "blocks.0.attention.W_Q x blocks.0.attention.W_K",
         "trained 2-norm",
         "reverse-over-reverse",
-        "trained with cross entropy: 40 steps",
+        "trained with cross entropy: 20 steps",
         "PASSED",
     ):
         assert expected in printed
@@ -32,7 +38,7 @@ def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.C
     assert report["passed"] is True
     assert json.loads((tmp_path / "all.json").read_text()).keys() == report.keys()
     options = report["options"]
-    assert (options["d_ff"], options["d_model"], options["seed"], options["dtype"]) == (16, 8, 3, "float64")
+    assert (options["d_ff"], options["d_model"], options["seed"], options["dtype"]) == (5, 4, 3, "float64")
     assert [(r["loss"], r["stage"]) for r in report["reports"]] == [
         ("mse", "initialisation"), ("mse", "trained"), ("cross_entropy", "initialisation"), ("cross_entropy", "trained"),
     ]  # fmt: skip
@@ -54,6 +60,7 @@ def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.Monke
         return tuple(None if c is None else -c if first is None else first[k] - c for k, c in enumerate(second))
 
     monkeypatch.setattr(LinearisedSoftmax, "pull", other)
+    monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
     assert main(["study", "--quick", "--out", str(tmp_path)]) == 1
 
 

@@ -135,42 +135,6 @@ def test_plain_layers_of_torch():
     assert_exact(randomised(others).eval(), draw(2, 3, 4))
 
 
-FORMULAS = {
-    "weight twice": lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ s.W),
-    "weight and its transpose": lambda s, x: torch.tanh(x @ s.W) @ s.W.mT,
-    "weight squared": lambda s, x: torch.tanh(x @ (s.W @ s.W)),
-    "gain by multiplication": lambda s, x: s.n(x @ s.W) * s.g + s.b,
-    "gain before and after": lambda s, x: torch.tanh(x * s.g @ s.W) * s.g,
-    "bias in three ways": lambda s, x: torch.tanh(x @ s.W + s.b) * s.b + s.b,
-    "a number": lambda s, x: torch.tanh(x @ s.W * s.a) + s.a**2,
-    "low rank": lambda s, x: torch.tanh(torch.tanh(x @ s.W) @ (s.V + s.g.unsqueeze(1) @ s.b.unsqueeze(0))),
-    "product of two paths": lambda s, x: (x @ s.W) * torch.sigmoid(x @ s.V),
-    "quotient": lambda s, x: (x @ s.W) / (2 + torch.tanh(x @ s.V)),
-    "exp, pow, erf": lambda s, x: torch.exp(-((x @ s.W) ** 2)) * torch.erf(x @ s.V),
-    "norm twice": lambda s, x: s.n(x + torch.tanh(s.n(x @ s.W))) @ s.V,
-    "norm of heads": lambda s, x: s.m((x @ s.H).unflatten(-1, (2, 3))).mT.flatten(-2) @ s.H.mT,
-    "weight of heads": lambda s, x: torch.tanh(torch.tanh(x @ s.H).unflatten(-1, (2, 3)) @ s.U),
-    "one product for three": lambda s, x: (lambda q, k, v: torch.softmax(q @ k.mT, -1) @ v)(*(x @ s.H).chunk(3, -1)),
-    "several outputs": lambda s, x: (lambda y: y.max(1).values * y.split([1, 3], -1)[1].sum(1).sum(-1, True))(
-        torch.tanh(x @ s.W)
-    ),
-    "positions": lambda s, x: torch.tanh(x @ s.W + s.P),
-    "class token": lambda s, x: torch.softmax(torch.cat([s.P[:1].expand(2, 1, 4), x @ s.W], 1), 1),
-    "attention": lambda s, x: torch.softmax(x @ s.W @ x.mT, -1) @ x @ s.V,
-    "linear attention": lambda s, x: (x @ s.W) @ ((x @ s.V).mT @ x),
-    "samples mixed": lambda s, x: torch.tanh(x @ s.W - (x @ s.W).mean(0)) @ s.V,
-    "in single precision": lambda s, x: torch.tanh((x @ s.W).float()).double() @ s.V,
-}
-
-
-@pytest.mark.parametrize("name", FORMULAS)
-def test_formula(name):
-    parts: dict[str, Any] = {"n": nn.LayerNorm(4), "m": nn.LayerNorm(3)}
-    shapes = {"W": (4, 4), "V": (4, 4), "H": (4, 6), "U": (3, 5), "P": (3, 4), "g": (4,), "b": (4,), "a": ()}
-    module = Formula(FORMULAS[name], **shapes, **parts)
-    assert_exact(module, draw(2, 3, 4), tolerance=2e-6 if "single" in name else 1e-12)
-
-
 def log_cosh(z: Tensor, target: Tensor) -> Tensor:
     return (z - target).cosh().log().mean() + 0.1 * (z @ z.mT).sum()
 

@@ -22,17 +22,6 @@ def block(**options: Any) -> nn.Module:
     return randomised(hk.TransformerBlock(4, 5, **{"d_k": 2, "activation": "gelu", **options}))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_splitting_the_batch_changes_nothing(loss):
-    x, (target, _) = draw(3, 3, 4), LOSSES[loss]
-    whole = hk.hessian(block(), x, target, loss=loss, batch_size=3)
-    for size in (1, 2, 100, None):
-        part = hk.hessian(block(), x, target, loss=loss, batch_size=size)
-        assert (part.matrix - whole.matrix).abs().max() <= 1e-12 * whole.matrix.abs().max()
-        assert part.loss == pytest.approx(whole.loss, rel=1e-14)
-        assert (part.outer() - whole.outer()).abs().max() <= 1e-12 * whole.outer().abs().max()
-
-
 def test_progress_counts_samples():
     for size, expected in ((2, [(2, 3), (3, 3)]), (1, [(1, 3), (2, 3), (3, 3)]), (3, [(3, 3)])):
         seen: list[tuple[int, int]] = []
@@ -82,12 +71,6 @@ def test_outer_part_is_gauss_newton(loss):
     assert torch.equal(outer, outer.T)
     assert (outer + found.functional() - found.matrix).abs().max() <= 1e-15 * found.matrix.abs().max()
     assert float(torch.linalg.eigvalsh(outer)[0]) >= -1e-14 * float(outer.abs().max())
-
-
-def test_outer_part_of_a_loss_of_ones_own():
-    module, x, target = block(), draw(3, 3, 4), draw(3, 3, 4, seed=7)
-    found = hk.hessian(module, x, target, loss=lambda z, t: (z - t).square().sum() / z.numel())
-    assert (found.outer() - hk.hessian(module, x, target).outer()).abs().max() <= 1e-13 * found.outer().abs().max()
 
 
 def test_a_linear_model_has_no_functional_part():

@@ -39,6 +39,12 @@ def found() -> tuple[Tensor, list[ScalarEstimates]]:
     return matrix, [hk.scalar_estimates(operator, products=40, seed=seed) for seed in range(SEEDS)]
 
 
+@pytest.fixture(scope="module")
+def one() -> ScalarEstimates:
+    return hk.scalar_estimates(hk.hessian_operator(*block()), products=40)
+
+
+@pytest.mark.slow
 def test_intervals_hold_the_truth_at_about_their_level(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """At 95 %: from 91 %, three standard deviations of a share of 200 below, to less than always."""
     matrix, drawn = found
@@ -178,7 +184,7 @@ def test_small_matrices_are_taken_whole() -> None:
         assert found.products == 7
 
 
-def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
+def test_a_result_says_how_often_its_intervals_hold(one: ScalarEstimates) -> None:
     """The lowest shares of the page's rows of these estimates, over all products and from 20 products on."""
     lines = (Path(__file__).parents[2] / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
     names = ("trace", "sum of squares", "trace of a parameter", "entry of the diagonal")
@@ -187,9 +193,10 @@ def test_a_result_says_how_often_its_intervals_hold(found: tuple[Tensor, list[Sc
     assert {what for what, _ in lowest} == set(names)
     few = hk.scalar_estimates(hk.hessian_operator(*block()), products=10)
     assert f"held {min(lowest.values())} to 100 % of the time" in repr(few)
-    assert f"held {min(value for (_, n), value in lowest.items() if n >= 20)} to 100 % of the time" in repr(found[1][0])
+    assert f"held {min(value for (_, n), value in lowest.items() if n >= 20)} to 100 % of the time" in repr(one)
 
 
+@pytest.mark.slow
 def test_estimates_are_unbiased(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
     """The mean over seeds, within four of its standard errors; traces add up to the diagonal's."""
     matrix, drawn = found
@@ -204,11 +211,10 @@ def test_estimates_are_unbiased(found: tuple[Tensor, list[ScalarEstimates]]) -> 
     assert sum(e.value for e in one.traces.values()) == pytest.approx(float(one.diagonal.sum()), rel=1e-12)
 
 
-def test_intervals_of_another_level(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
-    module, x, t = block()
-    half = hk.scalar_estimates(hk.hessian_operator(module, x, t), products=40, level=0.5)
-    assert half.trace.value == found[1][0].trace.value
-    assert half.trace.half_width == pytest.approx(found[1][0].trace.half_width * 0.68762 / 2.09302, rel=1e-4)  # Student, 19
+def test_intervals_of_another_level(one: ScalarEstimates) -> None:
+    half = hk.scalar_estimates(hk.hessian_operator(*block()), products=40, level=0.5)
+    assert half.trace.value == one.trace.value
+    assert half.trace.half_width == pytest.approx(one.trace.half_width * 0.68762 / 2.09302, rel=1e-4)  # Student, 19
 
 
 CASES: dict[str, Any] = {
@@ -235,8 +241,7 @@ def test_exact_where_products_span_the_matrix(name: str, dtype: torch.dtype) -> 
     assert ("exact up to rounding" in found.table()) == (name == "all columns")
 
 
-def test_prints_and_becomes_json(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
-    one = found[1][0]
+def test_prints_and_becomes_json(one: ScalarEstimates) -> None:
     assert f"trace {one.trace}" in repr(one)
     assert "ESTIMATES from 40 products, 95 % intervals" in one.table()
     assert json.loads(json.dumps(one.to_dict()))["trace"] == {"value": one.trace.value, "half_width": one.trace.half_width}

@@ -129,7 +129,7 @@ def test_batches_change_nothing(kind: str) -> None:
     assert norms.whole == pytest.approx(float(expected.norm()), rel=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 2), st.booleans(), st.sampled_from(["mean", "sum"]))
 def test_empirical_fisher_of_squared_error_in_terms_of_per_sample_gradients(
     sizes: list[int], T: int, has_rows: bool, reduction: str
@@ -156,7 +156,7 @@ def test_empirical_fisher_of_squared_error_in_terms_of_per_sample_gradients(
 LABELLED = st.lists(st.lists(st.sampled_from([-100, 0, 1, 2, 3]), min_size=2, max_size=2), min_size=2, max_size=6)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(LABELLED, st.data(), st.sampled_from(["cross_entropy", "mse"]), st.integers(1, 3), st.integers(0, 9))
 def test_drawn_labels_do_not_depend_on_cuts_even_where_a_batch_has_no_label_that_counts(
     labels: list[list[int]], data: st.DataObject, loss: str, draws: int, seed: int

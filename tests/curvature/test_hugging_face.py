@@ -72,6 +72,7 @@ def padded(mask: torch.Tensor = MASK) -> tuple[dict[str, torch.Tensor], torch.Te
     return {"input_ids": TOKENS * mask, "attention_mask": mask}, LABELS.masked_fill(mask == 0, -100)
 
 
+@pytest.mark.slow
 @every_attention
 def test_padding_at_the_left(attention):
     report = checked(build(gpt2, attention, use_cache=False), *padded(), loss="cross_entropy")
@@ -82,6 +83,7 @@ def test_cache():
     checked(build(llama, "sdpa", use_cache=True), {"input_ids": TOKENS}, LABELS, loss="cross_entropy", directions=1)
 
 
+@pytest.mark.slow
 def test_routing_loss():
     module = build(mixtral, "sdpa", use_cache=False, output_router_logits=True)
     checked(module, {"input_ids": TOKENS, "labels": LABELS}, loss=None, directions=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -43,9 +44,14 @@ CHOICES = {
     "no cuts, places together": Choice(False, 100, 2**40, 2**25, 50),
 }
 
-FEW = {"cuts, few directions at a time", "no cuts, each place by itself"}
-EACH = [pytest.param(name, marks=() if name in FEW else pytest.mark.exhaustive) for name in CHOICES]
-"""Names of the choices; all but few are tried by ``-m ""`` alone."""
+
+def in_turn(cases: Iterable[Any]) -> list[Any]:
+    """Cases with every choice; all but two of them, which take turns, are tried by ``-m ""`` alone."""
+    return [
+        pytest.param(case, choice, marks=() if (k + j) % len(CHOICES) < 2 else pytest.mark.exhaustive)
+        for k, case in enumerate(cases)
+        for j, choice in enumerate(CHOICES)
+    ]
 
 
 def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:

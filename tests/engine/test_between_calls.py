@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import draw
+from curvature_reference import draw, gradient_twice
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -93,13 +93,7 @@ def change(w: World, t: Tensor) -> None:
 
 def reference(w: World, batches: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Reverse over reverse of the sum of the losses."""
-    leaves = list(w.parameters())
-    total = sum(w.loss(w(x), t) for x, t in batches)
-    slopes = torch.autograd.grad(total, leaves, create_graph=True)
-    flat = torch.cat([s.reshape(-1) for s in slopes])
-    rows = [torch.autograd.grad(entry, leaves, retain_graph=True, allow_unused=True) for entry in flat]
-    filled = [[torch.zeros_like(p) if g is None else g for g, p in zip(row, leaves, strict=True)] for row in rows]
-    return torch.stack([torch.cat([g.reshape(-1) for g in row]) for row in filled])
+    return gradient_twice(sum(w.loss(w(x), t) for x, t in batches), list(w.parameters()))
 
 
 def run(seed: int) -> Counter[str]:
@@ -140,13 +134,13 @@ def run(seed: int) -> Counter[str]:
     return answers
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_each_result_is_that_of_its_moment(seed: int) -> None:
     answers = run(seed)
     assert answers["right"] >= answers["refused"]
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(12, 1012))
+@pytest.mark.parametrize("seed", range(4, 1004))
 def test_each_result_is_that_of_its_moment_in_a_thousand_programs(seed: int) -> None:
     run(seed)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from curvature_reference import Formula, draw
 from engine_cases import CASES, ROWS_APART, attend
-from engine_choices import CHOICES, EACH, case, force, paths_of, program
+from engine_choices import CHOICES, case, force, in_turn, paths_of, program
 from meter import Meter
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
@@ -22,8 +22,7 @@ from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.engine.sweep import Along, UnitColumns, dense, pull, push, reads
 
 
-@pytest.mark.parametrize("choice", EACH)
-@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize(("seed", "choice"), in_turn(range(1000, 1030)))
 def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, expected = program(seed)
     force(monkeypatch, CHOICES[choice])
@@ -32,8 +31,7 @@ def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch
     assert found.asymmetry <= 1e-12
 
 
-@pytest.mark.parametrize("choice", EACH)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "choice"), in_turn(CASES))
 def test_structures(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, target, expected = case(name)
     force(monkeypatch, CHOICES[choice])
@@ -65,8 +63,7 @@ NAMED = (
 )
 
 
-@pytest.mark.parametrize("choice", EACH)
-@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("name", "choice"), in_turn(NAMED))
 def test_a_block_by_itself(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Directions that only move blocks which are not stored are left out, and no others."""
     module, x, target, expected = case(name)

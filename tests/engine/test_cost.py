@@ -61,9 +61,13 @@ def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
 PROBLEMS = ("mlp", "mlp, narrow", "mlp, many rows", "block", "block, wide", "block, long", "language model")
 
 
-@pytest.mark.parametrize("choice", [None, "cuts", "no cuts, each place by itself"])
+TWO = ("mlp, narrow", "block, wide")
+CHOSEN = [(name, None) for name in PROBLEMS] + [(name, how) for name in TWO for how in ("cuts", "no cuts, each place by itself")]
+"""Problems and what is forced for them; of those with a cut, each kind once."""
+
+
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "choice"), CHOSEN)
 def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     module, *rest = problem(name)
     if choice:
@@ -102,9 +106,8 @@ def test_directions_are_counted(name: str, alone: bool, monkeypatch: pytest.Monk
     assert sum(swept) == sweep_cost(paths, alone=alone).directions
 
 
-@pytest.mark.parametrize("choice", [None, "cuts", "no cuts, each place by itself"])
 @pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "choice"), CHOSEN)
 def test_what_is_coupled(name: str, alone: bool, choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of a multilayer perceptron stay apart; those of attention meet, and a cut does not hide it."""
     module, *rest = problem(name)

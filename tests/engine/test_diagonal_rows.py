@@ -8,7 +8,7 @@ import pytest
 import torch
 from curvature_reference import Formula, draw
 from engine_cases import CASES
-from engine_choices import CHOICES, EACH, case, force, paths_of, program
+from engine_choices import CHOICES, case, force, in_turn, paths_of, program
 from torch import Tensor
 
 import hessiankit as hk
@@ -17,8 +17,7 @@ from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 
 
-@pytest.mark.parametrize("choice", EACH)
-@pytest.mark.parametrize("seed", range(1000, 1030))
+@pytest.mark.parametrize(("seed", "choice"), in_turn(range(1000, 1030)))
 def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, expected = program(seed)
     force(monkeypatch, CHOICES[choice])
@@ -26,8 +25,7 @@ def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch
     assert (found - expected.diagonal()).abs().max() <= 1e-11 * expected.abs().max()
 
 
-@pytest.mark.parametrize("choice", EACH)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "choice"), in_turn(CASES))
 def test_structures(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, target, expected = case(name)
     force(monkeypatch, CHOICES[choice])

@@ -28,7 +28,7 @@ WEIGHTS = {
     leading=st.sampled_from([(), (2,)]),
     seed=st.integers(0, 5),
 )
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 def test_attention_in_any_order_of_its_products(
     weights: str, dim: int, biases: tuple[bool, ...], turned: bool, leading: tuple[int, ...], seed: int
 ) -> None:

@@ -24,6 +24,7 @@ def out(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_files(out):
     assert {path.name for path in out.iterdir()} == {f"bounds_over_truth{end}" for end in (".png", ".md", ".json")}
     data = json.loads((out / "bounds_over_truth.json").read_text())
@@ -33,6 +34,7 @@ def test_files(out):
     assert str(ROOT) not in json.dumps(data)
 
 
+@pytest.mark.slow
 def test_no_valid_bound_lies_below_the_norm(out):
     ratios = json.loads((out / "bounds_over_truth.json").read_text())["ratios"]
     for columns in ratios.values():

@@ -59,6 +59,7 @@ def mnist(tmp_path: Path) -> Path:
     return tmp_path / "mnist.npz"
 
 
+@pytest.mark.slow
 def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full, quick = ImageSpec.of(str(mnist)), ImageSpec.of(str(mnist), quick=True)
     assert (full.patch, full.data()[0].shape) == (4, (40, 49, 16))  # Table 1's
@@ -81,6 +82,7 @@ def test_a_colour_image_is_cut_so_that_quick_stays_quick(tmp_path: Path) -> None
     assert (spec.patch, spec.data()[0].shape, images_of(str(path)).n_classes) == (8, (8, 16, 192), 100)
 
 
+@pytest.mark.slow
 def test_a_text_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = tmp_path / "fox.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)

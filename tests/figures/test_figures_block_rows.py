@@ -12,7 +12,7 @@ from figures.block_rows import Diagram, diagram, draw, name_of, paths
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.sections import sections
-from hessiankit.engine.sweep import push
+from hessiankit.engine.sweep import Along, dense, push, reads
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,9 @@ def test_a_direction_moves_its_own_group_alone(ways: Paths, found: Diagram) -> N
             seed = torch.zeros_like(ways.value(at)).unsqueeze(0)
             first = (0,) * (1 + level)
             seed[first] = torch.linspace(-1, 2, seed[first].numel()).reshape(seed[first].shape)
-            moved = push(steps, {at: (slice(0, 1), seed)}, 1, {value})[1][value][0]  # type: ignore[index]
+            tangents: dict[int, Along] = {at: seed}
+            push(steps, tangents, *reads(steps, {value}))
+            moved = dense(tangents[value])[0]
             assert moved[first[1:]].abs().max() > 0
             moved[first[1:]] = 0
             assert (moved == 0).all(), (name_of(column.place), found.rows.get(value), level)
@@ -54,7 +56,7 @@ def test_blocks_arrive_at_the_places_that_are_marked(ways: Paths, found: Diagram
         seen, at, order = set[int](), column.place.at, column.place.order
         path = ways.reach([place.at for place in ways.places if place.order >= order], whole.steps)
         seed = torch.linspace(-1, 2, ways.value(at).numel()).reshape(1, *ways.value(at).shape).double()
-        rows.sweep(whole, path, 1, lambda place, bar, mixed, to=seen: to.add(place.at), seeds={at: (slice(0, 1), seed)})  # type: ignore[misc]
+        rows.sweep(whole, path, lambda place, bar, mixed, to=seen: to.add(place.at), seeds={at: seed})  # type: ignore[misc]
         assert {at for at in seen if ways.by_value[at].order > order} == {*column.later, *column.behind}
 
 
@@ -65,6 +67,7 @@ def test_fewer_directions_than_parameters(ways: Paths, found: Diagram) -> None:
     assert [found.rows[at] for at in found.cuts] == ["add"]
 
 
+@pytest.mark.usefixtures("all_pixels")
 def test_what_is_written(tmp_path: Path) -> None:
     picture, numbers = draw(tmp_path, quick=True)
     assert picture.stat().st_size > 20_000

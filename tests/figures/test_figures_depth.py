@@ -62,6 +62,7 @@ def without(model: Transformer, k: int, inputs: Tensor, targets: Tensor) -> floa
         model.blocks = kept
 
 
+@pytest.mark.slow
 def test_angles_and_drops(out: Path) -> None:
     paths = angles.draw(out, quick=True)
     assert [path.name for path in paths] == [
@@ -103,6 +104,7 @@ def test_stretched_rows_span_the_scale_whatever_the_angles(out: Path) -> None:
     np.testing.assert_allclose(stretched, [[0.0, 1.0], [0.0, np.nan]], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_variance_and_laws(out: Path) -> None:
     paths = variance.draw(out, quick=True)
     assert [path.name for path in paths] == [f"curse_of_depth_4_8{x}" for x in (".png", ".csv", "_laws.csv", "_verdicts.json")]

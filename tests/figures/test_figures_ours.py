@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from figure_files import read
 
 from figures import analytic_minus_empirical, route_table, spectrum
 from figures._digits import ImageSpec
 from hessiankit.verify.route_table import load
 
+pytestmark = pytest.mark.slow
 QUICK = {"d_model": 4, "d_ff": 6}
 NANO = ImageSpec(patch=4, **QUICK)
 

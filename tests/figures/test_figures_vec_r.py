@@ -31,6 +31,7 @@ def test_the_sites_add_up() -> None:
     assert all(term.abs().max() > 1e-2 for term in sites().values())
 
 
+@pytest.mark.slow
 def test_what_is_written(tmp_path: Path) -> None:
     *pictures, numbers = draw(tmp_path, quick=True)
     assert len(pictures) == 6

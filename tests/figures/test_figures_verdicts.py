@@ -48,6 +48,7 @@ def test_an_interval_decides_only_where_it_lies_on_one_side() -> None:
         in_every("lower loss", [], "")
 
 
+@pytest.mark.usefixtures("all_pixels")
 def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> None:
     verdict = Verdict("curse-of-depth/fig6", "2 seeds", (in_every("a long criterion " * 20, [True, False], "0.1, 0.2"),))
 

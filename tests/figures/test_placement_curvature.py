@@ -85,6 +85,7 @@ def test_the_text_is_the_same_everywhere():
     assert torch.equal(ids[:, 1:], labels[:, :-1])
 
 
+@pytest.mark.slow
 def test_equal_placements_are_equal_but_for_eps(out):
     cells = json.loads((out / "placement_curvature.json").read_text())["cells"]
     rows = figure.equalities([figure.Measured(**{**c, "cell": figure.Cell(**c["cell"])}) for c in cells], SMALL)
@@ -93,6 +94,7 @@ def test_equal_placements_are_equal_but_for_eps(out):
         assert float(tiny.split()[0]) < 1e-9 < 1e-4 < float(usual.split()[0]) < 0.1
 
 
+@pytest.mark.slow
 def test_files(out):
     names = {path.name.removeprefix("placement_curvature") for path in out.iterdir()}
     assert names == {".png", ".csv", ".json", ".md", "cache"}
@@ -106,6 +108,7 @@ def test_files(out):
     assert str(ROOT) not in text
 
 
+@pytest.mark.slow
 def test_finished_cells_are_not_measured_again(out, monkeypatch, capsys):
     monkeypatch.setattr(figure, "QUICK", SMALL)
     picture = (out / "placement_curvature.png").read_bytes()

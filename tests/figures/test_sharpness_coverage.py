@@ -37,6 +37,7 @@ def test_a_draw_by_scores_is_a_draw_of_the_estimator(monkeypatch):
     torch.testing.assert_close(again.transpose(0, 1), found.values, rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 def test_files(tmp_path, monkeypatch):
     monkeypatch.setattr(figure, "QUICK", figure.Settings(10, (2, 4), 3, ("classifier",)))
     assert main(["sharpness_coverage", "--quick", "--out", str(tmp_path)]) == 0

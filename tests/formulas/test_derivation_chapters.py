@@ -191,9 +191,17 @@ def test_the_padding_of_an_embedding_has_no_derivative():
     close(torch.from_numpy(exact), reference.reshape(8, 12))
 
 
-@pytest.mark.parametrize("what", ["activation", "embedding", "curvature-gap/thm3", TransformerBlock(2, 3, d_k=1).double()])
-def test_a_derivation_is_pickled(what):
-    found = derive(what)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("activation", {}),
+        ("embedding", {}),
+        ("curvature-gap/thm3", {}),
+        (TransformerBlock(2, 3, d_k=1).double(), {"wrt": "W_Q"}),
+    ],
+)
+def test_a_derivation_is_pickled(what, options):
+    found = derive(what, **options)
     again = pickle.loads(pickle.dumps(found))
     assert (str(again), again.latex()) == (str(found), found.latex())
     assert torch.equal(again.dense(), found.dense())

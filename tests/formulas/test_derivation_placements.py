@@ -33,7 +33,7 @@ def check(block, names, length=2):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("placement", sample(PLACEMENTS, 2))
+@pytest.mark.parametrize("placement", sample(PLACEMENTS, 4))
 def test_placement(placement):
     block = sampled_block(placement)
     chance = random.Random(placement)

@@ -221,6 +221,7 @@ def digits_classifier(steps: int, seed: int) -> tuple[nn.Module, torch.Tensor, t
     return model, x, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("steps", [0, 100])
 def test_a_classifier_of_digits_has_one_outlier_less_than_classes(steps: int, seed: int) -> None:

@@ -138,6 +138,7 @@ def test_hugging_face_trainer(tmp_path):
     assert torch.equal(whole, trained(str(tmp_path / "checkpoint-2")))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::FutureWarning:lightning")
 def test_lightning(tmp_path):
     lightning = pytest.importorskip("lightning")

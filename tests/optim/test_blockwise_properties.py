@@ -74,7 +74,7 @@ def slope(step: int, p: Tensor) -> Tensor:
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": torch.optim.AdamW, "lion": Lion}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     SHAPES, RATIOS, DECAY, st.sampled_from([0.0, 0.1]), st.booleans(), st.sampled_from([*OPTIMIZERS]), st.booleans(), st.randoms()
 )
@@ -122,7 +122,7 @@ def test_every_entry_takes_the_step_of_a_tensor_of_its_own(
         torch.testing.assert_close(model.get_parameter(name)[at], leaf, rtol=1e-12, atol=1e-14)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SHAPES, RATIOS, DECAY, st.sampled_from([0.0, 0.1]), st.randoms())
 def test_muon_has_matrices_of_hidden_types_only(
     shapes: list[tuple[int, ...]],
@@ -145,7 +145,7 @@ def test_muon_has_matrices_of_hidden_types_only(
         assert set(group["block_type"].split("+")) == kinds
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(SHAPES, st.randoms(), st.integers(0, 6))
 def test_parts_that_do_not_cover_every_entry_once_are_refused(
     shapes: list[tuple[int, ...]], draw: random.Random, way: int

@@ -111,6 +111,7 @@ def test_errors():
         attack(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 11])
 def test_no_ascent_reaches_a_bound(seed):
     problem = draw_problem(seed)

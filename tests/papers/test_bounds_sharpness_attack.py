@@ -19,6 +19,7 @@ from papers.sharpness_disparity.feedforward_bounds import FeedForwardNorms, Gate
 from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput
 
 
+@pytest.mark.slow
 class TestAttack:
     """Gradient ascent on true / bound over every matrix, from many starts at once.
 

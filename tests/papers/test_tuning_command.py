@@ -30,6 +30,7 @@ def refuse(spec):
     raise AssertionError(f"{spec} is done again")
 
 
+@pytest.mark.slow
 def test_the_whole_comparison_and_once_more(capsys, tmp_path, monkeypatch):
     given = ["--seeds", "2", "--tuning-seeds", "1", "--grid", "0.002", "0.004", "--out", str(tmp_path / "out")]
     files = ["--json", str(tmp_path / "x.json"), "--markdown", str(tmp_path / "page.md")]

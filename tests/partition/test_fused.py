@@ -231,7 +231,7 @@ class Fused(nn.Module):
             setattr(self, name, flag)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.sampled_from(["qkv", "Wqkv", "qkv_proj", "groups", "heads", "one key head"]),
     st.integers(1, 3),

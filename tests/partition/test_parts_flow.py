@@ -333,7 +333,7 @@ KINDS = {"query": "QK", "key": "QK", "value": "VO", "output": "VO", "up": "FFN",
 KINDS |= {"second": "Norm", "relative": "Emb", "embedding": "Emb", "positions": "Emb", "head": "Head"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_types_do_not_depend_on_the_order_of_additions(seed: int, split: bool) -> None:
     model = Sums(random.Random(seed), split)

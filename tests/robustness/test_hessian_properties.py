@@ -45,15 +45,6 @@ def test_a_chain_at_any_point_is_exact_and_symmetric(point, also):
     assert_exact(found, point, also=also)
 
 
-@given(st.one_of(blocks(), chains()), SEEDS)
-def test_samples_may_be_split_and_reordered(point, seed):
-    whole = exact(point)
-    assert_close(exact(point, batch_size=1).matrix, whole.matrix)
-    order = torch.randperm(len(point.inputs), generator=torch.Generator().manual_seed(seed))
-    moved = Point(point.module, point.inputs[order], point.target[order], point.loss, point.made)
-    assert_close(exact(moved).matrix, whole.matrix)
-
-
 @given(st.one_of(blocks(), chains()))
 def test_gauss_newton_and_functional_part_add_up_and_the_first_is_positive(point):
     found = exact(point)
@@ -73,13 +64,6 @@ def test_products_and_the_diagonal_are_those_of_the_matrix(point, seed):
     diagonal = hk.hessian_diagonal(point.module, point.inputs, point.target, **request)
     values = torch.cat([diagonal.values[name].reshape(-1) for name in found.names])
     assert float((values - found.matrix.diagonal()).abs().max()) <= TOLERANCE * scale
-
-
-@settings(max_examples=6)
-@given(point=st.one_of(blocks(), chains()))
-def test_a_file_holds_the_bits_of_the_matrix(tmp_path_factory, point):
-    found, path = exact(point), tmp_path_factory.mktemp("matrix") / "H.npy"
-    assert torch.equal(torch.as_tensor(exact(point, out=path).matrix), found.matrix)
 
 
 @pytest.mark.slow

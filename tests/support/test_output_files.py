@@ -10,7 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 
 import hessiankit as hk
-from hessiankit.cli.study import QUICK, run_study
+from hessiankit.cli.study import run_study
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
 from hessiankit.support.files import STDOUT, make_folder, output_for, sync_folder, write_text
@@ -64,8 +64,9 @@ def test_folders_are_made_with_their_parents(tmp_path: Path) -> None:
 
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, ".png")
+    monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
     with pytest.raises(hk.InputError, match=r"cannot write .*hessian_mse\.png: No space left"):
-        run_study(tmp_path, QUICK | {"d_model": 4, "d_ff": 5, "steps": 2})
+        run_study(tmp_path, {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 2, "batch": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 

@@ -54,8 +54,11 @@ CALLS: dict[str, Callable[[nn.Module], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [(name, make) for k, name in enumerate(CALLS) for j, make in enumerate(MAKERS) if k in (0, 1 + j)]
+    + [(name, whole) for name in list(CALLS)[5:]],
+)
 def test_the_original_is_what_is_traced(make: Callable[[], nn.Module], name: str) -> None:
     module = make()
     before = module(X)
@@ -75,8 +78,7 @@ def test_names_are_those_of_the_original() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.cond, which compiles
-@pytest.mark.parametrize("moving", [False, True])
-@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize(("moving", "sign"), [(False, -1.0), (True, 1.0)])
 def test_torch_cond_takes_its_branch(moving: bool, sign: float) -> None:
     def formula(cond: Callable[..., Any]) -> Formula:
         def f(s: Formula, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from curvature_reference import jacobian_rows
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -79,8 +80,7 @@ def twice(module: nn.Module, x: Tensor) -> Tensor:
     """The Hessian by torch's double backward."""
     at = nn.utils.parameters_to_vector(module.parameters()).detach().clone()
     flat, parameters = gradient(module, x, at, create_graph=True), list(module.parameters())
-    rows = [torch.autograd.grad(g, parameters, retain_graph=True, materialize_grads=True) for g in flat]
-    return torch.stack([torch.cat([part.flatten() for part in row]) for row in rows])
+    return jacobian_rows(flat, parameters)
 
 
 @pytest.mark.parametrize("name", DEAD)
