@@ -233,8 +233,8 @@ def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, 
 
 
 MODELS = {
-    "narrow stream": deep(3, 12, 6, meet=False),
-    "narrow stream, rows meet": deep(3, 12, 6, meet=True),
+    "narrow stream": deep(3, 12, 9, meet=False),
+    "narrow stream, rows meet": deep(3, 12, 9, meet=True),
     "wide stream": deep(16, 2, 3, meet=False),
     "wide stream, rows meet": deep(16, 2, 3, meet=True),
 }
@@ -252,7 +252,6 @@ def test_a_cut_is_taken_where_it_pays(name: str, monkeypatch: pytest.MonkeyPatch
             )
             stored(module, x, target, None, None)
         work[cut] = meter.flops
-    print(name, work)
     assert work[None] <= 1.3 * min(work[True], work[False])
 
 
