@@ -289,7 +289,7 @@ def formulas_in_fractions() -> dict[str, Any]:
 
 
 CHAPTERS = tuple(f"exact: {chapter}" for chapter in chapters() if chapter != "placements")
-"""What ``hessiankit check --exact`` proves chapter by chapter, whole blocks of every placement aside, which take a minute."""
+"""What ``check_exact`` compares chapter by chapter, whole blocks of every placement aside, which take minutes."""
 
 
 def failures(names: Collection[str]) -> Iterator[tuple[str, str]]:

@@ -1,10 +1,10 @@
 """Arithmetic modulo the prime p = 2^61 - 1 with bounds on degrees, for formulas at random points of a large set.
 
 Two rational functions that differ agree at a random point with a probability of at most D / |S|, where D bounds the degree of
-the numerator of their difference and each variable is drawn from |S| numbers (Schwartz and Zippel). With small rationals |S| is
-12, and the bound is void; with residues |S| is (p - 1) / 2, about 10^18. A ``Residue`` therefore carries, beside its value,
-a bound on the degree of its numerator and its denominator as a product of powers of atoms (what was divided by), and a
-sum takes the least common denominator. The rules are those of polynomials, so the bound holds for whatever formula is evaluated.
+the numerator of their difference and each variable is drawn from |S| numbers (Schwartz and Zippel); here |S| is (p - 1) / 2,
+about 10^18. A ``Residue`` therefore carries, beside its value, a bound on the degree of its numerator and its denominator as a product
+of powers of atoms (what was divided by), and a sum takes the least common denominator. The rules are those of polynomials, so
+the bound holds for whatever formula is evaluated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cache
 from typing import Any
 
-from hessiankit.verify.jets import ExactNumber
+import sympy
 
 P = 2**61 - 1
 """A prime with p = 3 mod 4, so that the power (p + 1)/4 of a square is a root of it."""
@@ -27,7 +27,7 @@ _DENOMINATORS: list[Mapping[Atom, int]] = [{}]
 _NUMBERS: dict[tuple[tuple[Atom, int], ...], int] = {(): 0}
 
 
-class Residue(ExactNumber):
+class Residue:
     """A number modulo p, with ``degree`` of its numerator and the number ``below`` of its denominator.
 
     >>> x, y = Residue(3, 1), Residue(4, 1)
@@ -99,9 +99,13 @@ class Residue(ExactNumber):
             ValueError: if the residue is not a square.
         """
         root = pow(self.value, (P + 1) // 4, P)
-        if root * root % P != self.value:
+        if not self.is_square():
             raise ValueError(f"sqrt: {self.value} is not a square modulo p; choose eps so that it is")
         return Residue(root, 1)
+
+    def is_square(self) -> bool:
+        """Tell whether it has a root modulo p (Euler's criterion); 0 counts."""
+        return pow(self.value, (P - 1) // 2, P) in (0, 1)
 
     def __eq__(self, other: object) -> bool:
         found = other if isinstance(other, Residue) else _residue(other)
@@ -114,8 +118,16 @@ class Residue(ExactNumber):
         """Tell whether the residue lies in the lower half: a sign for kinks, where any choice of sides will do."""
         return 0 < (self - other).value <= VALUES
 
+    def __le__(self, other: int) -> bool:
+        """Tell whether the two are equal: a residue is not known to be below another number."""
+        return self == other
+
     def __bool__(self) -> bool:
         return self.value != 0
+
+    def _sympy_(self) -> sympy.Symbol:
+        """Return a symbol, for the value of a logarithm, which no residue is."""
+        return sympy.Symbol(f"r_{self.value}")
 
     def __repr__(self) -> str:
         return f"{self.value} mod p"
