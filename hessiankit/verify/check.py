@@ -245,7 +245,7 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
         "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter",
         left_out=choice.left_out,
         remarks=(choice.note, *remarks),
-        identities=examine_identities(problem, found.matrix, rtol=rtol, precision=precision),
+        identities=examine_identities(problem, found.matrix, rtol=rtol),
         exact=exact,
     )
 

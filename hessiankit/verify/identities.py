@@ -14,17 +14,13 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.dense import hessian
 from hessiankit.engine.problem.calling import Loss
-from hessiankit.engine.problem.loss_trace import loss_trace
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, Table, table
-from hessiankit.verify.identity_families import structures
-from hessiankit.verify.identity_generators import Motion, Symmetry, gauge_dimension, rescaled
-from hessiankit.verify.problem import Problem
+from hessiankit.verify.in_place import converted
+from hessiankit.verify.problem import Problem, cast
+from hessiankit.verify.symmetries import Motion, Symmetry, generic_point, symmetries
 from hessiankit.verify.traits import traits
-
-__all__ = ["IdentityReport", "IdentityRow", "examine_identities", "gauge_dimension", "identities", "rescaled"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class IdentityRow:
     """One identity.
 
     Attributes:
-        family: "linear maps", "logits", "norm scale", "row mean" or "key bias".
+        family: "linear maps", "logits", "norm scale", "row mean" or "no effect".
         name: The parameters A that move, and after ``|`` those, C, that move against them.
         statement: The identity; g is the gradient of the parameters in question.
         max_rel_error: Largest violation, relative to the size of the terms that must cancel in its block.
@@ -52,13 +48,11 @@ class IdentityReport(Printed, WithDict):
 
     Attributes:
         rows: One for each structure of the module that implies an identity.
-        skipped: Identities that hold exactly only with eps = 0, which are not checked.
         rtol: The tolerance.
         seconds: Time taken, the Hessian's own not included.
     """
 
     rows: tuple[IdentityRow, ...] = ()
-    skipped: tuple[str, ...] = ()
     rtol: float = 1e-10
     seconds: float = 0.0
 
@@ -107,7 +101,6 @@ class IdentityReport(Printed, WithDict):
 
     def _parts(self) -> Iterator[Piece]:
         yield self.table_of_rows()
-        yield from (f"skipped: {s}" for s in self.skipped)
         yield self.verdict
 
 
@@ -127,23 +120,24 @@ def identities(
 
         g^T B theta = 0    and    H (B theta) + B^T g = 0.
 
-    The symmetries are read off the module's trace, each is confirmed on values of the loss (at the parameters and at a random
-    point near them), and then tested with a random B and, where it belongs to the family, with Euler's B = I.
+    The symmetries are those that the gradient shows at generic points (:mod:`hessiankit.verify.symmetries`). Each is confirmed on
+    values of the loss, at the parameters and at a random point near them, and then tested with a random B and, where it is one of
+    them, with Euler's B = I.
 
         linear maps  columns A that only linear maps C read: (A G, G^-1 C). Any G per head for W_V and W_O; G diagonal across a
                      ReLU, a gate or a norm's gain. B = I is Euler's <W_1, g> = <W_2, g>, <W_V, g> = <W_O, g>, and <gamma, g> =
                      <W_Q, g> + <W_K, g> + <W_V, g> (for the homogeneous parts of The Sharpness Disparity Principle, arXiv
                      2502.19002, Section 4; not in the paper)
-        logits       queries A and keys C of a head that meet only each other: (A G, C G^-T), so <W_Q, g> = <W_K, g>; rotations
-                     behind an RMS norm without gain; D diagonal between the gains of a query and a key norm
-        norm scale   weights w, per head or row, into a norm with eps = 0: <w, g> = 0, H w = -g on w, 0 on all other parameters
+        logits       queries A and keys C of a head that meet only each other: (A G, C G^-T), so <W_Q, g> = <W_K, g>; D diagonal
+                     between the gains of a query and a key norm
+        norm scale   weights w into a norm with eps = 0: <w, g> = 0, H w = -g on w, 0 on all other parameters
                      (for the QKV norms of HybridNorm, arXiv 2503.04598, Theorem A.3; not in the paper)
         row mean     rows that only LayerNorms or a softmax read: u (x) 1 is orthogonal to g and in the kernel of H, as is
                      b_2 -> b_2 + c 1 before a LayerNorm
-        key bias     with neither rotary positions nor a key norm: g = 0, zero rows and columns of H
+        no effect    biases such as the keys', with neither rotary positions nor a key norm: g = 0, zero rows and columns of H
 
-    They are necessary, not sufficient: a wrong second derivative of the softmax, say, leaves the gauge of Q K^T. Identities that
-    hold up to O(eps) only are named in ``skipped``.
+    They are necessary, not sufficient: a wrong second derivative of the softmax, say, leaves the gauge of Q K^T. None are looked
+    for where the module computes in a lower precision than that of its parameters, or stops a gradient (``detach``).
 
     Args:
         module: Any module, in evaluation mode where it has dropout.
@@ -165,78 +159,68 @@ def identities(
     found = hessian(module, inputs, target, loss=loss, params=params)
     values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
     problem = Problem(module, inputs, target, loss, values)
-    precision = traits(problem).precision
-    tolerance = rtol if rtol is not None else 1e-10 if precision == torch.float64 else 1e-3
-    return examine_identities(problem, found.matrix, rtol=tolerance, precision=precision)
+    tolerance = rtol if rtol is not None else 1e-10 if traits(problem).precision == torch.float64 else 1e-3
+    return examine_identities(problem, found.matrix, rtol=tolerance)
 
 
-def examine_identities(problem: Problem, H: Tensor, *, rtol: float, precision: torch.dtype | None = None) -> IdentityReport:
-    """Check a problem's gradient and a Hessian of it, however found, against the symmetries of its structure.
+def examine_identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
+    """Check a problem's gradient and a Hessian of it, however found, against the symmetries of the loss.
 
     Args:
         problem: The loss.
         H: Its Hessian, (P, P), rows in the order of ``problem.params``.
         rtol: The tolerance.
-        precision: The lowest floating type that the module computes in; None: the type of the parameters.
     """
     start = time.perf_counter()
-    task = make_task("identities", problem.module, problem.inputs, problem.target, problem.loss, list(problem.params))
-    candidates, skipped = structures(loss_trace(task, 1.0).trace)
-    eps = torch.finfo(precision or problem.dtype).eps
+    seen = traits(problem)
+    if seen.precision != problem.dtype or seen.stopped_by:
+        return IdentityReport((), rtol, time.perf_counter() - start)
     rng = torch.Generator().manual_seed(0)
-    proved = confirmed(problem, candidates, rng, 1e-12 if eps < 1e-12 else 64 * eps)
+    proved = _confirmed_in_double(problem, rng)
     g = problem.flat_gradient()
-    errors = _errors(problem, H, g, [motion for _, motions in proved for motion in motions], eps)
+    errors = _errors(problem, H, g, [motion for symmetry in proved for motion in symmetry.motions])
     rows, at = [], 0
-    for symmetry, motions in proved:
-        error = float(errors[at : at + len(motions)].amax())  # NaN where one is
-        at += len(motions)
+    for symmetry in proved:
+        error = float(errors[at : at + len(symmetry.motions)].amax())  # NaN where one is
+        at += len(symmetry.motions)
         rows.append(IdentityRow(symmetry.family, symmetry.name, symmetry.statement, error, error <= rtol))
-    return IdentityReport(tuple(rows), tuple(skipped), rtol, time.perf_counter() - start)
+    return IdentityReport(tuple(rows), rtol, time.perf_counter() - start)
 
 
-def confirmed(
-    problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator, tolerance: float
-) -> list[tuple[Symmetry, tuple[Motion, ...]]]:
-    """Keep the symmetries along which the loss itself stays, in float64.
+def _confirmed_in_double(problem: Problem, rng: torch.Generator) -> list[Symmetry]:
+    """Return the symmetries of a problem in float64; none where the module cannot be evaluated in it."""
+    with converted((problem.module, problem.loss), torch.float64):
+        inputs, target = (cast(x, torch.float64) for x in (problem.inputs, problem.target))
+        params = {name: value.double() for name, value in problem.params.items()}
+        double = Problem(problem.module, inputs, target, problem.loss, params)
+        try:
+            return confirmed(double, symmetries(double, rng), rng)
+        except RuntimeError:
+            return []
 
-    At a generic point near the parameters too: some hold at special values only, such as rotations behind a norm whose gain is
-    1, and imply nothing for H.
-    """
-    here = {name: value.double() for name, value in problem.params.items()}
-    near = {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * _normal(x, rng) for n, x in here.items()}
-    proved = []
-    values = [_loss(problem, point) for point in (here, near)]
-    for symmetry in candidates:
-        motions = symmetry.motions(problem.theta.double(), rng)
-        stays = (
-            abs(_loss(problem, motions[0].moved(point, t)) - value) <= tolerance * abs(value)
-            for point, value, t in zip((here, near), values, STEPS, strict=True)
+
+def confirmed(problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator) -> list[Symmetry]:
+    """Keep the symmetries along which the loss itself stays, in float64, at the parameters and at a generic point near them."""
+    points = (problem.params, generic_point(problem.params, rng))
+    values = [problem.value_at(point) for point in points]
+    return [
+        symmetry
+        for symmetry in candidates
+        if all(
+            abs(problem.value_at(symmetry.motions[0].moved(point, t)) - value) <= 1e-12 * abs(value)
+            for point, value, t in zip(points, values, STEPS, strict=True)
         )
-        if all(stays):
-            proved.append((symmetry, motions))
-    return proved
+    ]
 
 
-def _normal(x: Tensor, rng: torch.Generator) -> Tensor:
-    return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
-
-
-def _loss(problem: Problem, point: dict[str, Tensor]) -> float:
-    """Return the loss at a point, NaN where the module cannot be evaluated there or in float64."""
-    try:
-        return problem.value_at(point)
-    except RuntimeError:
-        return math.nan
-
-
-def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion], eps: float) -> Tensor:
+def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion]) -> Tensor:
     """Return the largest violation of both identities for each motion, relative to the terms that must cancel.
 
     A block whose terms all lie at the rounding level of the whole (``ROUNDING``) counts as zero.
     """
     if not motions:
         return H.new_zeros(0)
+    eps = torch.finfo(problem.dtype).eps
     theta, gradient = ({n: x.double() for n, x in values.items()} for values in (problem.params, problem.unflatten(g)))
     g = g.to(H)  # a Hessian has float32 where the gradient is of half precision
     X = torch.stack([_flat(theta, m.velocity(theta)) for m in motions], 1).to(H)  # (P, motions)
@@ -262,4 +246,4 @@ def _relative(difference: Tensor, scale: Tensor, floor: Tensor) -> Tensor:
 
 
 def _flat(theta: dict[str, Tensor], parts: dict[str, Tensor]) -> Tensor:
-    return torch.cat([parts[n] if n in parts else torch.zeros_like(x).reshape(-1) for n, x in theta.items()])
+    return torch.cat([(parts[n] if n in parts else torch.zeros_like(x)).reshape(-1) for n, x in theta.items()])

@@ -2,9 +2,9 @@
 
 Two rational functions that differ agree at a random point with a probability of at most D / |S|, where D bounds the degree of
 the numerator of their difference and each variable is drawn from |S| numbers (Schwartz and Zippel); here |S| is (p - 1) / 2,
-about 10^18. A ``Residue`` therefore carries, beside its value, a bound on the degree of its numerator and its denominator as a product
-of powers of atoms (what was divided by), and a sum takes the least common denominator. The rules are those of polynomials, so
-the bound holds for whatever formula is evaluated.
+about 10^18. A ``Residue`` therefore carries, beside its value, a bound on the degree of its numerator, and its denominator as a
+product of powers of atoms (what was divided by); a sum takes the least common denominator. The rules are those of polynomials,
+so the bound holds for whatever formula is evaluated.
 """
 
 from __future__ import annotations

@@ -101,6 +101,7 @@ class _TraitWatch(TorchFunctionMode):
     def _note_stop(self, func: Any, args: Sequence[Any]) -> None:
         name = getattr(func, "__name__", "")
         name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-        moving = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+        reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
+        moving = any(isinstance(x, Tensor) and x.requires_grad for x in reads)
         if moving and not any(word in name for word in _MAKERS):
             self.stopped_by = name if torch.is_grad_enabled() else NO_GRAD

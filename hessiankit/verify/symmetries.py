@@ -1,0 +1,319 @@
+"""Directions along which a loss is constant, found from its gradient alone.
+
+If the loss does not change along theta -> exp(t B) theta, then <B theta, g> = 0 at every theta. Entries of one parameter along
+one of its axes are a *leg* X, (rows, k); what a generator G, k x k, does to it contributes <X G, g> = sum_ij G_ij (X^T g)_ij, its
+*charge*. A symmetry is thus a sum of charges that vanishes at generic points: of one leg (a norm behind it removes its scale), or
+of several of one width (columns that only the rows of another weight read). Sums over an axis of g that vanish are shifts without
+effect. No trace and no name enters; an operation that none of this was written for is covered as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hessiankit.verify.in_place import placed
+from hessiankit.verify.problem import Problem
+
+Params = Mapping[str, Tensor]
+
+VANISHES = 1e-12
+"""A charge is zero below this share of the terms that cancel in it."""
+MOST_POINTS = 32
+"""Gradients at most that legs of one width are told apart by."""
+DENSE = 512
+"""Widths up to which generators other than diagonal ones are looked for, since exp(t G) costs k^3."""
+
+
+class Leg(NamedTuple):
+    """Entries start to start + size along an axis of a parameter."""
+
+    parameter: str
+    axis: int
+    start: int
+    size: int
+
+    def of(self, values: Params) -> Tensor:
+        """Return the entries as (..., size), a view."""
+        return values[self.parameter].narrow(self.axis, self.start, self.size).movedim(self.axis, -1)
+
+
+class Motion(NamedTuple):
+    """One generator: for each leg a matrix (k, k) or a diagonal (k,), or for each parameter a shift of its shape."""
+
+    legs: tuple[tuple[Leg, Tensor], ...] = ()
+    shifts: tuple[tuple[str, Tensor], ...] = ()
+
+    def velocity(self, theta: Params) -> dict[str, Tensor]:
+        """Return B theta by parameter, or the shift; parameters that do not move are left out."""
+        out = {name: torch.zeros_like(theta[name]) for name in dict.fromkeys(leg.parameter for leg, _ in self.legs)}
+        for leg, G in self.legs:
+            leg.of(out).add_(_times(leg.of(theta), G))
+        return out | {name: shift.clone() for name, shift in self.shifts}
+
+    def transposed(self, gradient: Params) -> dict[str, Tensor]:
+        """Return B^T g by parameter: nothing for a shift."""
+        return Motion(tuple((leg, G if G.ndim == 1 else G.T) for leg, G in self.legs)).velocity(gradient)
+
+    def moved(self, theta: Params, t: float) -> dict[str, Tensor]:
+        """Return exp(t B) theta, or theta plus t times the shift.
+
+        >>> motion = Motion(((Leg("w", 0, 0, 2), torch.tensor([[0.0, 1.0], [0.0, 0.0]])),))
+        >>> motion.moved({"w": torch.tensor([1.0, 5.0])}, 2.0)["w"].tolist()
+        [1.0, 7.0]
+        """
+        out = {name: value.clone() for name, value in theta.items()}
+        for leg, G in self.legs:
+            leg.of(out).copy_(_times(leg.of(out), torch.exp(t * G) if G.ndim == 1 else torch.linalg.matrix_exp(t * G)))
+        for name, shift in self.shifts:
+            out[name] += t * shift
+        return out
+
+
+def _times(X: Tensor, G: Tensor) -> Tensor:
+    return X * G if G.ndim == 1 else X @ G
+
+
+@dataclass(frozen=True)
+class Symmetry:
+    """A family of generators along which the loss is constant.
+
+    Attributes:
+        family: The kind of structure that has it.
+        statement: The identity in words and symbols; g is the gradient of the parameters in question.
+        moving: The parameters that move.
+        against: Those that move against them.
+        motions: Random generators, and G = I, Euler's identity, where that is one.
+    """
+
+    family: str
+    statement: str
+    moving: tuple[str, ...]
+    against: tuple[str, ...]
+    motions: tuple[Motion, ...]
+
+    @property
+    def name(self) -> str:
+        """The parameters that move, and after ``|`` those that move against them."""
+        return " | ".join(", ".join(dict.fromkeys(names)) for names in (self.moving, self.against) if names)
+
+
+class Sample(NamedTuple):
+    """Parameters at a point near those of the problem, and the gradient there."""
+
+    theta: dict[str, Tensor]
+    g: dict[str, Tensor]
+
+
+def _samples(problem: Problem, rng: torch.Generator) -> Iterator[Sample]:
+    """Yield generic points near the parameters, with their gradients."""
+    while True:
+        theta = generic_point(problem.params, rng)
+        with problem.at(), placed((problem.own[n], x) for n, x in theta.items()):
+            gradient = problem.gradient()
+        yield Sample(theta, dict(zip(theta, gradient, strict=True)))
+
+
+def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
+    """Return parameters near given ones, a tenth of their size away."""
+
+    def normal(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
+
+    return {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * normal(x) for n, x in params.items()}
+
+
+def symmetries(problem: Problem, rng: torch.Generator) -> list[Symmetry]:
+    """Return the symmetries that the gradient shows at generic points; the problem is in float64."""
+    drawing = _samples(problem, rng)
+    found = [next(drawing) for _ in range(3)]
+    groups: dict[int, list[Leg]] = {}
+    for leg in _legs(problem.params):
+        groups.setdefault(leg.size, []).append(leg)
+    for size, legs in groups.items():  # one equation for each entry of each point, and some to spare
+        while len(found) < min(MOST_POINTS, math.ceil(len(legs) / size) + 2):
+            found.append(next(drawing))
+    result = [*_without_effect(found, rng), *_row_means(found, rng)]
+    still = {name for symmetry in result if symmetry.family == NO_EFFECT for name in symmetry.moving}
+    result += _norm_scales(found, rng, still)
+    for size, legs in groups.items():
+        if size * len(found) >= len(legs) + size:
+            result += _gauges(legs, found, rng)
+    return result
+
+
+def _legs(params: Params) -> Iterator[Leg]:
+    """Yield the legs of all parameters; of an axis three times as long as another one, as of fused weights, its thirds too."""
+    lengths = {n for x in params.values() for n in x.shape[:2]}
+    for name, x in params.items():
+        for axis, n in enumerate(x.shape[:2]):
+            yield Leg(name, axis, 0, n)
+            if n % 3 == 0 and n // 3 in lengths and n > 3:
+                yield from (Leg(name, axis, start, n // 3) for start in range(0, n, n // 3))
+
+
+def _zero(terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Tell where sums vanish in all samples, for pairs (sums, sums of absolute terms)."""
+    return torch.stack([value.abs() <= VANISHES * scale for value, scale in terms]).all(0)
+
+
+def _normal(shape: Sequence[int], like: Tensor, rng: torch.Generator) -> Tensor:
+    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(like)
+
+
+# Shifts and scales without effect ---------------------------------------------------------------------------------------
+
+NO_EFFECT = "no effect"
+CURVED = "H Bθ = -Bᵀg"
+
+
+def _without_effect(samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+    """Biases, or thirds of fused ones, that nothing depends on, such as that of the keys."""
+    largest = max(float(g.abs().max()) for g in samples[0].g.values())
+    for leg in _legs(samples[0].theta):
+        x = samples[0].theta[leg.parameter]
+        if x.ndim == 1 and all(float(leg.of(s.g).abs().max()) <= VANISHES * largest for s in samples):
+            shift = torch.zeros_like(x)
+            leg.of({leg.parameter: shift}).copy_(_normal((leg.size,), x, rng))
+            motion = Motion(shifts=((leg.parameter, shift),))
+            yield Symmetry(NO_EFFECT, "g = 0, H = 0 in the rows of A", (leg.parameter,), (), (motion,))
+
+
+def _row_means(samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+    """Columns that only LayerNorms and softmaxes read: adding the same to all columns of a row changes nothing."""
+    for name, x in samples[0].theta.items():
+        for axis, n in enumerate(x.shape[:2]):
+            sums = [(s.g[name].sum(axis), s.g[name].abs().sum(axis)) for s in samples]
+            if n > 1 and float(sums[0][1].max()) and bool(_zero(sums).all()):
+                shift = _normal([1 if k == axis else m for k, m in enumerate(x.shape)], x, rng).expand(x.shape)
+                statement = "A + u ⊗ 1: <u ⊗ 1, g> = 0, H (u ⊗ 1) = 0"
+                yield Symmetry("row mean", statement, (name,), (), (Motion(shifts=((name, shift),)),))
+
+
+def _norm_scales(samples: Sequence[Sample], rng: torch.Generator, still: set[str]) -> Iterator[Symmetry]:
+    """Weights, row by row or whole, whose length a norm with eps = 0 removes; a bias may share it."""
+    theta = samples[0].theta
+    moving = [name for name in theta if name not in still]
+    whole = {n: [((s.theta[n] * s.g[n]).sum(), (s.theta[n] * s.g[n]).abs().sum()) for s in samples] for n in moving}
+    pairs = [(w, b) for w, b in product(moving, moving) if theta[w].ndim > 1 and theta[b].ndim == 1]
+    statement = "<A, g> = 0, H A = -g on A, 0 elsewhere"
+    for name in moving:
+        for axis, n in enumerate(theta[name].shape[:2] if theta[name].ndim > 1 else ()):
+            if n > 1 and bool(_zero([_charge(Leg(name, axis, 0, n), s) for s in samples]).all()):
+                leg = Leg(name, axis, 0, n)
+                yield Symmetry("norm scale", statement, (name,), (), (Motion(((leg, _normal((n,), theta[name], rng)),)),))
+                break
+        else:
+            if bool(_zero(whole[name])):
+                yield _scaled(statement, theta, name)
+    for w, b in pairs:
+        if not bool(_zero(whole[w])) and not bool(_zero(whole[b])):
+            both = [(x + y, sx + sy) for (x, sx), (y, sy) in zip(whole[w], whole[b], strict=True)]
+            if bool(_zero(both)):
+                yield _scaled(statement, theta, w, b)
+
+
+def _scaled(statement: str, theta: Params, *names: str) -> Symmetry:
+    legs = [Leg(name, 0, 0, theta[name].shape[0]) for name in names]
+    motion = Motion(tuple((leg, theta[leg.parameter].new_ones(leg.size)) for leg in legs))
+    return Symmetry("norm scale", statement, names, (), (motion,))
+
+
+def _charge(leg: Leg, sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return the diagonal of X^T g, (k,), and the sums of its absolute terms."""
+    terms = (leg.of(sample.theta) * leg.of(sample.g)).reshape(-1, leg.size)
+    return terms.sum(0), terms.abs().sum(0)
+
+
+# Columns that others read -----------------------------------------------------------------------------------------------
+
+
+def _gauges(legs: Sequence[Leg], samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+    """Legs of one width whose charges cancel, index by index: what one side does, the other undoes."""
+    charges = [torch.cat([_charge(leg, s)[0] for s in samples]) for leg in legs]
+    scales = [torch.cat([_charge(leg, s)[1] for s in samples]) for leg in legs]
+    most = max(float(m.max()) for m in scales)
+    kept = [n for n, m in enumerate(scales) if float(m.max()) > VANISHES * most and not bool(_zero([(charges[n], m)]).all())]
+    if len(kept) < 2:
+        return
+    lengths = torch.stack([charges[n].norm() for n in kept])
+    T = torch.stack([charges[n] for n in kept], 1) / lengths
+    _, values, rows = torch.linalg.svd(T, full_matrices=False)
+    null = rows[values <= 1e-10 * values[0]] / lengths  # (relations, legs)
+    for relation in _sparse(null):
+        signs = {legs[n]: int(c) for n, c in zip(kept, relation, strict=True) if c}
+        joined = [(c * charges[n], scales[n]) for n, c in zip(kept, relation, strict=True) if c]
+        total, scale = (torch.stack(parts).sum(0) for parts in zip(*joined, strict=True))
+        if len(signs) > 1 and bool(_zero([(total, scale)]).all()):
+            yield _gauge(signs, samples, rng)
+
+
+def _sparse(null: Tensor) -> Iterator[list[int]]:
+    """Yield vectors of a null space that hold only -1, 0 and 1, by elimination."""
+    N, row = null.clone(), 0
+    for column in range(N.shape[1]):
+        if row == len(N):
+            break
+        at = row + int(N[row:, column].abs().argmax())
+        if float(N[at, column].abs()) <= 1e-6 * float(N.abs().max()):
+            continue
+        N[[row, at]] = N[[at, row]]
+        N[row] /= N[row, column].clone()
+        others = [k for k in range(len(N)) if k != row]
+        N[others] -= N[others, column : column + 1] * N[row]
+        row += 1
+    for vector in N[:row]:
+        rounded = vector.round()
+        if float((vector - rounded).abs().max()) < 1e-4 and float(rounded.abs().max()) == 1:
+            yield [int(c) for c in rounded.tolist()]
+
+
+def _gauge(signs: Mapping[Leg, int], samples: Sequence[Sample], rng: torch.Generator) -> Symmetry:
+    """Return a symmetry of legs with signs: G acts on one side, and -G^T on the other."""
+    thetas = samples[0].theta
+    flat = {leg: thetas[leg.parameter].ndim == 1 for leg in signs}
+    first = next((sign for leg, sign in signs.items() if flat[leg]), next(iter(signs.values())))
+    moving, against = ([leg for leg, s in signs.items() if (s == first) is side] for side in (True, False))
+    like, k = thetas[moving[0].parameter], moving[0].size
+    free = torch.eye(k, dtype=torch.bool, device=like.device)
+    if k <= DENSE:
+        sums = [_matrix_charge(moving, against, s) for s in samples]
+        alive = torch.stack([scale > 0 for _, scale in sums]).all(0)  # where nothing depends on them, units may be dead
+        free |= _zero(sums) & alive
+    G = _normal((k, k), like, rng) / k**0.5 * free  # so that exp(t G) stays well conditioned at every width
+    kind = "diagonal" if bool((free.sum(0) == 1).all()) else "linear"
+    axes = [{leg.axis for leg in side if not flat[leg]} for side in (moving, against)]
+    family = "logits" if axes[0] == axes[1] else "linear maps"
+    generators = [G.diagonal() if kind == "diagonal" else G, like.new_ones(k)]
+    motions = tuple(_motion(moving, against, generator) for generator in generators)
+    return Symmetry(family, STATEMENTS[family, kind], *(tuple(x.parameter for x in side) for side in (moving, against)), motions)
+
+
+STATEMENTS = {
+    ("linear maps", "linear"): f"(A G, G⁻¹C): <A, g> = <C, g>, {CURVED}",
+    ("linear maps", "diagonal"): f"(A D, D⁻¹C), D diagonal: <A, g> = <C, g>, {CURVED}",
+    ("logits", "linear"): f"(A G, C G⁻ᵀ): <A, g> = <C, g>, {CURVED}",
+    ("logits", "diagonal"): f"(A D, C D⁻¹), D diagonal: <A, g> = <C, g>, {CURVED}",
+}
+
+
+def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: Sample) -> tuple[Tensor, Tensor]:
+    """Return sum X^T g over one side minus sum (X^T g)^T over the other, (k, k), and the sums of absolute terms."""
+    total, scale = torch.zeros(()), torch.zeros(())
+    for sign, side in ((1, moving), (-1, against)):
+        for leg in side:
+            X, g = (leg.of(values).reshape(-1, leg.size) for values in (sample.theta, sample.g))
+            M, S = X.T @ g, X.abs().T @ g.abs()
+            total, scale = (total + M, scale + S) if sign == 1 else (total - M.T, scale + S.T)
+    return total, scale
+
+
+def _motion(moving: Sequence[Leg], against: Sequence[Leg], G: Tensor) -> Motion:
+    back = -(G if G.ndim == 1 else G.T)
+    return Motion((*((leg, G) for leg in moving), *((leg, back) for leg in against)))
