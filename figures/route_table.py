@@ -1,8 +1,8 @@
 """The route table: through which operations torch's ways to second derivatives are right, wrong or missing.
 
-Ours. First picture: the table that the toolkit ships (``hessiankit/verify/route_table.json``, made by ``python -m benchmarks
-routes --write`` on the torch that it names): an operation with the tensors that parameters reach starred, and the four
-references that ``hessiankit.check`` may choose from. Second picture: the same on the torch at hand, for every route and every
+Ours. First picture: the table of the pinned torch (``benchmarks/routes/route_table.json``, made by ``python -m benchmarks routes
+--write`` on the torch that it names): an operation with the tensors that parameters reach starred, and four references of
+``hessiankit.check``. Second picture: the same on the torch at hand, for every route and every
 example operation: the largest error relative to the largest entry of the Hessian; the judge is the closed form, confirmed by
 central differences. Wrong is an error above 1e-9; it comes without any warning from torch.
 
@@ -27,10 +27,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 
 from benchmarks.routes.operations import OPERATIONS
-from benchmarks.routes.table import ROUTES_OF, TOLERANCE, routes
+from benchmarks.routes.table import ROUTES_OF, TOLERANCE, load, routes
 from benchmarks.routes.torch_routes import ROUTES
 from figures._kit import FAINT, METHOD_COLOURS, cached, page, save, style, write_json, write_rows
-from hessiankit.verify.route_table import load
 
 NAME = Path(__file__).stem
 LOOK: dict[str, dict[str, Any]] = {

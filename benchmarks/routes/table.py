@@ -1,6 +1,7 @@
 """The route table: which of torch's routes to second derivatives are right for which operations.
 
-:func:`write` writes its shipped form, which ``hessiankit.check`` reads (``hessiankit/verify/route_table.json``).
+``route_table.json`` holds its short form, operation by operation the references of ``hessiankit.check`` that fail and how, on the
+torch that continuous integration pins; :func:`write` writes it.
 """
 
 from __future__ import annotations
@@ -8,8 +9,10 @@ from __future__ import annotations
 import json
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +24,12 @@ from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError, InputError, unknown
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, table
+from hessiankit.tracing.graph import Node
+from hessiankit.tracing.recording import record
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import typed_line
-from hessiankit.verify.route_table import PATH, signatures
 
+PATH = Path(__file__).with_name("route_table.json")
 TOLERANCE = 1e-9
 """Relative to the Hessian's largest entry: far above rounding and differences (1e-12), below any lost term seen (1e-6)."""
 
@@ -295,8 +300,44 @@ UNLISTED = frozenset({"autograd.Function", "autograd.Function (once)", "weight_n
 as a plain formula (:data:`hessiankit.verify.problem.PLAIN`)."""
 
 
+def signatures(function: Callable[..., Tensor], parameters: Mapping[str, Tensor]) -> dict[str, None]:
+    """Return the operations that parameters reach, each with its tensors; those that move are starred.
+
+    >>> list(signatures(lambda p: (p["W"] * 2).sum(), {"W": torch.ones(2)}))
+    ['aten.mul.Tensor(self*)', 'aten.sum.default(self*)']
+    """
+    leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
+    with torch.enable_grad():
+        graph = record(lambda: function(leaves), list(leaves.values()), {}).graph
+    moving: set[Node] = set()
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            moving.add(node)
+        elif node.op == "call_function" and not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+            if isinstance(node.target, torch._ops.OpOverload):
+                found[_signature(node, moving)] = None
+        elif node.op == "segment" and not moving.isdisjoint(node.all_input_nodes):
+            moving.add(node)
+            if node.target:
+                found[f"autograd: {node.target}(*)"] = None
+    return found
+
+
+def _signature(node: Node, moving: set[Node]) -> str:
+    target: Any = node.target
+    given = dict(zip((argument.name for argument in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    shown = []
+    for name, value in given.items():
+        nodes = [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Node)]
+        if nodes:
+            shown.append(name + "*" * (not moving.isdisjoint(nodes)))
+    return f"{target}({', '.join(shown)})"
+
+
 def distilled(found: RouteTable) -> dict[str, Any]:
-    """Return the shipped form of a route table: for every operation, the references that fail, and how.
+    """Return the short form of a route table: for every operation, the references that fail, and how.
 
     An operation that some row has right is not what makes another row wrong.
     """
@@ -330,5 +371,11 @@ def _verdicts(row: Mapping[str, list[tuple[str, str]]]) -> Iterator[tuple[str, s
 
 
 def write(found: RouteTable) -> None:
-    """Write the shipped form of a table of all operations."""
+    """Write the short form of a table of all operations."""
     PATH.write_text(json.dumps(distilled(found), indent=1) + "\n", encoding="utf-8")
+
+
+@cache
+def load() -> dict[str, Any]:
+    """Return the short form that was written."""
+    return json.loads(PATH.read_text(encoding="utf-8"))

@@ -30,14 +30,15 @@ from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.products import Products
-from hessiankit.verify.references import run_references
-from hessiankit.verify.route_table import CENTRAL_DIFFERENCES, Choice, choose
+from hessiankit.verify.references import REFERENCES, Unsupported, run_references
 from hessiankit.verify.rows import DenseComparison
 from hessiankit.verify.small_blocks import formula_errors, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
 
-AGAINST = ("reverse-over-reverse", "jvp(grad)", "central-differences", "torch.func.hessian", "curvlinops")
-"""The references where the route table does not decide, and for hessiankit's own blocks: the wrong ones are shown too."""
+INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
+"""Three references that share nothing."""
+AGAINST = (*INDEPENDENT, "torch.func.hessian", "curvlinops")
+"""The references for hessiankit's own blocks: those that torch has wrong are shown too."""
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.3}
 """Relative to the largest entry of a block pair; float32 and bfloat16 lose digits in sums over tokens and samples."""
@@ -49,8 +50,6 @@ MATRIX = 20000
 """The same where ``directions`` are given."""
 DIAGONAL = 100_000
 """Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
-MULTIPLYING = ("reverse-over-reverse", "jvp(grad)", "central-differences")
-"""The references that make products without flat vectors, for large modules."""
 
 
 @checked("check")
@@ -84,9 +83,9 @@ def check(
             ``seed`` if omitted.
         target: What the loss compares with; drawn if omitted together with the inputs.
         loss: As in :func:`hessiankit.hessian`.
-        against: Names of the references, see ``hessiankit.verify.REFERENCES``. By default two that share no path and that the
-            route table (``hessiankit/verify/route_table.json``) calls right for every operation of the module, and central
-            differences; where the table is of another torch or lacks an operation, and for hessiankit's own blocks, ``AGAINST``.
+        against: Names of the references, see ``hessiankit.verify.REFERENCES``. By default three that share nothing, reverse over
+            reverse, forward over reverse and central differences; ``torch.func.hessian`` where torch has no forward mode of the
+            gradient, and for hessiankit's own blocks, with curvlinops, to show where they are wrong.
         rtol: Tolerance relative to the largest entry of each block pair; 1e-10 in float64, 1e-3 in float32.
         seed: Seed of all random numbers.
         dtype: The dtype of the check: the module's own tensors are converted where they lie and put back bit for bit, inputs
@@ -202,13 +201,12 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
         report = _compared_products(problem, closed, make_operator, found.precision, rtol, options)
     else:
         report = _compared_matrix(problem, closed, found.precision, rtol, options)
-    moves = next((not h.healthy for h in report.health if h.reference == CENTRAL_DIFFERENCES), False)
+    moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
     stopped = STOPPED.format(found.stopped_by) if found.stopped_by and moves else ""
-    note, *others = report.remarks
     return replace(
         report,
         seconds=time.perf_counter() - start,
-        remarks=tuple(remark for remark in (note, found.padding, stopped, *others) if remark),
+        remarks=tuple(remark for remark in (found.padding, stopped, *report.remarks) if remark),
         lowered=f"{found.lowered_by} computes in {found.precision}" if options.rtol is None and found.lowered_by else "",
     )
 
@@ -221,9 +219,12 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
         probes = probe_directions(problem, options.directions or 4, seed)
     if options.directions is None:
         few = probe_directions(problem, 1, seed) if probes is None else probes.first()
-    choice = _choice(options.against, problem)
+    own = isinstance(module, (TransformerBlock, VisionTransformer))
+    names = tuple(options.against) if options.against is not None else AGAINST if own else INDEPENDENT
     V = None if probes is None else probes.V
-    results = run_references(problem, V, choice.names, probes=few, progress=options.progress)
+    results = run_references(problem, V, names, probes=few, progress=options.progress)
+    if options.against is None and not own and isinstance(results["jvp(grad)"], Unsupported):
+        results |= run_references(problem, V, ["torch.func.hessian"], progress=options.progress)
     noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
     health = examine(results, problem, probes=probes, noise=noise)
     compare = DenseComparison(problem, found, results, health, probes, precision, noise, rtol)
@@ -243,8 +244,7 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
         found,
         rtol,
         "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter",
-        left_out=choice.left_out,
-        remarks=(choice.note, *remarks),
+        remarks=tuple(remarks),
         identities=examine_identities(problem, found.matrix, rtol=rtol),
         exact=exact,
     )
@@ -260,7 +260,7 @@ def _compared_products(
 ) -> CheckReport:
     """Compare products with those of the references, along directions on groups of parameters."""
     groups, per_group = roles(problem.params), options.directions or 1
-    names, along = tuple(options.against or MULTIPLYING), directions(groups, per_group, options.seed)
+    names, along = tuple(options.against or INDEPENDENT), directions(groups, per_group, options.seed)
     compare = Products(problem, operator, names, groups, along, rtol, precision, make_operator, options.progress)
     compare.run()
     health = compare.health()
@@ -273,7 +273,7 @@ def _compared_products(
     else:
         left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"
     comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
-    return CheckReport(tuple(rows), tuple(health.values()), operator, rtol, comparison, remarks=("", left_out))
+    return CheckReport(tuple(rows), tuple(health.values()), operator, rtol, comparison, remarks=(left_out,))
 
 
 def _named(loss: Loss) -> str:
@@ -295,15 +295,6 @@ def _shapes(inputs: Any) -> str:
 
 def _dtype(module: nn.Module) -> str:
     return str(next(module.parameters()).dtype).removeprefix("torch.")
-
-
-def _choice(against: Iterable[str] | None, problem: Problem) -> Choice:
-    """Return the references to run: those named, the route table's, or all for hessiankit's own blocks."""
-    if against is not None:
-        return Choice(tuple(against), {})
-    if isinstance(problem.module, (TransformerBlock, VisionTransformer)):
-        return Choice(AGAINST, {})
-    return choose(problem, AGAINST)
 
 
 def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, Tensor]:

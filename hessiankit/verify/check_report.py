@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -83,8 +83,7 @@ class CheckReport(Printed, WithDict):
         rtol: The tolerance.
         comparison: "every entry", or how many directions a parameter.
         seconds: Total time.
-        left_out: References that were not run, and why: by the route table they are wrong, or no independent witnesses.
-        remarks: What breaks references, why the route table did not decide, what was left out.
+        remarks: What breaks references, what was left out.
         lowered: Why the tolerance is wider than the dtype needs: the operation that computes in a lower precision; else "".
         identities: Exact identities of the gradient and the Hessian that the module's structure implies.
         exact: The vec_r formulas of the module's blocks in exact arithmetic, with ``exact=True``.
@@ -97,7 +96,6 @@ class CheckReport(Printed, WithDict):
     rtol: float
     comparison: str
     seconds: float = 0.0
-    left_out: Mapping[str, str] = field(default_factory=dict)
     remarks: tuple[str, ...] = ()
     lowered: str = ""
     identities: IdentityReport = field(default_factory=IdentityReport)
@@ -228,7 +226,6 @@ class CheckReport(Printed, WithDict):
             f"{h.reference}: {h.state if h.healthy or h.alone else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)"
             for h in self.health
         ]
-        lines += [f"{name}: left out: {why}" for name, why in self.left_out.items()]
         lines += [f"note: {remark}" for remark in self.remarks]
         for kind, words in SAME_CALL.items():
             found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]

@@ -13,13 +13,23 @@ from torch.func import hessian as func_hessian
 from benchmarks.__main__ import main
 from benchmarks.routes import command, table
 from benchmarks.routes.operations import OPERATIONS, written_out_attention, written_out_layer_norm
-from benchmarks.routes.table import DISAGREE, RIGHT, ROUTES_OF, UNSUPPORTED, WRONG, distilled, routes
+from benchmarks.routes.table import (
+    DISAGREE,
+    PATH,
+    RIGHT,
+    ROUTES_OF,
+    UNSUPPORTED,
+    WRONG,
+    distilled,
+    load,
+    routes,
+    signatures,
+)
 from benchmarks.routes.torch_routes import ROUTES, Route, central_differences
 from hessiankit.cli import parsing as exit_codes
 from hessiankit.support.errors import InputError
 from hessiankit.verify.check import AGAINST
 from hessiankit.verify.references import REFERENCES
-from hessiankit.verify.route_table import PATH, load
 
 pytestmark = pytest.mark.slow
 
@@ -77,6 +87,19 @@ def test_operations_compute_what_torch_computes():
     twin = OPERATIONS["attention (written out)"].example(3)
     for name in ("sdpa (default)", "sdpa (math)"):
         assert OPERATIONS[name].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
+
+
+def test_a_signature_says_which_tensors_move():
+    def loss(p):
+        z = torch.nn.functional.layer_norm(torch.ones(2, 3) @ p["W"], (4,), torch.ones(4))
+        return (z + torch.arange(4.0).sin()).sum()
+
+    assert list(signatures(loss, {"W": torch.ones(3, 4)})) == [
+        "aten.matmul.default(self, other*)",
+        "aten.layer_norm.default(input*, weight)",
+        "aten.add.Tensor(self*, other)",
+        "aten.sum.default(self*)",
+    ]
 
 
 class Product:

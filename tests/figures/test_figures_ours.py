@@ -7,9 +7,9 @@ import json
 import pytest
 from figure_files import read
 
+from benchmarks.routes.table import load
 from figures import analytic_minus_empirical, route_table, spectrum
 from figures._digits import ImageSpec
-from hessiankit.verify.route_table import load
 
 pytestmark = pytest.mark.slow
 QUICK = {"d_model": 4, "d_ff": 6}

@@ -14,6 +14,7 @@ from torch import nn
 import hessiankit as hk
 from derivations.normalization import RMSNormAt
 from hessiankit.verify import small_blocks
+from hessiankit.verify.check import AGAINST, INDEPENDENT
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.identities import IdentityReport, examine_identities
 from hessiankit.verify.probes import probe_directions
@@ -80,6 +81,31 @@ def test_rows_printing_and_export() -> None:
     assert again["identities"]["rows"][0].keys() == {"family", "name", "statement", "max_rel_error", "passed"}
     same = hk.check(block()).to_dict()  # the same seed gives the same digits
     assert [row["max_rel_error"] for row in again["rows"]] == [row["max_rel_error"] for row in same["rows"]]
+
+
+def test_three_independent_references_and_others_by_name() -> None:
+    torch.manual_seed(0)
+    module, x, target = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4)).double(), torch.randn(5, 3), torch.randn(5, 4)
+    assert tuple(h.reference for h in hk.check(module, x, target).health) == INDEPENDENT
+    report = hk.check(module, x, target, against=AGAINST)
+    assert tuple(h.reference for h in report.health) == AGAINST
+    assert bool(report) is (len(report.healthy_groups) >= 2)
+    assert tuple(h.reference for h in plain().health) == AGAINST  # hessiankit's own block shows the known defect
+
+
+def test_another_forward_mode_is_taken_where_torch_has_none_of_the_gradient() -> None:
+    report = hk.check(nn.Linear(3, 4).double(), torch.randn(5, 3), torch.randn(5, 4), loss=nn.functional.mse_loss)
+    if any(h.reference == "jvp(grad)" and h.healthy for h in report.health):
+        pytest.skip("this torch takes jvp(grad) through mse_loss")
+    assert {h.reference for h in report.health if h.healthy} == {*INDEPENDENT, "torch.func.hessian"} - {"jvp(grad)"}
+
+
+def test_a_batched_sweep_that_is_wrong_is_not_counted() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Conv1d(2, 4, 1, bias=False), nn.GroupNorm(4, 4, affine=False)).double()
+    report = hk.check(module, torch.randn(2, 2, 4), torch.randn(2, 4, 4))
+    assert report, report
+    assert {h.reference for h in report.health if h.healthy} >= {"jvp(grad)", "central-differences"}
 
 
 def test_one_reference_is_unconfirmed_and_not_unhealthy() -> None:
