@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from hessiankit.support.tables import Table
-    from hessiankit.verify.check_report import CheckReport, CheckRow
+    from hessiankit.verify.check_report import CheckReport
+    from hessiankit.verify.rows import CheckRow
 
 EXAMPLES = (
     ("hessiankit study", "about a minute; report and heat maps in results/study"),

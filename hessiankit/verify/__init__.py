@@ -1,11 +1,12 @@
 """Verification: references by other routes, their health, exact arithmetic, identities, and ``check``, which joins them."""
 
 from hessiankit.verify.check import check
-from hessiankit.verify.check_report import CheckReport, CheckRow
+from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.exact import ExactRow, check_exact, check_exact_blocks
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
+from hessiankit.verify.rows import CheckRow
 
 __all__ = [
     "REFERENCES",

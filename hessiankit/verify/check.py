@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.engine.problem.batches import batches
 from hessiankit.engine.problem.calling import Loss, ordinary
@@ -21,19 +20,20 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
-from hessiankit.verify.check_report import FORMULAS, CheckReport, CheckRow
-from hessiankit.verify.comparison import closed_form
+from hessiankit.verify.check_report import CheckReport
+from hessiankit.verify.comparison import Judge, RoundingNoise, Route, cells_of_groups, cells_of_pairs, closed_form
 from hessiankit.verify.exact import check_exact_blocks
-from hessiankit.verify.health import examine, rounding_noise
+from hessiankit.verify.health import SideBySide, examine, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
-from hessiankit.verify.probes import directions, probe_directions, roles
+from hessiankit.verify.probes import Probes, directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
-from hessiankit.verify.products import Products
-from hessiankit.verify.references import REFERENCES, Unsupported, run_references
-from hessiankit.verify.rows import DenseComparison
+from hessiankit.verify.products import CLOSED, Products
+from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
+from hessiankit.verify.rows import FORMULAS, CheckRow
+from hessiankit.verify.same_call import SameCall, by_operator, operator_of
 from hessiankit.verify.small_blocks import formula_errors, twin_rows
-from hessiankit.verify.traits import STOPPED, traits
+from hessiankit.verify.traits import STOPPED, Traits, traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """Three references that share nothing."""
@@ -179,28 +179,24 @@ class _Options:
 def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
     """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
     start, tell = time.perf_counter(), options.progress
-    chosen = select("check", module, options.params)
-    size = sum(p.numel() for p in chosen.values())
+    params = list(select("check", module, options.params))
+    known: dict[str, Tensor] = dict(module.named_parameters())
+    size = sum(known[name].numel() for name in params)
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
-    closed_progress = None if tell is None else lambda done, total: tell("closed form", done, total)
-
-    def make_operator() -> HessianOperator:  # loss and gradient are rows of the report
-        params = list(chosen)
-        return hessian_operator(module, inputs, target, loss=options.loss, params=params, block_size=1, handshake=False)
-
-    closed: Hessian | HessianOperator = (
-        make_operator()
-        if by_products
-        else hessian(module, inputs, target, loss=options.loss, params=options.params, progress=closed_progress, handshake=False)
-    )
-    values: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if name in closed.slices}
-    problem = Problem(module, inputs, target, options.loss, values)
+    given: dict[str, Any] = {"loss": options.loss, "handshake": False}  # loss and gradient are rows of the report
+    closed: Hessian | HessianOperator
+    if by_products:
+        closed = hessian_operator(module, inputs, target, params=params, block_size=1, **given)
+    else:
+        closed_progress = None if tell is None else lambda done, total: tell("closed form", done, total)
+        closed = hessian(module, inputs, target, params=options.params, progress=closed_progress, **given)
+    problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
     found = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)
     if isinstance(closed, HessianOperator):
-        report = _compared_products(problem, closed, make_operator, found.precision, rtol, options)
+        report = _compared_products(problem, closed, found, rtol, options)
     else:
-        report = _compared_matrix(problem, closed, found.precision, rtol, options)
+        report = _compared_matrix(problem, closed, found, rtol, options)
     moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
     stopped = STOPPED.format(found.stopped_by) if found.stopped_by and moves else ""
     return replace(
@@ -211,7 +207,7 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     )
 
 
-def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, rtol: float, options: _Options) -> CheckReport:
+def _compared_matrix(problem: Problem, closed: Hessian, found: Traits, rtol: float, options: _Options) -> CheckReport:
     """Compare the matrix with the references, every entry or along directions on each parameter."""
     module, seed = problem.module, options.seed
     probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
@@ -225,11 +221,17 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
     results = run_references(problem, V, names, probes=few, progress=options.progress)
     if options.against is None and not own and isinstance(results["jvp(grad)"], Unsupported):
         results |= run_references(problem, V, ["torch.func.hessian"], progress=options.progress)
-    noise = rounding_noise(results, problem, precision, {"closed form": closed_form})
+    noise = rounding_noise(results, problem, found.precision, {CLOSED: closed_form})
     health = examine(results, problem, probes=probes, noise=noise)
-    compare = DenseComparison(problem, found, results, health, probes, precision, noise, rtol)
-    others, remarks = compare.same_call(seed)
-    rows = [*compare.pairs(), *others]
+    judge = Judge(tuple(problem.params), found.precision, noise)
+    healthy = {n: x for n, x in results.items() if isinstance(x, Outcome) and health[n].healthy}
+    along = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
+    beside = SideBySide(problem, {CLOSED: Outcome(along, None, 0.0), **results}, probes)
+    rows: list[CheckRow] = []
+    for name, outcome in healthy.items():
+        rows += judge.rows(beside.gaps(CLOSED, name), rtol, name, outcome.seconds, cells_of_pairs(judge.names))
+    others, remarks = _same_call(problem, closed, judge, healthy, probes, rtol, seed)
+    rows += others
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
             before = time.perf_counter()
@@ -241,37 +243,81 @@ def _compared_matrix(problem: Problem, found: Hessian, precision: torch.dtype, r
     return CheckReport(
         tuple(rows),
         tuple(health.values()),
-        found,
+        closed,
         rtol,
         "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter",
         remarks=tuple(remarks),
-        identities=examine_identities(problem, found.matrix, rtol=rtol),
+        identities=examine_identities(problem, closed.matrix, rtol=rtol),
         exact=exact,
     )
 
 
-def _compared_products(
+def _same_call(
     problem: Problem,
-    operator: HessianOperator,
-    make_operator: Callable[[], HessianOperator],
-    precision: torch.dtype,
+    closed: Hessian,
+    judge: Judge,
+    healthy: Mapping[str, Outcome],
+    probes: Probes | None,
     rtol: float,
-    options: _Options,
-) -> CheckReport:
+    seed: int,
+) -> tuple[list[CheckRow], list[str]]:
+    """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing or failed."""
+    same = SameCall(problem, judge, rtol, {name: (name,) for name in problem.params}, lambda: operator_of(problem))
+    reference, exact = next(((n, x.value) for n, x in healthy.items() if x.error is None), ("", None))
+    notes: list[str] = []
+
+    def symmetric_operator() -> HessianOperator:
+        operator = operator_of(problem)
+        _ = operator.symmetry_error  # refuses what is not symmetric
+        return operator
+
+    def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
+        gradients = list(same.gradient(operator.gradient, seconds))
+        if not all(row.passed for row in gradients):
+            notes.extend(same.wrong_slope(operator.gradient))
+        yield from gradients
+        if exact is not None:
+            few = probes or probe_directions(problem, 1, seed)
+            products = (operator @ few.V.T.to(operator.torch_dtype)).T
+            yield from same.products(products, exact if probes else few.V.to(exact) @ exact.T, few.owners, reference, seconds)
+
+    def of_diagonal(diagonal: Tensor, seconds: float) -> Iterator[CheckRow]:
+        """Compare with a healthy reference; with the dense closed form where references gave products."""
+        if exact is not None:
+            name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
+            yield from same.whole_diagonal(diagonal, matrix, name, seconds)
+
+    operator_rows, why = same.attempt("operator", "gradient and operator", symmetric_operator, of_operator)
+    diagonal_rows, why_not = same.attempt("diagonal", "the diagonal", same.exact_diagonal, of_diagonal)
+    return [same.loss(closed.loss), *operator_rows, *diagonal_rows], [*notes, *why, *why_not]
+
+
+def _compared_products(problem: Problem, operator: HessianOperator, found: Traits, rtol: float, options: _Options) -> CheckReport:
     """Compare products with those of the references, along directions on groups of parameters."""
     groups, per_group = roles(problem.params), options.directions or 1
     names, along = tuple(options.against or INDEPENDENT), directions(groups, per_group, options.seed)
-    compare = Products(problem, operator, names, groups, along, rtol, precision, make_operator, options.progress)
+    remake = lambda: operator_of(problem, block_size=1)  # noqa: E731
+    routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
+    routes[CLOSED] = by_operator
+    noise = RoundingNoise(problem, routes, torch.finfo(found.precision).eps, {d.label: d for d in reversed(along)})
+    judge = Judge(tuple(problem.params), found.precision, noise)
+    compare = Products(problem, operator, names, along, rtol, judge, options.progress)
     compare.run()
-    health = compare.health()
-    rows = [*compare.rows(health), *compare.same_call()]
+    health = compare.health(found)
+    rows: list[CheckRow] = []
+    for name in (name for name in names if health[name].healthy):
+        gaps = compare.gaps(CLOSED, name)
+        rows += judge.rows(gaps, rtol, name, health[name].seconds, cells_of_groups(gaps, groups, judge.names))
+    same = SameCall(problem, judge, rtol, groups, remake)
+    rows += [same.loss(operator.loss), *same.gradient(operator.gradient, 0.0)]
     left_out = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
-    if problem.size <= DIAGONAL:
-        before = time.perf_counter()
-        diagonal = hessian_diagonal(*problem.arguments, **problem.options, max_products=None)
-        rows += compare.diagonal(diagonal.flat, time.perf_counter() - before)
-    else:
+    exact = next((n for n in names if health[n].healthy and not REFERENCES[n].many_calls), None)
+    if problem.size > DIAGONAL:
         left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"
+    elif exact is not None:
+        before = time.perf_counter()
+        diagonal = same.exact_diagonal()
+        rows += same.few_of_diagonal(diagonal, exact, time.perf_counter() - before)
     comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
     return CheckReport(tuple(rows), tuple(health.values()), operator, rtol, comparison, remarks=(left_out,))
 

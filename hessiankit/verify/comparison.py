@@ -1,20 +1,24 @@
-"""Comparison of Hessians block pair by block pair, each relative to its own largest entry."""
+"""Comparison of Hessians block by block, each relative to its own largest entry; of matrices and of products alike.
+
+A *cell* (i, label) holds the entries of products H v that lie in parameter i, over the directions v of one label: a parameter, in
+whole matrices and along directions on each parameter, or a group of parameters.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hessiankit.curvature.dense import hessian
-from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.verify.probes import Probes, probe_directions
+from hessiankit.support.errors import HessiankitError
+from hessiankit.verify.probes import Direction
 from hessiankit.verify.problem import Problem
+from hessiankit.verify.rows import ROUNDING, ZERO, CheckRow
 
 Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
@@ -24,6 +28,12 @@ ULPS = 16.0
 
 PERTURBATIONS, SAFETY = 2, 32.0
 """A block counts as zero up to this many times its largest change under rounding, of two perturbations."""
+
+FLOOR = 45.0
+"""Below FLOOR * eps times the largest entry of the whole (1e-14 in float64) a block may be a remainder of rounding."""
+
+RESOLVED = 1e-2
+"""A route resolves a block where its own error estimate stays below this share of the block's largest entry."""
 
 
 def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Problem:
@@ -35,8 +45,16 @@ def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Probl
     return problem.near({n: moved(x) for n, x in problem.params.items()})
 
 
+def closed_form(problem: Problem, V: Tensor) -> Tensor:
+    """Return H V by the closed form, at the values of a problem."""
+    with problem.at():
+        found = hessian(*problem.arguments, **problem.options)
+    return V.to(found.matrix) @ found.matrix
+
+
+@dataclass(eq=False)
 class RoundingNoise:
-    """The size of rounding errors in each block pair.
+    """The size of rounding errors in each cell.
 
     A block that vanishes identically (the bias of the keys, say) is computed as eps times the terms that cancel. Where the
     parameters move by a few units in the last place, such a remainder changes wholly, a true entry by a few eps of itself,
@@ -46,27 +64,39 @@ class RoundingNoise:
         problem: The loss.
         routes: The routes whose products are compared; each leaves a remainder of its own.
         eps: Of the lowest precision that the module computes in.
+        along: A direction of each label; None: on each parameter.
     """
 
-    def __init__(self, problem: Problem, routes: Mapping[str, Route], eps: float) -> None:
-        self.problem, self.routes, self.eps = problem, dict(routes), eps
+    problem: Problem
+    routes: Mapping[str, Route]
+    eps: float
+    along: Mapping[str, Direction] | None = None
+    _columns: dict[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def floor(self) -> Tensor:
-        """(n, n): of the derivative of parameter i's gradient along parameter j."""
-        problem, generator = self.problem, torch.Generator().manual_seed(0)
-        probes = probe_directions(problem, 1, seed=1)
-        result = torch.zeros(len(problem.params), len(problem.params), dtype=torch.float64)
-        here = {name: self._products(route, problem, probes.V) for name, route in self.routes.items()}
-        for _ in range(PERTURBATIONS):
-            there = perturbed(problem, self.eps, generator)
-            for name, route in self.routes.items():
-                before, after = here[name], self._products(route, there, probes.V)
-                if before is not None and after is not None:
-                    change = (after - before).abs().double().cpu()
-                    seen = torch.stack([change[:, where].amax(1) for where in problem.slices.values()])  # (n, directions)
-                    result = torch.maximum(result, seen)
-        return SAFETY * torch.maximum(result, result.T).to(problem.theta)
+    def floor(self, labels: Sequence[str]) -> Tensor:
+        """Return the noise of the derivative of parameter i's gradient along a label, (n, labels).
+
+        It is symmetric where the labels are the parameters.
+        """
+        columns = torch.stack([self._column(label) for label in labels], 1)
+        symmetric = tuple(labels) == tuple(self.problem.params)
+        return torch.maximum(columns, columns.T) if symmetric else columns
+
+    def _column(self, label: str) -> Tensor:
+        if label not in self._columns:
+            direction = self.along[label] if self.along is not None else Direction(label, (label,), 1)
+            v, generator = direction.vector(self.problem)[None], torch.Generator().manual_seed(0)
+            points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
+            change = torch.zeros(len(self.problem.params)).to(self.problem.theta)
+            for route in self.routes.values():
+                here, *there = (self._products(route, point, v) for point in points)
+                for after in there:
+                    if here is not None and after is not None:
+                        gaps = (after - here)[0].abs().to(change)
+                        seen = torch.stack([gaps[where].amax() for where in self.problem.slices.values()])
+                        change = torch.maximum(change, seen)
+            self._columns[label] = SAFETY * change
+        return self._columns[label]
 
     @staticmethod
     def _products(route: Route, problem: Problem, V: Tensor) -> Tensor | None:
@@ -76,28 +106,14 @@ class RoundingNoise:
             return None
 
 
-def closed_form(problem: Problem, V: Tensor) -> Tensor:
-    """Return H V by the closed form, at the values of a problem."""
-    with problem.at():
-        found = hessian(*problem.arguments, **problem.options)
-    return V.to(found.matrix) @ found.matrix
-
-
-FLOOR = 45.0
-"""Below FLOOR * eps times the largest entry of the whole (1e-14 in float64) a block may be a remainder of rounding."""
-
-RESOLVED = 1e-2
-"""A route resolves a block where its own error estimate stays below this share of the block's largest entry."""
-
-
 @dataclass(frozen=True)
 class Worst:
-    """The largest disagreement over all block pairs.
+    """The largest disagreement over all cells.
 
     Args:
-        error: Largest difference relative to the largest entry of that block pair.
+        error: Largest difference relative to the largest entry of that cell.
         share: Largest difference anywhere relative to the largest entry of the whole.
-        pair: (i, j): the derivative of parameter i's gradient along parameter j, where ``error`` occurs.
+        pair: (i, j): the derivative of parameter i's gradient along j, where ``error`` occurs.
     """
 
     error: float
@@ -109,131 +125,215 @@ class Worst:
         return f"{self.share:.2g} of the largest entry{where}"
 
 
-class BlockMaxima:
-    """Block-pair maxima of arrays laid out as products (k, P): rows are directions, columns gradient entries.
+NOTHING = Worst(math.nan, math.nan, None)
 
-    The block pair (i, j) holds the rows of directions on parameter j and the columns of parameter i. Differences are
-    measured against the largest entry of their own block pair. A block that vanishes identically (the bias of the keys,
-    say) is computed as what rounding leaves of it, of which a relative error has no meaning: a difference counts as zero
-    in a block below ``FLOOR * eps`` of the largest entry of the whole, if it is no larger than ``noise`` says that rounding
-    is in this very block. A small block that is wrong is thus not mistaken for one.
+
+class Gaps(NamedTuple):
+    """Two results side by side: (n, labels) each.
+
+    Attributes:
+        labels: Of the columns.
+        gap: Largest difference in a cell.
+        first, second: Largest entry of the one and of the other.
+        slack: The two routes' own estimates of their errors, added up.
+    """
+
+    labels: tuple[str, ...]
+    gap: Tensor
+    first: Tensor
+    second: Tensor
+    slack: Tensor
+
+    @property
+    def scale(self) -> Tensor:
+        """The largest entry of either."""
+        return torch.maximum(self.first, self.second)
+
+    @property
+    def own(self) -> Tensor:
+        """The slack relative to the cell's scale."""
+        return self.slack / self.scale.clamp_min(torch.finfo(self.slack.dtype).tiny)
+
+
+def joined(parts: Sequence[Gaps]) -> Gaps:
+    """Return the gaps of several directions, each column the largest of those with its label."""
+    columns: dict[str, list[Tensor]] = {}
+    for gaps in parts:
+        for at, label in enumerate(gaps.labels):
+            columns.setdefault(label, []).append(torch.stack([numbers[:, at] for numbers in gaps[1:]]))
+    stacked = torch.stack([torch.stack(alike).amax(0) for alike in columns.values()], 2)  # (4, n, labels)
+    return Gaps(tuple(columns), *stacked)
+
+
+class Layout:
+    """Maxima of products (k, P) over cells: rows are directions, columns gradient entries.
 
     Args:
         problem: Gives the parameters and their slices.
-        probes: The directions of the products; None for whole matrices.
-        precision: The lowest floating type that the module computes in; None: the type of the parameters.
-        noise: The rounding errors of each block pair; None: as much as ``FLOOR`` allows.
+        owners: The label of each direction; None: the directions are all unit vectors, each owned by its parameter.
     """
 
-    def __init__(
-        self,
-        problem: Problem,
-        probes: Probes | None = None,
-        precision: torch.dtype | None = None,
-        noise: RoundingNoise | None = None,
-    ) -> None:
-        self.probes, self.noise = probes, noise
-        self.eps = torch.finfo(precision or problem.dtype).eps
-        # Differences need not resolve a block below this share of the whole's largest entry: they have little to spare.
-        self.small = 1e-4 if self.eps < 1e-12 else 1e-2
-        self.names = tuple(problem.params)
-        self._slices = list(problem.slices.values())
-        owners = probes.owners if probes else tuple(n for n, s in problem.slices.items() for _ in range(s.stop - s.start))
-        self.along = tuple(name for name in self.names if name in owners)
-        device = problem.theta.device
-        self._rows = [torch.tensor([k for k, o in enumerate(owners) if o == name], device=device) for name in self.along]
-        self.shape = (len(owners), problem.size)
+    def __init__(self, problem: Problem, owners: Sequence[str] | None = None) -> None:
+        self._slices, device = list(problem.slices.values()), problem.device
+        every = [name for name, where in problem.slices.items() for _ in range(where.stop - where.start)]
+        self.owners = every if owners is None else list(owners)
+        self.labels = tuple(dict.fromkeys(self.owners))
+        self._rows = [torch.tensor([k for k, o in enumerate(self.owners) if o == x], device=device) for x in self.labels]
 
     def largest(self, products: Tensor) -> Tensor:
-        """Return the largest absolute entry of every block pair (i, j): one row a parameter, one column an owner."""
-        per_direction = torch.stack([products[:, where].abs().amax(1) for where in self._slices])  # (n, k)
-        return self._over_directions(per_direction)
+        """Return the largest absolute entry of every cell, (n, labels)."""
+        return self._over(torch.stack([products[:, where].abs().amax(1) for where in self._slices]))
 
-    def relative(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Tensor:
-        """Return block-pair differences relative to the block's own scale.
+    def gaps(self, a: Tensor, b: Tensor, *errors: Tensor | None) -> Gaps:
+        """Return two results side by side, with the largest of their own errors in every cell, (n, labels)."""
+        first, second = self.largest(a), self.largest(b)
+        slack = sum((error for error in errors if error is not None), torch.zeros_like(first))
+        return Gaps(self.labels, self.largest(a - b), first, second, slack)
 
-        It is 0 where the block cannot be told from zero: below rounding, or small and below the error ``slack`` that
-        the compared routes admit, with a difference no larger than that. Zero on one side only gives 1.
+    def asymmetry(self, products: Tensor, error: Tensor | None, V: Tensor | None) -> Gaps:
+        """Return H beside its transpose; ``error`` (n, labels) is the largest of its own in each cell.
+
+        Whole matrices are compared entry by entry. Along directions ``V``, each on one parameter, there are only the bilinear
+        forms v_k^T H v_l, which are compared with |(H v_l)_i|, the length of the product restricted to v_k's parameter i (v_k has
+        length one).
         """
-        floor = FLOOR * self.eps * scales.amax()
-        slack = torch.zeros_like(scales) if slack is None else slack
-        within = difference <= slack + floor
-        unresolved = within & (slack > RESOLVED * scales) & (slack <= RESOLVED * self.small * scales.amax())
-        vanishing = within & (scales <= floor)
-        if self.noise is not None and bool((vanishing & ~unresolved & (difference > 0)).any()):
-            probed = [self.names.index(name) for name in self.along]
-            vanishing &= difference <= slack + self.noise.floor[:, probed].to(difference)
-        return torch.where(vanishing | unresolved, 0.0, difference / scales.clamp_min(torch.finfo(scales.dtype).tiny))
+        own = torch.zeros_like(self.largest(products)) if error is None else error
+        if V is None:
+            scale, gap = self.largest(products), self.largest(products - products.T)
+        else:
+            forms = V.to(products) @ products.T  # (k, k), entry v_k^T H v_l
+            gaps = (forms - forms.T).abs()
+            gap = self._over(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
+            scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
+            sizes = torch.tensor([where.stop - where.start for where in self._slices]).to(products)
+            own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
+        return Gaps(self.labels, gap, scale, scale.T, own + own.T)
 
-    def attainable(self, own_error: Tensor, scales: Tensor) -> float:
-        """Return the relative error that a route admits, blocks below ``small`` being measured against that."""
-        reference = scales.clamp_min(self.small * float(scales.amax())).clamp_min(torch.finfo(scales.dtype).tiny)
-        return float((own_error / reference).amax())
-
-    def difference(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the largest difference and the largest entry (of either) of every block pair."""
-        return self.largest(a - b), torch.maximum(self.largest(a), self.largest(b))
-
-    def asymmetry(self, products: Tensor, own_error: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the asymmetry of H, its scale, and the asymmetry within the route's own error.
-
-        Whole matrices are compared entry by entry. Of probes there are only the bilinear forms v_k^T H v_l, which are
-        compared with |(H v_l)_i|, the length of the product restricted to v_k's parameter i (v_k has length one).
-        """
-        own = torch.zeros(len(self.names), len(self.along)).to(products) if own_error is None else own_error
-        if self.probes is None:
-            scales = self.largest(products)
-            return self.largest(products - products.T), torch.maximum(scales, scales.T), own + own.T
-        forms = self.probes.V.to(products) @ products.T  # (k, k), entry v_k^T H v_l
-        gaps = (forms - forms.T).abs()
-        difference = self._over_directions(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
-        lengths = self._over_directions(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
-        sizes = torch.tensor([where.stop - where.start for where in self._slices]).to(products)
-        own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
-        probed = [self.names.index(name) for name in self.along]  # only these have directions on both sides
-        scales, own = lengths[probed], own[probed]
-        result = torch.zeros(3, len(self.names), len(probed)).to(products)
-        result[:, probed] = torch.stack([difference, torch.maximum(scales, scales.T), own + own.T])
-        return result[0], result[1], result[2]
-
-    def worst(self, difference: Tensor, scales: Tensor, slack: Tensor | None = None) -> Worst:
-        """Return the largest relative difference, its block pair, and the largest difference as a share of the whole."""
-        relative = self.relative(difference, scales, slack)
-        if not bool(torch.isfinite(relative).all()):
-            return Worst(math.inf, math.inf, self._pair(int((~torch.isfinite(relative)).flatten().nonzero()[0])))
-        whole = float(scales.amax())
-        share = float(difference.amax()) / whole if whole > 0 else 0.0
-        at = int(relative.argmax())
-        return Worst(float(relative.flatten()[at]), share, self._pair(at))
-
-    def _pair(self, at: int) -> tuple[str, str]:
-        return self.names[at // len(self.along)], self.along[at % len(self.along)]
-
-    def _over_directions(self, per_direction: Tensor) -> Tensor:
+    def _over(self, per_direction: Tensor) -> Tensor:
         return torch.stack([per_direction[:, rows].amax(1) for rows in self._rows], dim=1)
 
 
-def block_errors(a: Tensor, b: Tensor, problem: Problem) -> Tensor:
-    """Return max |a - b| of every block pair relative to the block's largest entry.
+@dataclass(frozen=True)
+class Judge:
+    """Which differences of two results count.
 
-    Entry (i, j) belongs to the derivative of parameter i's gradient along parameter j, in the order of ``params``.
+    Differences are measured against the largest entry of their own cell. A block that vanishes identically is computed as what
+    rounding leaves of it, of which a relative error has no meaning: a difference counts as zero in a cell below ``FLOOR * eps``
+    of the largest entry of the whole, if it is no larger than ``noise`` says that rounding is in this very cell. A small block
+    that is wrong is thus not mistaken for one.
 
     Args:
-        a: One Hessian (P, P).
-        b: The other.
-        problem: Gives the parameters and their slices.
-
-    Raises:
-        InputError: A wrong shape.
-
-    >>> problem = Problem(torch.nn.Linear(1, 1), torch.ones(1, 1), torch.ones(1, 1))
-    >>> H = torch.tensor([[2.0, 2.0], [2.0, 2.0]])
-    >>> block_errors(H, H + torch.tensor([[0.0, 1e-20], [2.0, 0.0]]), problem)
-    tensor([[0.0000, 0.0000],
-            [0.5000, 0.0000]])
+        names: The parameters.
+        precision: The lowest floating type that the module computes in.
+        noise: The rounding errors of each cell; None: as much as ``FLOOR`` allows.
     """
-    blocks = BlockMaxima(problem)
-    for value in (a, b):
-        if tuple(value.shape) != blocks.shape:
-            raise InputError(f"block_errors: a value has shape {tuple(value.shape)}; expected {blocks.shape}.")
-    return blocks.relative(*blocks.difference(a.T, b.T))
+
+    names: tuple[str, ...]
+    precision: torch.dtype
+    noise: RoundingNoise | None = None
+
+    @property
+    def eps(self) -> float:
+        """Of the precision."""
+        return float(torch.finfo(self.precision).eps)
+
+    @property
+    def small(self) -> float:
+        """Differences need not resolve a block below this share of the whole's largest entry: they have little to spare."""
+        return 1e-4 if self.eps < 1e-12 else 1e-2
+
+    def relative(self, gaps: Gaps, *, admitted: bool = True) -> Tensor:
+        """Return differences relative to the cell's own scale, (n, labels).
+
+        It is 0 where the cell cannot be told from zero: below rounding, or small and below the error that the routes admit
+        (unless not ``admitted``), with a difference no larger than that. Zero on one side only gives 1.
+        """
+        floor = FLOOR * self.eps * gaps.scale.amax()
+        slack = gaps.slack if admitted else torch.zeros_like(gaps.slack)
+        within = gaps.gap <= slack + floor
+        few = RESOLVED * self.small * gaps.scale.amax()
+        unresolved = within & (slack > RESOLVED * gaps.scale) & (slack <= few)
+        vanishing = within & (gaps.scale <= floor)
+        asked = (vanishing & ~unresolved & (gaps.gap > 0)).any(0)
+        if self.noise is not None and bool(asked.any()):
+            symmetric = gaps.labels == self.names
+            labels = [label for label, ask in zip(gaps.labels, asked.tolist(), strict=True) if symmetric or ask]
+            noise = torch.zeros_like(gaps.gap)
+            noise[:, [gaps.labels.index(label) for label in labels]] = self.noise.floor(labels).to(noise)
+            vanishing &= gaps.gap <= slack + noise
+        return torch.where(vanishing | unresolved, 0.0, gaps.gap / gaps.scale.clamp_min(torch.finfo(gaps.gap.dtype).tiny))
+
+    def within(self, gaps: Gaps, tolerance: float) -> bool:
+        """Tell whether each difference lies within the tolerance plus what the two sides admit."""
+        return bool((self.relative(gaps) <= tolerance + gaps.own).all())
+
+    def worst(self, gaps: Gaps) -> Worst:
+        """Return the largest relative difference, its cell, and the largest difference as a share of the whole."""
+        relative = self.relative(gaps)
+        if not bool(torch.isfinite(relative).all()):
+            return Worst(math.inf, math.inf, self._pair(gaps, int((~torch.isfinite(relative)).flatten().nonzero()[0])))
+        whole, at = float(gaps.scale.amax()), int(relative.argmax())
+        share = float(gaps.gap.amax()) / whole if whole > 0 else 0.0
+        return Worst(float(relative.flatten()[at]), share, self._pair(gaps, at))
+
+    def _pair(self, gaps: Gaps, at: int) -> tuple[str, str]:
+        return self.names[at // len(gaps.labels)], gaps.labels[at % len(gaps.labels)]
+
+    def attainable(self, error: Tensor, scale: Tensor) -> float:
+        """Return the relative error that a route admits, cells below ``small`` being measured against that."""
+        reference = scale.clamp_min(self.small * float(scale.amax())).clamp_min(torch.finfo(scale.dtype).tiny)
+        return float((error / reference).amax())
+
+    def rows(
+        self, gaps: Gaps, rtol: float, reference: str, seconds: float, cells: Mapping[str, Sequence[tuple[int, int]]]
+    ) -> Iterator[CheckRow]:
+        """Yield the rows of a report: the closed form, the first of the two, against a reference.
+
+        Args:
+            gaps: The two side by side.
+            rtol: The tolerance.
+            reference: Its name.
+            seconds: Its time.
+            cells: Name of a row -> the cells whose worst it is.
+        """
+        relative = self.relative(gaps, admitted=False)
+        passed = relative <= rtol + gaps.own
+        floor = FLOOR * self.eps * gaps.scale.amax()
+        below = (gaps.first <= floor) & (gaps.second <= torch.maximum(gaps.slack, floor))
+        vanishing = passed & below & ((relative == 0) | (relative > rtol))
+        for name, members in cells.items():
+            at = tuple(torch.tensor(members).T)
+            zero = ""
+            if bool(vanishing[at].all()):
+                zero = ROUNDING if bool(gaps.scale[at].any()) else ZERO
+            errors = torch.where(vanishing[at], 0.0, relative[at])
+            yield CheckRow(
+                name, reference, float(errors.amax()), bool(passed[at].all()), seconds, method_of(self.precision), zero
+            )
+
+
+def method_of(precision: torch.dtype) -> str:
+    """Return how a report names a dtype: float64."""
+    return str(precision).removeprefix("torch.")
+
+
+# Which cells make a row ---------------------------------------------------------------------------------------------------
+
+
+def cells_of_groups(gaps: Gaps, groups: Mapping[str, Sequence[str]], names: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return the cells of each group of parameters under each label, by the name of their row."""
+    return {
+        f"{group} x {label}": [(names.index(n), at) for n in members]
+        for at, label in enumerate(gaps.labels)
+        for group, members in groups.items()
+    }
+
+
+def cells_of_pairs(names: Sequence[str]) -> dict[str, list[tuple[int, int]]]:
+    """Return both cells of every block pair (i, j) with i before j, by the name of its row."""
+    return {f"{i} x {j}": [(a, b), (b, a)] for a, i in enumerate(names) for b, j in enumerate(names) if b >= a}
+
+
+def cells_of_labels(kind: str, gaps: Gaps) -> dict[str, list[tuple[int, int]]]:
+    """Return the cells under each label, by the name of their row, "kind: label"."""
+    return {f"{kind}: {label}": [(i, at) for i in range(len(gaps.gap))] for at, label in enumerate(gaps.labels)}

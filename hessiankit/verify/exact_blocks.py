@@ -105,7 +105,7 @@ class JetBlock(BlockParts):
                 self._eps[key] = self._choose(square)
         return np.array([self._eps[key] for key in keys], dtype=object)
 
-    def eps_of(self, norm: nn.Module) -> Array:
+    def eps_of(self, norm: nn.Module | None) -> Array:
         """Return the eps of all rows that a norm has had, in their order."""
         return np.array([eps for (part, _), eps in self._eps.items() if part is norm], dtype=object)
 

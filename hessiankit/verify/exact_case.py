@@ -62,7 +62,7 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExactOutcome:
     """Result of a comparison.
 
     Attributes:
@@ -84,19 +84,19 @@ class Comparison:
     closed: Matrix | Array
     expected: Array
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ExactOutcome:
         """Compare every entry with ``==``."""
         closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
         reason = self._not_comparable(closed)
         if reason is not None:
-            return Outcome(reason, self.expected.size)
+            return ExactOutcome(reason, self.expected.size)
         pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
         wrong = [(c, e) for c, e in pairs if c != e]
         degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
         if not wrong:
-            return Outcome(None, len(pairs), degree)
+            return ExactOutcome(None, len(pairs), degree)
         first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
-        return Outcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
+        return ExactOutcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
 
     def _not_comparable(self, closed: Any) -> str | None:
         """Say why an array cannot be compared with the expected one, or return None."""

@@ -112,15 +112,15 @@ def piecewise(kind: str, slope: Fraction) -> Build:
 
 def norm(kind: str, *names: str, groups: int = 1) -> Build:
     """Compare a norm of two rows of three features, or of groups of three, with the named gains and shifts."""
-    part, options = GroupNorm(3 * groups, groups, kind=kind), {"groups": groups, "kind": kind}
-    chapter = partial(GroupNormRowsAt, **options) if groups > 1 else LayerNormAt if kind == "layernorm" else RMSNormAt
+    part, plain = GroupNorm(3 * groups, groups, kind=kind), LayerNormAt if kind == "layernorm" else RMSNormAt
+    chapter: Callable[..., Operation] = plain if groups == 1 else partial(GroupNormRowsAt, groups=groups, kind=kind)
 
     def build(draw: Draw) -> Iterator[Comparison]:
         p = draw.point(X=(2, 3 * groups), **dict.fromkeys(names, (3 * groups,)))
         arrays = {f"norm.{'weight' if name == 'gamma' else 'bias'}": p.jets[name] for name in names}
         jets = JetBlock(Attention(1), arrays, draw)
         output = jets.norm(p.jets["X"], part, "norm")
-        yield from against(chapter(**p.at, eps=jets.eps_of(part)), p, output)  # type: ignore[operator]
+        yield from against(chapter(**p.at, eps=jets.eps_of(part)), p, output)
 
     return build
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
-from hessiankit.verify.comparison import RESOLVED, BlockMaxima, RoundingNoise, Route, Worst
+from hessiankit.verify.comparison import NOTHING, RESOLVED, Gaps, Judge, Layout, RoundingNoise, Route, Worst
 from hessiankit.verify.probes import Probes, products_along
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported
@@ -24,7 +24,6 @@ Measured on transformer blocks: 2e-15 in float64, 2e-6 in float32.
 """
 
 UNDER_TEST = "under test"
-ALONE = "no other independent reference"
 
 _WITNESS = {"jacfwd(jacrev)": "forward-over-reverse"}
 """Groups that vote together: both push forward mode through a reverse sweep, and where neither is defective they agree
@@ -39,7 +38,7 @@ class Health:
     Args:
         reference: Its name.
         group: Its independent group; ``"under test"`` for a result that is not a reference.
-        symmetry_error: Largest |H - H^T|, relative to the largest entry of the block pair.
+        symmetry_error: Largest |H - H^T|, relative to the largest entry of the block pair; nan for products of a large module.
         worst_parameter: The parameter whose gradient is differentiated worst (the first of ``worst_pair``).
         deviation: Largest difference from the consensus of the other references, relative to the block pair's largest
             entry; nan without a consensus.
@@ -89,7 +88,7 @@ def examine(
     but never judges.
 
     All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see
-    ``BlockMaxima``), within the tolerance of the arithmetic plus the two routes' estimates of their own error.
+    ``Judge``), within the tolerance of the arithmetic plus the two routes' estimates of their own error.
 
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
@@ -97,6 +96,7 @@ def examine(
         probes: The directions of the products; a result with directions of its own is compared along those.
         tolerance: Relative tolerance of a route without an error estimate; by default that of the lowest precision that
             the module computes in (float64: 1e-10, float32: 1e-4).
+        noise: The rounding errors of each block.
 
     Raises:
         InputError: A result of the wrong shape.
@@ -112,18 +112,27 @@ def examine(
     """
     found = traits(problem)
     tolerance = TOLERANCE[found.precision] if tolerance is None else tolerance
-    noise = noise or rounding_noise(results, problem, found.precision)
-    layouts: dict[int, BlockMaxima] = {}
-
-    def blocks(result: Outcome | Tensor | Unsupported) -> BlockMaxima:
-        own = result.probes if isinstance(result, Outcome) and result.probes is not None else probes
-        return layouts.setdefault(id(own), BlockMaxima(problem, own, found.precision, noise))
-
-    cases = {name: _Case.of(name, result, blocks(result), tolerance) for name, result in results.items()}
-    sound = [case for case in cases.values() if case.products is not None and case.symmetric and case.resolves]
-    witnesses = [case for case in sound if case.group != UNDER_TEST]
-    consensus = _consensus(witnesses)
-    return {name: case.health(consensus, witnesses, found) for name, case in cases.items()}
+    judge = Judge(tuple(problem.params), found.precision, noise or rounding_noise(results, problem, found.precision))
+    outcomes = {n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}
+    beside = SideBySide(problem, outcomes, probes)
+    cases = {}
+    for name, result in outcomes.items():
+        if isinstance(result, Unsupported):
+            cases[name] = Case(name, tolerance=tolerance, failed=True, note=result.reason)
+            continue
+        V, layout, products, error = beside.of(name)
+        asymmetry = layout.asymmetry(products, error, V)
+        own = 0.0 if error is None else judge.attainable(error, layout.largest(products))
+        cases[name] = Case(
+            name,
+            tolerance,
+            max(tolerance, own),
+            judge.worst(asymmetry),
+            judge.within(asymmetry, tolerance),
+            result.seconds,
+            result.note,
+        )
+    return healths(cases, beside.gaps, judge, found)
 
 
 def rounding_noise(
@@ -139,139 +148,145 @@ def rounding_noise(
     return RoundingNoise(problem, routes, torch.finfo(precision).eps)
 
 
-@dataclass(frozen=True, eq=False)
-class _Case:
-    """One result: its symmetry, its own error, and whether it may judge others."""
+class SideBySide:
+    """Results of one problem in common layouts: matrices, products along directions, or along some of these.
+
+    Args:
+        problem: What was differentiated.
+        outcomes: Name -> matrix (P, P), or products (k, P) where there are ``probes``.
+        probes: The directions; a result may have its own.
+    """
+
+    def __init__(self, problem: Problem, outcomes: Mapping[str, Outcome | Unsupported], probes: Probes | None) -> None:
+        self._layouts: dict[int, Layout] = {}
+        self._problem, self._own = problem, dict[str, Probes | None]()
+        self._products, self._errors = dict[str, Tensor](), dict[str, Tensor | None]()
+        for name, outcome in outcomes.items():
+            if isinstance(outcome, Unsupported):
+                continue
+            own = outcome.probes or probes
+            size = problem.size
+            expected = (size, size) if own is None else (len(own.owners), size)
+            if tuple(outcome.value.shape) != expected:
+                raise InputError(f"examine: '{name}' has shape {tuple(outcome.value.shape)}; expected {expected}.")
+            self._own[name] = own
+            self._products[name] = outcome.value.T if own is None else outcome.value
+            error = outcome.error.T if own is None and outcome.error is not None else outcome.error
+            self._errors[name] = None if error is None else self._layout(own).largest(error)
+
+    def of(self, name: str) -> tuple[Tensor | None, Layout, Tensor, Tensor | None]:
+        """Return a result's directions, its layout, its products, and the largest of its own errors in every cell."""
+        own = self._own[name]
+        return None if own is None else own.V, self._layout(own), self._products[name], self._errors[name]
+
+    def gaps(self, a: str, b: str) -> Gaps:
+        """Return two results side by side, along the directions of whichever has some, or fewer, else every entry."""
+        ours, theirs = self._own[a], self._own[b]
+        along = theirs if ours is None or (theirs is not None and theirs.rows is not None) else ours
+        both = []
+        for name, own in ((a, ours), (b, theirs)):
+            products = self._products[name]
+            both.append(products if own is along or along is None else products_along(products, own, along))
+        return self._layout(along).gaps(*both, self._errors[a], self._errors[b])
+
+    def _layout(self, probes: Probes | None) -> Layout:
+        return self._layouts.setdefault(id(probes), Layout(self._problem, None if probes is None else probes.owners))
+
+
+# Judgement --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """One result: its symmetry, its own error, and whether it may judge others; ``note`` says why it failed, if it did."""
 
     name: str
-    group: str
-    blocks: BlockMaxima
-    products: Tensor | None
-    own_error: Tensor | None
     tolerance: float
-    symmetry: Worst
-    symmetric: bool
-    attainable: float
-    seconds: float
-    note: str
+    attainable: float = math.inf
+    symmetry: Worst = NOTHING
+    symmetric: bool = False
+    seconds: float = 0.0
+    note: str = ""
+    failed: bool = False
 
-    @classmethod
-    def of(cls, name: str, result: Outcome | Tensor | Unsupported, blocks: BlockMaxima, tolerance: float) -> _Case:
-        group = REFERENCES[name].independent_group if name in REFERENCES else UNDER_TEST
-        if isinstance(result, Unsupported):
-            nothing = Worst(math.nan, math.nan, None)
-            return cls(name, group, blocks, None, None, tolerance, nothing, False, math.inf, 0.0, result.reason)
-        outcome = result if isinstance(result, Outcome) else Outcome(result, None, math.nan)
-        whole = blocks.probes is None
-        expected = (blocks.shape[1], blocks.shape[1]) if whole else blocks.shape
-        if tuple(outcome.value.shape) != expected:
-            raise InputError(f"examine: '{name}' has shape {tuple(outcome.value.shape)}; expected {expected}.")
-        products = outcome.value.T if whole else outcome.value
-        own, attainable = None, tolerance
-        if outcome.error is not None:
-            own = blocks.largest(outcome.error.T if whole else outcome.error)
-            attainable = max(tolerance, blocks.attainable(own, blocks.largest(products)))
-        symmetry, symmetric = _judge(blocks, tolerance, *blocks.asymmetry(products, own))
-        return cls(name, group, blocks, products, own, tolerance, symmetry, symmetric, attainable, outcome.seconds, outcome.note)
+    @property
+    def group(self) -> str:
+        """Its independent group."""
+        return REFERENCES[self.name].independent_group if self.name in REFERENCES else UNDER_TEST
 
     @property
     def resolves(self) -> bool:
         """Whether it is precise enough to judge by: as far as its own arithmetic can be, where that is of half precision."""
         return self.attainable <= max(RESOLVED, self.tolerance)
 
-    def compare(self, other: _Case) -> tuple[Worst, bool]:
-        """Return the worst disagreement and whether it lies within the two errors in every block."""
-        blocks, mine, reference = self._side_by_side(other)
-        difference, scales = blocks.difference(mine, reference)
-        slack = torch.zeros_like(scales)
-        for case in (self, other):
-            slack = slack if case.own_error is None else slack + case.own_error
-        return _judge(blocks, self.tolerance, difference, scales, slack)
+    @property
+    def judges(self) -> bool:
+        """Whether it may be part of the consensus."""
+        return not self.failed and self.symmetric and self.resolves and self.group != UNDER_TEST
 
-    def _side_by_side(self, other: _Case) -> tuple[BlockMaxima, Tensor, Tensor]:
-        """Return both results in one layout: products along the directions of whichever has some, else every entry."""
-        if self.products is None or other.products is None:
-            raise InputError(f"examine: '{self.name}' and '{other.name}' cannot be compared, one of them has no values.")
-        mine, reference = self.products, other.products
-        if self.blocks is other.blocks:
-            return self.blocks, mine, reference
-        own, others = self.blocks.probes, other.blocks.probes
-        if own is None or (others is not None and others.rows is not None):
-            assert others is not None
-            return other.blocks, products_along(mine, own, others), reference
-        return self.blocks, mine, products_along(reference, others, own)
 
-    def health(self, consensus: list[_Case], witnesses: list[_Case], found: Traits) -> Health:
-        """Judge this result against the members of the consensus from other groups."""
-        if self.products is None:
-            return self._report(self.symmetry, math.nan, False, f"unsupported: {self.note}")
-        others = [case for case in consensus if case.group != self.group]
-        comparisons = [(*self.compare(case), case) for case in others]
-        # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
-        judged = min(comparisons, key=lambda c: c[2].attainable, default=None)
-        agrees = bool(comparisons) and all(agreed for _, agreed, _ in comparisons)
-        deviation = judged[0] if judged else Worst(math.nan, math.nan, None)
-        healthy = agrees and self.symmetric and self.resolves
-        alone = self in witnesses and all(case.group == self.group for case in witnesses)
-        reason = ALONE if alone else self._reason(judged[2] if judged else None, deviation, agrees, found)
-        if agrees:
-            reason += "".join(f"; {text}" for text in (self.note,) if text)
-        return self._report(deviation if others else self.symmetry, deviation.error, healthy, reason, alone)
+def healths(cases: Mapping[str, Case], gaps: Callable[[str, str], Gaps], judge: Judge, found: Traits) -> dict[str, Health]:
+    """Judge results against the consensus of the witnesses among them; ``gaps`` returns two of them side by side."""
+    witnesses = {name: case for name, case in cases.items() if case.judges}
+    agree = {frozenset((a, b)) for a, b in combinations(witnesses, 2) if judge.within(gaps(a, b), witnesses[a].tolerance)}
+    consensus = agreeing({name: case.group for name, case in witnesses.items()}, agree)
+    return {name: _health(case, witnesses, consensus, gaps, judge, found) for name, case in cases.items()}
 
-    def _reason(self, judge: _Case | None, deviation: Worst, agrees: bool, found: Traits) -> str:
-        defect = known_defect(self.group, found)
-        tail = f"; {defect}" if defect else ""
-        if not math.isfinite(self.symmetry.error):
-            return "not finite"
-        if not self.resolves:
-            return f"resolves some block to {self.attainable:.1e} only{'; ' if self.note else ''}{self.note}"
-        if not self.symmetric:
-            return f"not symmetric ({self._turned(judge)}){tail}"
-        if judge is None:
-            return "not confirmed: no two independent references agree"
-        if not agrees:
-            return f"disagrees with {judge.name} ({deviation}){tail}"
+
+def _health(
+    case: Case,
+    witnesses: Mapping[str, Case],
+    consensus: Collection[str],
+    gaps: Callable[[str, str], Gaps],
+    judge: Judge,
+    found: Traits,
+) -> Health:
+    def report(worst: Worst, deviation: float, healthy: bool, reason: str, alone: bool = False) -> Health:
+        symmetry, parameter = case.symmetry.error, worst.pair[0] if worst.pair else ""
+        numbers = (deviation, worst.pair, case.attainable, healthy, case.seconds)
+        return Health(case.name, case.group, symmetry, parameter, *numbers, reason, alone)
+
+    if case.failed:
+        return report(NOTHING, math.nan, False, f"unsupported: {case.note}")
+    others = [name for name in consensus if witnesses[name].group != case.group]
+    compared = {name: gaps(case.name, name) for name in others}
+    agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)
+    # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
+    nearest = min(others, key=lambda name: witnesses[name].attainable, default=None)
+    deviation = NOTHING if nearest is None else judge.worst(compared[nearest])
+    symmetry = (
+        case.symmetry if nearest is None else _turned(case.symmetry, judge.relative(compared[nearest], admitted=False), judge)
+    )
+    defect = known_defect(case.group, found)
+    tail = f"; {defect}" if defect else ""
+    alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
+    if alone:
+        reason = "no other independent reference"
+    elif not math.isfinite(case.symmetry.error) and case.symmetry is not NOTHING:
+        reason = "not finite"
+    elif not case.resolves:
+        reason = f"resolves some block to {case.attainable:.1e} only{'; ' if case.note else ''}{case.note}"
+    elif not case.symmetric:
+        reason = f"not symmetric ({symmetry}){tail}"
+    elif nearest is None:
+        reason = "not confirmed: no two independent references agree"
+    elif not agrees:
+        reason = f"disagrees with {nearest} ({deviation}){tail}"
+    else:
         floor = f"; precision floor: {found.lowered_by} computes in {found.precision}" if found.lowered_by else ""
-        return f"agrees with {judge.name} to {deviation.error:.1e}{floor}"
-
-    def _turned(self, judge: _Case | None) -> Worst:
-        """Return the worst asymmetry with its pair so turned that it names the wrong block and not its transpose."""
-        pair = self.symmetry.pair
-        if judge is None or pair is None or self.products is None or judge.products is None:
-            return self.symmetry
-        blocks, mine, reference = self._side_by_side(judge)
-        errors = blocks.relative(*blocks.difference(mine, reference))
-        here, there = (float(errors[blocks.names.index(i), blocks.along.index(j)]) for i, j in (pair, pair[::-1]))
-        return self.symmetry if here >= there else replace(self.symmetry, pair=pair[::-1])
-
-    def _report(self, worst: Worst, deviation: float, healthy: bool, reason: str, alone: bool = False) -> Health:
-        return Health(
-            reference=self.name,
-            group=self.group,
-            symmetry_error=self.symmetry.error,
-            worst_parameter=worst.pair[0] if worst.pair else "",
-            deviation=deviation,
-            worst_pair=worst.pair,
-            attainable=self.attainable,
-            healthy=healthy,
-            seconds=self.seconds,
-            reason=reason,
-            alone=alone,
-        )
+        reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
+    if agrees and case.note:
+        reason += f"; {case.note}"
+    healthy = agrees and case.symmetric and case.resolves
+    return report(deviation if others else case.symmetry, deviation.error, healthy, reason, alone)
 
 
-def _judge(blocks: BlockMaxima, tolerance: float, difference: Tensor, scales: Tensor, slack: Tensor) -> tuple[Worst, bool]:
-    """Return the worst difference and whether each lies within the tolerance plus what the two sides admit."""
-    allowed = tolerance + slack / scales.clamp_min(torch.finfo(scales.dtype).tiny)
-    within = bool((blocks.relative(difference, scales, slack) <= allowed).all())
-    return blocks.worst(difference, scales, slack), within
-
-
-def _consensus(witnesses: list[_Case]) -> list[_Case]:
-    """Return the agreeing witnesses of the most independent groups; none where fewer than two groups or a tie."""
-    agree = {frozenset((a.name, b.name)) for a, b in combinations(witnesses, 2) if a.compare(b)[1]}
-    chosen = agreeing({case.name: case.group for case in witnesses}, agree)
-    return [case for case in witnesses if case.name in chosen]
+def _turned(symmetry: Worst, errors: Tensor, judge: Judge) -> Worst:
+    """Return the worst asymmetry with its pair so turned that it names the wrong block and not its transpose."""
+    if symmetry.pair is None:
+        return symmetry
+    here, there = (float(errors[judge.names.index(i), judge.names.index(j)]) for i, j in (symmetry.pair, symmetry.pair[::-1]))
+    return symmetry if here >= there else replace(symmetry, pair=symmetry.pair[::-1])
 
 
 def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tuple[str, ...]:
@@ -294,7 +309,6 @@ def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tu
                 best.append((count, size, members))
     if not best:
         return ()
-    most = max(count for count, _, _ in best)
-    widest = max(size for count, size, _ in best if count == most)
-    top = [members for count, size, members in best if (count, size) == (most, widest)]
+    most = max((count, size) for count, size, _ in best)
+    top = [members for count, size, members in best if (count, size) == most]
     return top[0] if len(top) == 1 else ()

@@ -110,14 +110,14 @@ class Direction:
     names: tuple[str, ...]
     seed: int
 
-    def parts(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return it by parameter; those left out are zero."""
+    def vector(self, problem: Problem) -> Tensor:
+        """Return it as a flat vector (P), zero elsewhere."""
         generator = torch.Generator().manual_seed(self.seed ^ OWN_STREAM)
-        drawn = {n: torch.randn(params[n].shape, generator=generator).to(params[n]) for n in self.names}
-        length = sum(float(x.double().square().sum()) for x in drawn.values()) ** 0.5
-        for x in drawn.values():
-            x.div_(length)
-        return drawn
+        v = torch.zeros_like(problem.theta)
+        for n in self.names:
+            where = problem.slices[n]
+            v[where] = torch.randn(where.stop - where.start, generator=generator).to(v)
+        return v.div_(v.norm())
 
 
 def directions(groups: Mapping[str, tuple[str, ...]], per_group: int, seed: int) -> list[Direction]:

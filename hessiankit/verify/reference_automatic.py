@@ -15,7 +15,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
-from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported, in_chunks, typed_line
+from hessiankit.verify.reference_base import FAILURES, Progress, Reference, Unsupported, in_chunks, typed_line
 from hessiankit.verify.traits import NO_GRAD, traits
 
 
@@ -83,20 +83,6 @@ class ReverseOverReverse(Reference):
             value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
         return value, None, note
 
-    @contextmanager
-    def along(self, problem: Problem) -> Iterator[Product]:
-        """Return products along one direction after the other, from one graph of the gradient."""
-        with problem.at(), plain_formulas():
-            graph = GradientGraph(problem.call(), list(problem.own.values()))
-
-            def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
-                return dict(zip(problem.own, graph.product([direction.get(n) for n in problem.own]), strict=True)), None
-
-            try:
-                yield product
-            except FAILURES as error:
-                raise self.unsupported(error) from error
-
 
 class JvpOfGrad(Reference):
     """H v = jvp(grad(f)): forward mode through one reverse sweep.
@@ -126,24 +112,6 @@ class JvpOfGrad(Reference):
             value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
             note = "; ".join(filter(None, (why, note)))
         return value, None, note
-
-    @contextmanager
-    def along(self, problem: Problem) -> Iterator[Product]:
-        """Return products along one direction after the other, each by a call of its own."""
-
-        def product(direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], None]:
-            try:
-                with self._carrying(problem):
-                    return self._dual(problem, direction), None
-            except FAILURES as error:
-                gradient, _ = self._exchanged(problem, error)
-            whole = {n: direction[n] if n in direction else torch.zeros_like(p) for n, p in problem.params.items()}
-            try:
-                return jvp(gradient, (problem.params,), (whole,))[1], None
-            except FAILURES as error:
-                raise self.unsupported(error) from error
-
-        yield product
 
     @staticmethod
     @contextmanager

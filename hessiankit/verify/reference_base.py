@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,9 +19,6 @@ from hessiankit.verify.problem import Problem, plain_formulas
 
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with (directions done, directions in all)."""
-
-Product: TypeAlias = Callable[[Mapping[str, Tensor]], tuple[dict[str, Tensor], dict[str, float] | None]]
-"""A direction by parameter (zero where left out) -> H v by parameter, and the route's own error of each, if it has one."""
 
 FAILURES = (RuntimeError, NotImplementedError, TypeError)
 """Exceptions of differentiation that cannot take an operation."""
@@ -125,14 +121,6 @@ class Reference(ABC):
             torch.cuda.synchronize(value.device)
         return Outcome(value.detach(), error, time.perf_counter() - start, note)
 
-    def along(self, problem: Problem) -> AbstractContextManager[Product]:
-        """Return products along one direction after the other, by parameter and without a flat vector; for large modules.
-
-        Raises:
-            Unsupported: The route has none.
-        """
-        raise Unsupported(self.name, "it has no products by parameter, which a module of this size needs")
-
     def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
         return self.measure(problem, V, chunk=chunk, progress=progress).value
@@ -165,14 +153,15 @@ def in_chunks(
     while done < len(V):
         rows = V[done : done + chunk]
         try:
-            results.append(together(rows) if not note else torch.stack([alone(row) for row in rows]))
+            by_row = bool(note) or len(rows) == 1
+            results.append(torch.stack([alone(row) for row in rows]) if by_row else together(rows))
         except torch.OutOfMemoryError:
             if chunk == 1:
                 raise
             chunk = max(1, chunk // 2)
             continue
         except Exception as error:
-            if note or isinstance(error, HessiankitError):
+            if by_row or isinstance(error, HessiankitError):
                 raise
             # The loop raises the route's own error, if there is one; only the batching's error is dropped here.
             note = f"one direction at a time ({typed_line(error)})"

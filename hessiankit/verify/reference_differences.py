@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from hessiankit.verify.in_place import placed
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_base import FAILURES, Product, Progress, Reference, Unsupported
+from hessiankit.verify.reference_base import Progress, Reference, Unsupported
 from hessiankit.verify.traits import traits
 
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
@@ -21,6 +20,8 @@ WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
 FIRST_STEP = {torch.float32: 2.0**-3, torch.float64: 2.0**-5}
 HALVINGS = {torch.float32: 9, torch.float64: 19}
 GOOD_ENOUGH = {torch.float32: 1e-6, torch.float64: 1e-12}
+LONG = 64
+"""Beyond this length of all parameters the first step grows with it."""
 UNRESOLVED = 1e-3
 SAFETY = 4.0
 
@@ -66,60 +67,6 @@ class CentralDifferences(Reference):
         values, errors = torch.stack([one.value for one in found]), torch.stack([one.error for one in found])
         return values * lengths, errors * lengths, "; ".join(notes)
 
-    @contextmanager
-    def along(self, problem: Problem) -> Iterator[Product]:
-        """Return products along one direction after the other: two steps of the ladder, further ones where they differ."""
-        precision = traits(problem).precision
-        if precision not in HALVINGS:
-            raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
-        try:
-            with problem.at():
-                yield lambda direction: _two_steps(problem, direction, 1e3 * GOOD_ENOUGH[precision])
-        except FAILURES as error:
-            raise self.unsupported(error) from error
-
-
-SHARE = 2.0**-8
-"""First step of a product by parameter, as a share of the length of the parameters that move."""
-
-
-def _two_steps(problem: Problem, direction: Mapping[str, Tensor], goal: float) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Return H v by parameter, and of each an estimate of the error: the difference of two steps, one twice the other.
-
-    Only running sums are kept. Where a kink makes the two differ, both are taken again at a 16th of the length, twice at most.
-    """
-    length = max(_length(problem.params[n] for n in direction), 0.02 * sum(v.numel() for v in direction.values()) ** 0.5)
-    step = SHARE * length / max(_length(direction.values()), 1e-30)
-    best: dict[str, Tensor] = {}
-    known: dict[str, float] = {}
-    for _ in range(3):
-        fine = {n: torch.zeros_like(p) for n, p in problem.params.items()}
-        coarse = {n: torch.zeros_like(p) for n, p in problem.params.items()}
-        for k in (1, 2, 3, 4, 6, 8):
-            here, there = WEIGHTS[k - 1] if k <= 4 else 0.0, WEIGHTS[k // 2 - 1] / 2 if k % 2 == 0 else 0.0
-            for sign in (1, -1):
-                for n, g in zip(fine, _moved_gradient(problem, direction, sign * k * step), strict=True):
-                    fine[n].add_(g, alpha=sign * here / step)
-                    coarse[n].add_(g, alpha=sign * there / step)
-        size = max(float(x.abs().max()) for x in fine.values())
-        error = {n: SAFETY * float((fine[n] - coarse[n]).abs().max()) for n in fine}
-        for n in fine:
-            if n not in known or error[n] < known[n]:
-                best[n], known[n] = fine[n], error[n]
-        if max(known.values()) <= goal * size:
-            break
-        step /= 16
-    return best, known
-
-
-def _moved_gradient(problem: Problem, direction: Mapping[str, Tensor], reach: float) -> list[Tensor]:
-    with placed((problem.own[n], problem.params[n] + reach * v) for n, v in direction.items()):
-        return problem.gradient()
-
-
-def _length(parts: Iterable[Tensor]) -> float:
-    return sum(float(x.double().square().sum()) for x in parts) ** 0.5
-
 
 class _Settled(NamedTuple):
     """A product H v (P), its estimated error (P), the last step at which a kink was seen (0: none), and whether it converged."""
@@ -137,7 +84,8 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
         plus, minus = _gradients(problem, [problem.theta + reach * unit, problem.theta - reach * unit])
         return plus - minus
 
-    tiny, suspicious, h = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5, FIRST_STEP[precision]
+    tiny, suspicious = torch.finfo(unit.dtype).tiny, 10 * torch.finfo(precision).eps ** 0.5
+    h = FIRST_STEP[precision] * 2 ** int(math.log2(max(1.0, float(problem.theta.norm()) / LONG)))
     odd = [odd_part(k * h) for k in (1, 2, 3, 4)]
     best, known = torch.zeros_like(unit), torch.full_like(noise, torch.inf)
     coarse, rising, rough, lowest, previous = combined(odd, h), 0, False, math.inf, math.inf

@@ -13,17 +13,16 @@ from derivations.transformer import PostNormBlockAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.curvature.dense import hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.formulas.symbols import symbol_of
 from hessiankit.verify.block_structure import structure_of
-from hessiankit.verify.check_report import CheckRow
-from hessiankit.verify.comparison import BlockMaxima, RoundingNoise, closed_form
+from hessiankit.verify.comparison import Judge, Layout, RoundingNoise, cells_of_labels, closed_form
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
+from hessiankit.verify.rows import CheckRow
 
 TINY = {"length": 3, "width": 4, "head": 2, "hidden": 5}
 """Sizes of the formulas' twin: unequal, so that a swapped index cannot hide."""
-
-LETTERS = {"norm_1.weight": "gamma_1", "norm_1.bias": "beta_1", "norm_2.weight": "gamma_2", "norm_2.bias": "beta_2"}
 
 
 def letter(name: str) -> str:
@@ -32,7 +31,7 @@ def letter(name: str) -> str:
     >>> letter("attention.W_Q"), letter("norm_2.weight")
     ('W_Q', 'gamma_2')
     """
-    return LETTERS.get(name, name.rpartition(".")[2])
+    return symbol_of(name).removeprefix("\\")
 
 
 def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
@@ -116,17 +115,15 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     twin, x, target = wide_twin(block, seed)
     problem, found = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
     probes = probe_directions(problem, 1, seed)
-    noise = RoundingNoise(problem, {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}, 2.0**-52)
-    blocks, mine = BlockMaxima(problem, probes, noise=noise), probes.V @ found.matrix
+    routes = {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}
+    judge = Judge(tuple(problem.params), torch.float64, RoundingNoise(problem, routes, 2.0**-52))
+    mine = probes.V @ found.matrix
     for name in JUDGES:
         try:
-            reference = REFERENCES[name].products(problem, probes.V)
+            gaps = Layout(problem, probes.owners).gaps(mine, REFERENCES[name].products(problem, probes.V))
         except Unsupported:
             continue
-        relative = blocks.relative(*blocks.difference(mine, reference))
-        for b, j in enumerate(blocks.along):
-            error = float(relative[:, b].max())
-            yield CheckRow(f"wide twin: {j}", name, error, error <= TOLERANCE, time.perf_counter() - start)
+        yield from judge.rows(gaps, TOLERANCE, name, time.perf_counter() - start, cells_of_labels("wide twin", gaps))
     diagonal, whole = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, found.matrix.diagonal()
     error = float((diagonal - whole).abs().max() / whole.abs().max())
     yield CheckRow("wide twin: diagonal", "hessian", error, error <= TOLERANCE, time.perf_counter() - start)

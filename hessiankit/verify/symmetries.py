@@ -104,20 +104,20 @@ class Symmetry:
         return " | ".join(", ".join(dict.fromkeys(names)) for names in (self.moving, self.against) if names)
 
 
-class Sample(NamedTuple):
+class GradientSample(NamedTuple):
     """Parameters at a point near those of the problem, and the gradient there."""
 
     theta: dict[str, Tensor]
     g: dict[str, Tensor]
 
 
-def _samples(problem: Problem, rng: torch.Generator) -> Iterator[Sample]:
+def _samples(problem: Problem, rng: torch.Generator) -> Iterator[GradientSample]:
     """Yield generic points near the parameters, with their gradients."""
     while True:
         theta = generic_point(problem.params, rng)
         with problem.at(), placed((problem.own[n], x) for n, x in theta.items()):
             gradient = problem.gradient()
-        yield Sample(theta, dict(zip(theta, gradient, strict=True)))
+        yield GradientSample(theta, dict(zip(theta, gradient, strict=True)))
 
 
 def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ NO_EFFECT = "no effect"
 CURVED = "H Bθ = -Bᵀg"
 
 
-def _without_effect(samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+def _without_effect(samples: Sequence[GradientSample], rng: torch.Generator) -> Iterator[Symmetry]:
     """Biases, or thirds of fused ones, that nothing depends on, such as that of the keys."""
     largest = max(float(g.abs().max()) for g in samples[0].g.values())
     for leg in _legs(samples[0].theta):
@@ -185,7 +185,7 @@ def _without_effect(samples: Sequence[Sample], rng: torch.Generator) -> Iterator
             yield Symmetry(NO_EFFECT, "g = 0, H = 0 in the rows of A", (leg.parameter,), (), (motion,))
 
 
-def _row_means(samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+def _row_means(samples: Sequence[GradientSample], rng: torch.Generator) -> Iterator[Symmetry]:
     """Columns that only LayerNorms and softmaxes read: adding the same to all columns of a row changes nothing."""
     for name, x in samples[0].theta.items():
         for axis, n in enumerate(x.shape[:2]):
@@ -196,7 +196,7 @@ def _row_means(samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symm
                 yield Symmetry("row mean", statement, (name,), (), (Motion(shifts=((name, shift),)),))
 
 
-def _norm_scales(samples: Sequence[Sample], rng: torch.Generator, still: set[str]) -> Iterator[Symmetry]:
+def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, still: set[str]) -> Iterator[Symmetry]:
     """Weights, row by row or whole, whose length a norm with eps = 0 removes; a bias may share it."""
     theta = samples[0].theta
     moving = [name for name in theta if name not in still]
@@ -225,7 +225,7 @@ def _scaled(statement: str, theta: Params, *names: str) -> Symmetry:
     return Symmetry("norm scale", statement, names, (), (motion,))
 
 
-def _charge(leg: Leg, sample: Sample) -> tuple[Tensor, Tensor]:
+def _charge(leg: Leg, sample: GradientSample) -> tuple[Tensor, Tensor]:
     """Return the diagonal of X^T g, (k,), and the sums of its absolute terms."""
     terms = (leg.of(sample.theta) * leg.of(sample.g)).reshape(-1, leg.size)
     return terms.sum(0), terms.abs().sum(0)
@@ -234,7 +234,7 @@ def _charge(leg: Leg, sample: Sample) -> tuple[Tensor, Tensor]:
 # Columns that others read -----------------------------------------------------------------------------------------------
 
 
-def _gauges(legs: Sequence[Leg], samples: Sequence[Sample], rng: torch.Generator) -> Iterator[Symmetry]:
+def _gauges(legs: Sequence[Leg], samples: Sequence[GradientSample], rng: torch.Generator) -> Iterator[Symmetry]:
     """Legs of one width whose charges cancel, index by index: what one side does, the other undoes."""
     charges = [torch.cat([_charge(leg, s)[0] for s in samples]) for leg in legs]
     scales = [torch.cat([_charge(leg, s)[1] for s in samples]) for leg in legs]
@@ -274,7 +274,7 @@ def _sparse(null: Tensor) -> Iterator[list[int]]:
             yield [int(c) for c in rounded.tolist()]
 
 
-def _gauge(signs: Mapping[Leg, int], samples: Sequence[Sample], rng: torch.Generator) -> Symmetry:
+def _gauge(signs: Mapping[Leg, int], samples: Sequence[GradientSample], rng: torch.Generator) -> Symmetry:
     """Return a symmetry of legs with signs: G acts on one side, and -G^T on the other."""
     thetas = samples[0].theta
     flat = {leg: thetas[leg.parameter].ndim == 1 for leg in signs}
@@ -292,7 +292,8 @@ def _gauge(signs: Mapping[Leg, int], samples: Sequence[Sample], rng: torch.Gener
     family = "logits" if axes[0] == axes[1] else "linear maps"
     generators = [G.diagonal() if kind == "diagonal" else G, like.new_ones(k)]
     motions = tuple(_motion(moving, against, generator) for generator in generators)
-    return Symmetry(family, STATEMENTS[family, kind], *(tuple(x.parameter for x in side) for side in (moving, against)), motions)
+    names, others = (tuple(leg.parameter for leg in side) for side in (moving, against))
+    return Symmetry(family, STATEMENTS[family, kind], names, others, motions)
 
 
 STATEMENTS = {
@@ -303,7 +304,7 @@ STATEMENTS = {
 }
 
 
-def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: Sample) -> tuple[Tensor, Tensor]:
+def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: GradientSample) -> tuple[Tensor, Tensor]:
     """Return sum X^T g over one side minus sum (X^T g)^T over the other, (k, k), and the sums of absolute terms."""
     total, scale = torch.zeros(()), torch.zeros(())
     for sign, side in ((1, moving), (-1, against)):

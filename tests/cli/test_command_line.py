@@ -23,7 +23,8 @@ from hessiankit.cli.main import COMMANDS, FILES, main, parser
 from hessiankit.cli.parsing import Parser
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.verify.check import check
-from hessiankit.verify.check_report import CheckReport, CheckRow
+from hessiankit.verify.check_report import CheckReport
+from hessiankit.verify.rows import CheckRow
 
 ROOT = Path(hessiankit.__file__).parents[1]
 PARTS = [{"name": name, "type": name, "layer": 0, "role": "", "reason": "", "size": 2} for name in ("FFN", "Norm")]

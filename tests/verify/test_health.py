@@ -11,7 +11,6 @@ from reference_cases import RIGHT, HandWrittenNorm, draw
 from torch import nn
 
 from hessiankit.support.errors import InputError
-from hessiankit.verify.comparison import block_errors
 from hessiankit.verify.health import examine, rounding_noise
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
@@ -221,8 +220,6 @@ def test_shapes_are_checked():
     problem = linear_norm()
     with pytest.raises(InputError, match=r"'mine' has shape \(3, 35\); expected \(35, 35\)"):
         examine({"mine": torch.ones(3, 35)}, problem)
-    with pytest.raises(InputError, match=r"expected \(35, 35\)"):
-        block_errors(torch.ones(35, 35), torch.ones(3, 35), problem)
 
 
 def test_probes_lie_on_one_parameter_each_and_depend_on_the_seed_alone():

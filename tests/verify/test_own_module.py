@@ -93,8 +93,8 @@ def test_a_penalty_that_the_closed_form_misses_fails(monkeypatch: pytest.MonkeyP
     def loss(outputs: Tensor, target: Tensor) -> Tensor:
         return (outputs - target).square().mean() if missing else complete(outputs, target)
 
-    rows, checking, noise = (sys.modules[f"hessiankit.verify.{name}"] for name in ("rows", "check", "comparison"))
-    for where, name in ((checking, "hessian"), (noise, "hessian"), (rows, "hessian_operator"), (rows, "hessian_diagonal")):
+    same, checking, noise = (sys.modules[f"hessiankit.verify.{name}"] for name in ("same_call", "check", "comparison"))
+    for where, name in ((checking, "hessian"), (noise, "hessian"), (same, "hessian_operator"), (same, "hessian_diagonal")):
         right = getattr(where, name)
 
         def without(*args: Any, right: Any = right, **options: Any) -> Any:

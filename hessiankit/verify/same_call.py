@@ -1,0 +1,186 @@
+"""Rows of a check about what else the same call gives: loss, gradient, products of the operator, diagonal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.support.errors import HessiankitError, OutOfMemoryError
+from hessiankit.tracing.derivative_tests import central_differences, generic
+from hessiankit.verify.comparison import FLOOR, PERTURBATIONS, SAFETY, Gaps, Judge, Layout, cells_of_labels, method_of, perturbed
+from hessiankit.verify.problem import Problem
+from hessiankit.verify.references import REFERENCES
+from hessiankit.verify.rows import MODULE, CheckRow
+
+TOGETHER = 24
+"""Parameters whose products are computed in one call."""
+ENTRIES = 2
+"""Entries of each parameter at which the diagonal of a large module is compared, each by a product along a unit vector."""
+
+
+@dataclass(frozen=True)
+class SameCall:
+    """Comparisons of one problem's other results with those of the module and of references.
+
+    Args:
+        problem: The loss.
+        judge: Which differences count.
+        rtol: The tolerance.
+        groups: Name of a row -> the parameters whose worst it is.
+        make_operator: Makes the operator at the parameters as they are now.
+    """
+
+    problem: Problem
+    judge: Judge
+    rtol: float
+    groups: Mapping[str, Sequence[str]]
+    make_operator: Callable[[], HessianOperator]
+
+    def _row(self, name: str, error: float, seconds: float) -> CheckRow:
+        return CheckRow(name, MODULE, error, error <= self.rtol, seconds, method_of(self.judge.precision))
+
+    def loss(self, loss: float) -> CheckRow:
+        """Compare the loss of a closed form with that of the module's own call."""
+        own = self.problem.value
+        return self._row("loss", abs(loss - own) / max(abs(own), torch.finfo(torch.float64).tiny), 0.0)
+
+    def gradient(self, gradient: Tensor, seconds: float) -> Iterator[CheckRow]:
+        """Compare a gradient (P) with that of the module's own call, each parameter against its largest entry.
+
+        The difference is 0 where a part vanishes but for rounding; that noise (see ``RoundingNoise``) is measured only then.
+        """
+        own, mine = (self.problem.unflatten(g) for g in (self.problem.flat_gradient(), gradient))
+        sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
+        floor = FLOOR * self.judge.eps * max(sizes.values())
+        noise: dict[str, float] = {}
+        errors = {}
+        for n, size in sizes.items():
+            gap = float((mine[n] - own[n]).abs().max())
+            errors[n] = gap / size if size else gap
+            if errors[n] > self.rtol and size <= floor:
+                noise = noise or self._gradient_noise(gradient)
+                errors[n] = 0.0 if gap <= noise[n] else errors[n]
+        for group, members in self.groups.items():
+            worst = max((errors[n] for n in members), key=lambda error: (error != error, error))  # NaN is the worst
+            yield self._row(f"gradient: {group}", worst, seconds)
+
+    def _gradient_noise(self, gradient: Tensor) -> dict[str, float]:
+        problem, generator = self.problem, torch.Generator().manual_seed(0)
+        here, change = (problem.flat_gradient(), gradient), torch.zeros_like(problem.theta)
+        for _ in range(PERTURBATIONS):
+            near = perturbed(problem, self.judge.eps, generator)
+            with near.at():
+                there = near.flat_gradient(), self.make_operator().gradient
+            for before, after in zip(here, there, strict=True):
+                change = torch.maximum(change, (after - before).abs())
+        return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
+
+    def wrong_slope(self, mine: Tensor) -> Iterator[str]:
+        """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
+        problem, theta = self.problem, self.problem.theta.double()
+        along = generic(theta, 0) * theta.abs().max()
+        slope, unsure = central_differences(
+            lambda at: (torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64),),
+            (theta,),
+            (along,),
+        )
+        if not slope or slope[0] is None or problem.dtype != torch.float64:
+            return
+        terms = [gradient.double() * along for gradient in (problem.flat_gradient(), mine)]
+        torch_s, closed = (float((t.sum() - slope[0]).abs() / t.abs().sum()) for t in terms)
+        if torch_s > 10 * max(closed, unsure * float(slope[0].abs() / terms[0].abs().sum())):
+            yield (
+                f"torch's own gradient is {torch_s:.1e} off central differences of its loss along a generic direction, and that "
+                f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
+            )
+
+    def products(
+        self, products: Tensor, reference: Tensor, owners: Sequence[str], name: str, seconds: float
+    ) -> Iterator[CheckRow]:
+        """Compare products (k, P) of the operator with a reference's, label by label."""
+        gaps = Layout(self.problem, owners).gaps(products, reference)
+        yield from self.judge.rows(gaps, self.rtol, name, seconds, cells_of_labels("operator", gaps))
+
+    def whole_diagonal(self, diagonal: Tensor, matrix: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) with that of a matrix."""
+        gaps, sizes = (diagonal - matrix.diagonal()).abs(), torch.maximum(diagonal.abs(), matrix.diagonal().abs())
+        entries = {
+            n: (float(gaps[where].max()), max(float(sizes[where].max()), float(matrix[where, where].abs().max())))
+            for n, where in self.problem.slices.items()
+        }
+        yield from self._diagonal(entries, name, seconds)
+
+    def few_of_diagonal(self, diagonal: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) with a reference's at ``ENTRIES`` random entries of each parameter."""
+        generator, entries = torch.Generator().manual_seed(0), dict[str, tuple[float, float]]()
+        places = {
+            n: where.start + torch.randint(where.stop - where.start, (ENTRIES,), generator=generator)
+            for n, where in self.problem.slices.items()
+        }
+        names = list(places)
+        for first in range(0, len(names), TOGETHER):
+            some = names[first : first + TOGETHER]
+            at = torch.cat([places[n] for n in some])
+            units = torch.zeros(len(at), self.problem.size).to(self.problem.theta)
+            units[torch.arange(len(at)), at] = 1
+            products = REFERENCES[name].products(self.problem, units).unflatten(0, (-1, ENTRIES))
+            for n, columns in zip(some, products, strict=True):
+                where = self.problem.slices[n]  # of the diagonal block
+                gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES), places[n]]).abs().max()
+                entries[n] = float(gap), max(float(diagonal[where].abs().max()), float(columns[:, where].abs().max()))
+        yield from self._diagonal(entries, name, seconds)
+
+    def _diagonal(self, entries: Mapping[str, tuple[float, float]], name: str, seconds: float) -> Iterator[CheckRow]:
+        """Compare a difference and a size for each parameter, beside the noise of the label that it belongs to."""
+        names = list(entries)
+        gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64) for _ in range(2))
+        cells = {
+            f"diagonal: {group}": [(names.index(n), b) for n in members] for b, (group, members) in enumerate(self.groups.items())
+        }
+        for a, b in (cell for members in cells.values() for cell in members):
+            gap[a, b], scale[a, b] = entries[names[a]]
+        gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
+        yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
+
+    # Where a function may refuse --------------------------------------------------------------------------------------------
+
+    def attempt(
+        self, kind: str, words: str, make: Callable[[], Any], compare: Callable[[Any, float], Iterator[CheckRow]]
+    ) -> tuple[list[CheckRow], list[str]]:
+        """Return the rows of what a function gives, and why there are none.
+
+        A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
+        """
+        start = time.perf_counter()
+        try:
+            found = make()
+        except OutOfMemoryError as reason:
+            return [], [f"no rows of {words}: {reason}"]
+        except HessiankitError as reason:
+            row = self._row(kind, math.inf, time.perf_counter() - start)
+            return [row], [f"hessian_{kind} refuses the same call: {reason}"]
+        return list(compare(found, time.perf_counter() - start)), []
+
+    def exact_diagonal(self) -> Tensor:
+        """Return the closed form of the diagonal, (P)."""
+        return hessian_diagonal(*self.problem.arguments, **self.problem.options, max_products=None).flat
+
+
+def operator_of(problem: Problem, block_size: int | None = None) -> HessianOperator:
+    """Return the operator of a problem, at the parameters as they are now."""
+    module, inputs, target = problem.arguments
+    return hessian_operator(module, inputs, target, block_size=block_size, **problem.options)
+
+
+def by_operator(problem: Problem, V: Tensor) -> Tensor:
+    """Return H V (k, P) by the operator, at the values of a problem."""
+    with problem.at():
+        return (operator_of(problem, block_size=1) @ V.T).T
