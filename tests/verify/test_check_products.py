@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from hessiankit.curvature.diagonal import CurvatureDiagonal
 from hessiankit.verify import Problem
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.probes import EVERYTHING, MOST_GROUPS, directions, roles
+from hessiankit.verify.reference_automatic import JvpOfGrad
+from hessiankit.verify.references import Outcome
 
 IDS = torch.tensor([[1, 7, 3, 0], [5, 5, 29, 2]])
 LABELS = torch.tensor([[2, 4, -100, 1], [0, 30, 3, 3]])
@@ -117,6 +120,20 @@ def test_one_reference_is_not_enough_and_others_are_taken_by_name(small: nn.Modu
     assert health["complex-step"].reason.startswith("unsupported: ")
     if not health["torch.func.hessian"].healthy:  # LayerNorm with a gain
         assert "known torch defect" in health["torch.func.hessian"].reason
+
+
+def test_references_are_compared_along_every_direction(small: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward mode is wrong along directions on single groups, and right along the one on everything."""
+    right = JvpOfGrad.measure
+
+    def wrong(self: JvpOfGrad, problem: Problem, V: Tensor, **options: Any) -> Outcome:
+        outcome = right(self, problem, V, **options)
+        return outcome if bool((V != 0).all()) else replace(outcome, value=1.1 * outcome.value)
+
+    monkeypatch.setattr(JvpOfGrad, "measure", wrong)
+    report = checked(small)
+    assert report.verdict.startswith("NOT VERIFIED")
+    assert not any(h.healthy for h in report.health)
 
 
 def test_directions_are_generic_and_of_unit_length() -> None:

@@ -230,9 +230,16 @@ def test_a_symmetry_at_special_values_is_no_symmetry() -> None:
 
 
 def test_a_stopped_gradient_has_no_identities() -> None:
-    """The loss does not see the scale of W, but its gradient, with the denominator held, does."""
-    module = Formula(lambda s, x: (x @ s.W) / (x @ s.W).detach().square().mean().sqrt(), W=(4, 3))
-    assert identities(module, draw(5, 4), draw(5, 3)).rows == ()
+    """The gradient in W vanishes everywhere, and the loss does not change with W, but H holds what is detached."""
+    module = Formula(lambda s, x: torch.cat([x @ s.V, x @ s.W - (x @ s.W).detach()], -1), V=(4, 2), W=(4, 2))
+    target = torch.cat([draw(5, 2), torch.zeros(5, 2)], -1)
+    assert float(hk.hessian(module, draw(5, 4), target).block("W", "W").abs().max()) > 0.1
+    assert identities(module, draw(5, 4), target).rows == ()
+
+
+def test_a_bias_without_effect_is_named_once() -> None:
+    module = Formula(lambda s, x: x @ s.W + (s.b - s.b), W=(4, 3), b=(3,))
+    assert found(identities(module, draw(5, 4), draw(5, 3))) == {("no effect", "b")}
 
 
 def test_an_effect_that_is_faint_is_no_symmetry() -> None:
