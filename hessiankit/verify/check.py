@@ -183,13 +183,13 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     known: dict[str, Tensor] = dict(module.named_parameters())
     size = sum(known[name].numel() for name in params)
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
-    given: dict[str, Any] = {"loss": options.loss, "handshake": False}  # loss and gradient are rows of the report
+    common: dict[str, Any] = {"loss": options.loss, "handshake": False}  # loss and gradient are rows of the report
     closed: Hessian | HessianOperator
     if by_products:
-        closed = hessian_operator(module, inputs, target, params=params, block_size=1, **given)
+        closed = hessian_operator(module, inputs, target, params=params, block_size=1, **common)
     else:
         closed_progress = None if tell is None else lambda done, total: tell("closed form", done, total)
-        closed = hessian(module, inputs, target, params=options.params, progress=closed_progress, **given)
+        closed = hessian(module, inputs, target, params=options.params, progress=closed_progress, **common)
     problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
     found = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from hessiankit.engine.problem.calling import Loss
 from hessiankit.engine.problem.selection import Params
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, Table, table
-from hessiankit.verify.in_place import converted
+from hessiankit.verify.in_place import converted, placed
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.symmetries import Motion, Symmetry, generic_point, symmetries
 from hessiankit.verify.traits import traits
@@ -201,16 +201,22 @@ def _confirmed_in_double(problem: Problem, rng: torch.Generator) -> list[Symmetr
 
 def confirmed(problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator) -> list[Symmetry]:
     """Keep the symmetries along which the loss itself stays, in float64, at the parameters and at a generic point near them."""
+
+    def loss(point: Mapping[str, Tensor]) -> float:
+        with placed((problem.own[name], value) for name, value in point.items()):
+            return float(problem.call().detach())
+
     points = (problem.params, generic_point(problem.params, rng))
-    values = [problem.value_at(point) for point in points]
-    return [
-        symmetry
-        for symmetry in candidates
-        if all(
-            abs(problem.value_at(symmetry.motions[0].moved(point, t)) - value) <= 1e-12 * abs(value)
-            for point, value, t in zip(points, values, STEPS, strict=True)
-        )
-    ]
+    with problem.at():
+        values = [loss(point) for point in points]
+        return [
+            symmetry
+            for symmetry in candidates
+            if all(
+                abs(loss(symmetry.motions[0].moved(point, t)) - value) <= 1e-12 * abs(value)
+                for point, value, t in zip(points, values, STEPS, strict=True)
+            )
+        ]
 
 
 def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion]) -> Tensor:

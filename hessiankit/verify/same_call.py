@@ -127,12 +127,12 @@ class SameCall:
         }
         names = list(places)
         for first in range(0, len(names), TOGETHER):
-            some = names[first : first + TOGETHER]
-            at = torch.cat([places[n] for n in some])
+            chunk = names[first : first + TOGETHER]
+            at = torch.cat([places[n] for n in chunk])
             units = torch.zeros(len(at), self.problem.size).to(self.problem.theta)
             units[torch.arange(len(at)), at] = 1
             products = REFERENCES[name].products(self.problem, units).unflatten(0, (-1, ENTRIES))
-            for n, columns in zip(some, products, strict=True):
+            for n, columns in zip(chunk, products, strict=True):
                 where = self.problem.slices[n]  # of the diagonal block
                 gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES), places[n]]).abs().max()
                 entries[n] = float(gap), max(float(diagonal[where].abs().max()), float(columns[:, where].abs().max()))

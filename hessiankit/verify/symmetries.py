@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,8 @@ Params = Mapping[str, Tensor]
 VANISHES = 1e-12
 """A charge is zero below this share of the terms that cancel in it."""
 MOST_POINTS = 32
-"""Gradients at most that legs of one width are told apart by."""
+"""Gradients at most that legs of one width are told apart by; where there are too many legs, as in deep narrow models, those of
+that width are left out."""
 DENSE = 512
 """Widths up to which generators other than diagonal ones are looked for, since exp(t G) costs k^3."""
 
@@ -111,13 +111,15 @@ class GradientSample(NamedTuple):
     g: dict[str, Tensor]
 
 
-def _samples(problem: Problem, rng: torch.Generator) -> Iterator[GradientSample]:
-    """Yield generic points near the parameters, with their gradients."""
-    while True:
-        theta = generic_point(problem.params, rng)
-        with problem.at(), placed((problem.own[n], x) for n, x in theta.items()):
-            gradient = problem.gradient()
-        yield GradientSample(theta, dict(zip(theta, gradient, strict=True)))
+def _samples(problem: Problem, count: int, rng: torch.Generator) -> list[GradientSample]:
+    """Return generic points near the parameters, with their gradients."""
+    samples = []
+    with problem.at():
+        for _ in range(count):
+            theta = generic_point(problem.params, rng)
+            with placed((problem.own[n], x) for n, x in theta.items()):
+                samples.append(GradientSample(theta, dict(zip(theta, problem.gradient(), strict=True))))
+    return samples
 
 
 def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
@@ -131,20 +133,18 @@ def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
 
 def symmetries(problem: Problem, rng: torch.Generator) -> list[Symmetry]:
     """Return the symmetries that the gradient shows at generic points; the problem is in float64."""
-    drawing = _samples(problem, rng)
-    found = [next(drawing) for _ in range(3)]
     groups: dict[int, list[Leg]] = {}
     for leg in _legs(problem.params):
         groups.setdefault(leg.size, []).append(leg)
-    for size, legs in groups.items():  # one equation for each entry of each point, and some to spare
-        while len(found) < min(MOST_POINTS, math.ceil(len(legs) / size) + 2):
-            found.append(next(drawing))
-    result = [*_without_effect(found, rng), *_row_means(found, rng)]
+    # One equation for each entry of each point, and some to spare.
+    most = max((math.ceil(len(legs) / size) + 2 for size, legs in groups.items()), default=0)
+    samples = _samples(problem, max(3, min(MOST_POINTS, most)), rng)
+    result = [*_without_effect(samples, rng), *_row_means(samples, rng)]
     still = {name for symmetry in result if symmetry.family == NO_EFFECT for name in symmetry.moving}
-    result += _norm_scales(found, rng, still)
+    result += _norm_scales(samples, rng, still)
     for size, legs in groups.items():
-        if size * len(found) >= len(legs) + size:
-            result += _gauges(legs, found, rng)
+        if size * len(samples) >= len(legs) + size:
+            result += _gauges(legs, samples, rng)
     return result
 
 
@@ -198,25 +198,25 @@ def _row_means(samples: Sequence[GradientSample], rng: torch.Generator) -> Itera
 
 def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, still: set[str]) -> Iterator[Symmetry]:
     """Weights, row by row or whole, whose length a norm with eps = 0 removes; a bias may share it."""
-    theta = samples[0].theta
-    moving = [name for name in theta if name not in still]
-    whole = {n: [((s.theta[n] * s.g[n]).sum(), (s.theta[n] * s.g[n]).abs().sum()) for s in samples] for n in moving}
-    pairs = [(w, b) for w, b in product(moving, moving) if theta[w].ndim > 1 and theta[b].ndim == 1]
-    statement = "<A, g> = 0, H A = -g on A, 0 elsewhere"
-    for name in moving:
-        for axis, n in enumerate(theta[name].shape[:2] if theta[name].ndim > 1 else ()):
-            if n > 1 and bool(_zero([_charge(Leg(name, axis, 0, n), s) for s in samples]).all()):
-                leg = Leg(name, axis, 0, n)
-                yield Symmetry("norm scale", statement, (name,), (), (Motion(((leg, _normal((n,), theta[name], rng)),)),))
-                break
-        else:
-            if bool(_zero(whole[name])):
+    theta, statement = samples[0].theta, "<A, g> = 0, H A = -g on A, 0 elsewhere"
+    names = [name for name in theta if name not in still]
+    products = [[s.theta[n] * s.g[n] for s in samples] for n in names]
+    sums = torch.stack([torch.stack([x.sum() for x in one]) for one in products])  # (parameters, samples)
+    sizes = torch.stack([torch.stack([x.abs().sum() for x in one]) for one in products])
+    zero = (sums.abs() <= VANISHES * sizes).all(1)
+    for name, free in zip(names, zero.tolist(), strict=True):
+        if free:
+            legs = [Leg(name, axis, 0, n) for axis, n in enumerate(theta[name].shape[:2]) if n > 1 and theta[name].ndim > 1]
+            leg = next((leg for leg in legs if bool(_zero([_charge(leg, s) for s in samples]).all())), None)
+            if leg is None:
                 yield _scaled(statement, theta, name)
-    for w, b in pairs:
-        if not bool(_zero(whole[w])) and not bool(_zero(whole[b])):
-            both = [(x + y, sx + sy) for (x, sx), (y, sy) in zip(whole[w], whole[b], strict=True)]
-            if bool(_zero(both)):
-                yield _scaled(statement, theta, w, b)
+            else:
+                motion = Motion(((leg, _normal((leg.size,), theta[name], rng)),))
+                yield Symmetry("norm scale", statement, (name,), (), (motion,))
+    joint = ((sums[:, None] + sums).abs() <= VANISHES * (sizes[:, None] + sizes)).all(2)
+    for a, b in joint.nonzero().tolist():
+        if not zero[a] and not zero[b] and theta[names[a]].ndim > 1 and theta[names[b]].ndim == 1:
+            yield _scaled(statement, theta, names[a], names[b])
 
 
 def _scaled(statement: str, theta: Params, *names: str) -> Symmetry:
