@@ -16,6 +16,7 @@ import hessiankit as hk
 from hessiankit.curvature.diagonal import CurvatureDiagonal
 from hessiankit.verify import Problem
 from hessiankit.verify.check_report import CheckReport
+from hessiankit.verify.comparison import Layout, joined
 from hessiankit.verify.probes import EVERYTHING, MOST_GROUPS, directions, roles
 from hessiankit.verify.reference_automatic import JvpOfGrad
 from hessiankit.verify.references import Outcome
@@ -143,6 +144,15 @@ def test_directions_are_generic_and_of_unit_length() -> None:
         assert abs(float(v.norm()) - 1) < 1e-12
         for name, where in problem.slices.items():
             assert bool((v[where] != 0).all()) is (name in direction.names)
+
+
+def test_of_several_directions_on_a_group_the_worst_counts() -> None:
+    problem = Problem(nn.Linear(2, 1).double(), draw(3, 2), draw(3, 1))
+    right, wrong = draw(1, 3), draw(1, 3) * torch.tensor([1.0, 1.0, 1.5])
+    for pair in ((right, wrong), (wrong, right)):
+        gaps = joined([Layout(problem, ["all"]).gaps(products, right) for products in pair])
+        assert gaps.labels == ("all",)
+        assert gaps.gap[:, 0].tolist() == [0.0, float((wrong - right)[0, 2].abs())]
 
 
 def test_groups_are_roles_and_not_too_many() -> None:
