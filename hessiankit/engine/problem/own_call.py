@@ -34,11 +34,11 @@ from hessiankit.engine.problem.calling import (
     spoiled_at,
 )
 from hessiankit.engine.problem.selection import ParameterSelection, select
-from hessiankit.engine.problem.state import Held, ModuleState
+from hessiankit.engine.problem.state import Held, ModuleState, restore_values
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values, write_values
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values
 from hessiankit.tracing.source_line import at_line, first_line
 
 
@@ -117,7 +117,7 @@ def own_call(
     if later and next(chain(task.state.changed_parameters(), task.state.changed_buffers()), None) is not None:
         with task.at():
             return called(who, task, inputs, device, handshake=handshake)[0]
-    random, own = RandomStates(task.module), _Data(task, data)
+    random, own = RandomStates(task.module), _Data(data, (task.inputs, task.target))
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
@@ -258,29 +258,20 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
 class _Data:
     """The user's own inputs and target, which a call must leave alone, and copies of them."""
 
-    def __init__(self, task: Task, data: tuple[Any, Any]) -> None:
-        self._held = {"inputs": Held(data[0]), "target": Held(data[1])}
-        self._given, self._copies = data, (task.inputs, task.target)
+    def __init__(self, data: tuple[Any, Any], copies: tuple[Any, Any]) -> None:
+        self._held = Held(data)
+        both = zip(named_tensors(data, ""), named_tensors(copies, ""), strict=True)
+        self._pairs = [(name, x, copy) for (name, x), (_, copy) in both if x is not copy]
 
     def changed(self) -> str | None:
         """Return "inputs" or "target" if a call has written into them."""
-        return next((kind for kind, held in self._held.items() if held.changed() is not None or self._moved(kind)), None)
-
-    def _pairs(self, kind: str) -> list[tuple[Tensor, Tensor]]:
-        at = list(self._held).index(kind)
-        both = (named_tensors(self._given[at]), named_tensors(self._copies[at]))
-        return [(x, copy) for (_, x), (_, copy) in zip(*both, strict=False) if x is not copy]
-
-    def _moved(self, kind: str) -> bool:
-        return any(not same_values(x, copy) for x, copy in self._pairs(kind))
+        path = self._held.changed() or next((name for name, x, copy in self._pairs if not same_values(x, copy)), None)
+        return None if path is None else "inputs" if path.startswith("[0]") else "target"
 
     def restore(self) -> None:
         """Put back what a call has written."""
-        for kind, held in self._held.items():
-            held.restore()
-            for x, copy in self._pairs(kind):
-                if not same_values(x, copy):
-                    write_values(x, copy)
+        self._held.restore()
+        restore_values((x, copy) for _, x, copy in self._pairs)
 
 
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
