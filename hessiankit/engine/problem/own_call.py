@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
-    MASKED,
     QUADRATIC_MODEL,
     arguments,
     as_one_argument,
+    call,
     check_arguments,
+    check_labels,
     check_module,
+    check_same_shape,
     check_tensor,
-    first_spoiled,
-    is_finite,
     loss_module,
     map_tensors,
     member,
@@ -31,8 +31,8 @@ from hessiankit.engine.problem.calling import (
     ordinary,
     read_outputs,
     same_as,
-    spoiled_at,
 )
+from hessiankit.engine.problem.non_finite import MASKED, first_spoiled, first_spoiled_module, is_finite
 from hessiankit.engine.problem.selection import ParameterSelection, select
 from hessiankit.engine.problem.state import Held, ModuleState, restore_values
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
@@ -304,25 +304,8 @@ def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
     reason = first_spoiled(lambda: _run(who, task, inputs))
     if MASKED not in reason:
         _check_inputs(who, inputs)
-    bad: list[str] = []
-    handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
-    try:
-        task.run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    place = bad[0] if bad else "the module's output"
+    place = first_spoiled_module(task.module, task.run) or "the module's output"
     return InputError(f"{who}: {place} is NaN or infinite{f' ({reason})' if reason else ''}")
-
-
-def _watch(name: str, bad: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not bad and isinstance(output, Tensor) and output.is_floating_point():
-            where = spoiled_at(output, mask=True)
-            if where is not None:
-                bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
-
-    return hook
 
 
 def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
@@ -352,55 +335,20 @@ def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
 
 
 def _run(who: str, task: Task, inputs: Any) -> Any:
-    try:
-        return task.run()
-    except HessiankitError:
-        raise
-    except Exception as error:
-        tensors = [x for _, x in named_tensors(inputs)]
-        shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
-        where = f"{first_line(error)}{at_line(error)}"
-        given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
-        of_types = isinstance(error, RuntimeError) and any(word in str(error) for word in ("dtype", "scalar type", "type_as"))
-        hint = ""
-        if tensors and of_types and not embeds and not any(x.is_floating_point() for x in tensors):
-            dtype = next(iter(task.parameters.values())).dtype
-            hint = f"; inputs are {tensors[0].dtype} but the module has no embedding to look them up in, pass {dtype}"
-        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}{hint}") from error
+    return call(who, task.module, inputs, task.run)
 
 
 def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
     target = task.target
     if task.loss == "mse":
-        _check_same_shape(who, target, out, "squared error")
+        check_same_shape(who, target, out.shape)
         check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
     elif task.loss == "cross_entropy":
-        if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
-            raise InputError(f"{who}: target is {target.dtype}; cross entropy needs integer class labels")
-        if target.shape != out.shape[:-1]:
-            raise InputError(
-                f"{who}: target has shape {tuple(target.shape)}, expected {tuple(out.shape[:-1])}: one label for each row of the "
-                f"logits {tuple(out.shape)}, whose last axis holds the classes"
-            )
-        kept = target[target != IGNORE_INDEX]
-        if kept.numel() == 0:
+        check_labels(who, target, out.shape)
+        if not bool((target != IGNORE_INDEX).any()):
             raise InputError(f"{who}: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
-        if int(kept.min()) < 0 or int(kept.max()) >= out.shape[-1]:
-            raise InputError(
-                f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {out.shape[-1] - 1} "
-                f"for {out.shape[-1]} classes (or {IGNORE_INDEX} to ignore)"
-            )
-
-
-def _check_same_shape(who: str, target: Tensor, out: Tensor, what: str) -> None:
-    if target.shape != out.shape:
-        raise InputError(
-            f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(out.shape)}; "
-            f"{what} needs equal shapes (nothing is broadcast)"
-        )
 
 
 def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
@@ -408,7 +356,7 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
     assert callable(task.loss)
     known = loss_module(task.loss)
     if isinstance(known, ELEMENTWISE) and isinstance(outputs, Tensor) and isinstance(task.target, Tensor):
-        _check_same_shape(who, task.target, outputs, type(known).__name__)
+        check_same_shape(who, task.target, outputs.shape, type(known).__name__)
     try:
         value = task.loss(outputs, task.target)
     except HessiankitError:
