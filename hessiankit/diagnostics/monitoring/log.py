@@ -162,7 +162,7 @@ def read_monitor(path: Path | str) -> MonitorLog:
         InputError: There is no such file, or it is something else.
     """
     header, records = read_lines(path)
-    return MonitorLog(Path(path), header, tuple(sorted(records, key=lambda record: record["step"])))
+    return MonitorLog(Path(path), header, tuple(records))
 
 
 def _at(record: Any, keys: tuple[str | int, ...]) -> Any:
