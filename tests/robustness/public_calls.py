@@ -15,7 +15,6 @@ import hessiankit as hk
 from hessiankit import optim
 from hessiankit import partition as parts
 from hessiankit.diagnostics import depth, monitoring
-from hessiankit.diagnostics import sharpness as estimation
 from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.verify import testing
 
@@ -271,11 +270,6 @@ CALLS = {
         ),
         ("sharpness",),
         {"draws": COUNTS},
-    ),
-    "exact_sharpness": Call(
-        estimation.exact_sharpness,
-        on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, histograms=False, shift=None),
-        ("exact_sharpness",),
     ),
     "depth_diagnostics": Call(
         hk.depth_diagnostics,

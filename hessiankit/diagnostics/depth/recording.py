@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state, hooks
-from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_cut, check_devices, micro_batches
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, placed
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, placed
+from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
@@ -34,10 +35,6 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
                 raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
         if first is not None:
             target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
-    elif target is None and isinstance(data, Tensor):
-        raise InputError(
-            f"{WHO}: data is a tensor {tuple(data.shape)} and target is missing; pass target=..., or leave the loss out"
-        )
     batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
     for batch in batches:
         check_devices(WHO, batch, model)

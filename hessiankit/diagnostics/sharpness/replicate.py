@@ -100,11 +100,17 @@ def _summed(dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def replicates(
-    model: nn.Module, data: Any, target: Any = None, *, sampler: LabelSampler | None = None, **options: Any
+    model: nn.Module,
+    data: Any,
+    target: Any = None,
+    own: SharpnessOptions | None = None,
+    *,
+    sampler: LabelSampler | None = None,
+    **options: Any,
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     start = time.perf_counter()
-    own = SharpnessOptions(**options)
+    own = own or SharpnessOptions(**options)
     batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
     draws = own.label_draws
     measured = measured_parts(model, own.parts)
@@ -131,22 +137,22 @@ def replicates(
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
     return Replicates(
-        measured.parts,
-        torch.stack(sums.values),
-        torch.tensor(sums.terms),
-        squared_norms(measured),
-        sums.rows,
-        {name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
-        sums.entries,
-        sequences,
-        own.per,
-        own.loss,
-        own.kind,
-        own.seed,
-        measured.frozen,
-        tuple(name for name in measured.parameters if name in sums.unused),
-        time.perf_counter() - start,
-        unlikely,
+        parts=measured.parts,
+        values=torch.stack(sums.values),
+        terms=torch.tensor(sums.terms),
+        squared_norms=squared_norms(measured),
+        rows=sums.rows,
+        seen={name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
+        entries=sums.entries,
+        sequences=sequences,
+        per=own.per,
+        loss=own.loss,
+        kind=own.kind,
+        seed=own.seed,
+        frozen=measured.frozen,
+        unused=tuple(name for name in measured.parameters if name in sums.unused),
+        seconds=time.perf_counter() - start,
+        unlikely=unlikely,
     )
 
 
