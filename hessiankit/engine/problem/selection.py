@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from types import EllipsisType
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -111,27 +112,22 @@ def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
 
 def _parse_index(inside: str) -> Index | None:
     parsed = [_parse_basic(part) for part in inside.split(";")]
-    known = tuple(index for index in parsed if index is not None)
-    return known if len(known) == len(parsed) else None
+    return None if None in parsed else tuple(parsed)  # type: ignore[arg-type]
 
 
 def _parse_basic(text: str) -> BasicIndex | None:
-    found: list[int | slice | EllipsisType] = []
+    items: list[int | slice | EllipsisType] = []
     for item in (t.strip() for t in text.split(",")):
         bounds = [b.strip() for b in item.split(":")]
-        if item == "..." and Ellipsis not in found:
-            found.append(Ellipsis)
+        if item == "..." and Ellipsis not in items:
+            items.append(Ellipsis)
         elif len(bounds) == 1 and _INTEGER.fullmatch(item):
-            found.append(int(item))
-        elif 2 <= len(bounds) <= 3 and all(not b or _INTEGER.fullmatch(b) for b in bounds) and not _is_zero(bounds[2:]):
-            found.append(slice(*(int(b) if b else None for b in bounds)))
+            items.append(int(item))
+        elif 2 <= len(bounds) <= 3 and all(not b or _INTEGER.fullmatch(b) for b in bounds):
+            items.append(slice(*(int(b) if b else None for b in bounds)))
         else:
             return None
-    return tuple(found)
-
-
-def _is_zero(step: list[str]) -> bool:
-    return bool(step and step[0]) and int(step[0]) == 0
+    return None if any(isinstance(item, slice) and item.step == 0 for item in items) else tuple(items)
 
 
 def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of_part") -> Tensor:
@@ -173,20 +169,15 @@ def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tens
     full = [*index[:at], *[slice(None)] * (len(shape) - given), *index[at + 1 :]]
     flat = torch.zeros(1, dtype=torch.int64)
     for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
-        flat = (flat[:, None] * size + _along_axis(size, item, f"{what}: axis {axis} of shape {shape}")).reshape(-1)
-    return flat
-
-
-def _along_axis(size: int, item: object, what: str) -> Tensor:
-    if isinstance(item, slice):
-        beyond = [b for b in (item.start, item.stop) if b is not None and not -size <= b <= size]
+        here = f"{what}: axis {axis} of shape {shape} has {size} entries"
+        bounds = (item.start, item.stop) if isinstance(item, slice) else ()
+        beyond = [b for b in bounds if b is not None and not -size <= b <= size]
         if beyond:
-            raise InputError(f"{what} has {size} entries, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
-        return torch.tensor(list(range(size)[item]), dtype=torch.int64)
-    assert isinstance(item, int)
-    if not -size <= item < size:
-        raise InputError(f"{what} has {size} entries, the index is {item}; expected {-size} to {size - 1}")
-    return torch.tensor([item % size])
+            raise InputError(f"{here}, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
+        if isinstance(item, int) and not -size <= item < size:
+            raise InputError(f"{here}, the index is {item}; expected {-size} to {size - 1}")
+        flat = (flat[:, None] * size + torch.from_numpy(np.arange(size)[item].reshape(-1).copy())).reshape(-1)
+    return flat
 
 
 def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
@@ -251,11 +242,12 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
     if params is None:
         return ParameterSelection((name, every[name].detach()) for name in trained)
     finder = _Finder(who, module, every)
-    wanted: set[str] = set()
-    for item in _items(who, params):
-        wanted.update(finder.names(item))
+    wanted = {name for item in _items(who, params) for name in finder.names(item)}
     if finder.unknown:
-        raise InputError(finder.unknown_message())
+        known = [name for name, listed in finder.first.items() if every[listed].requires_grad]
+        raise InputError(
+            f"{who}: params={finder.unknown}: this {finder.kind} has no such parameter; {_close(finder.unknown[0], known)}"
+        )
     if not wanted:
         raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
     return ParameterSelection(((name, every[name].detach()) for name in trained if name in wanted), finder.parts)
@@ -274,19 +266,23 @@ def _items(who: str, params: Params) -> Iterator[object]:
 
 
 class _Finder:
-    """Looks up one item of ``params`` after the other in a module."""
+    """Looks up one item of ``params`` after the other in a module.
+
+    Attributes:
+        first: Every name that the module has for a parameter -> the one that is listed.
+        parts: The parts that were asked for: text -> (name of the whole parameter, index).
+        unknown: What is no parameter, so that one message names all of it.
+    """
 
     def __init__(self, who: str, module: nn.Module, every: dict[str, nn.Parameter]) -> None:
-        self.who, self.every = who, every
-        self.kind = type(module).__name__
+        self.who, self.every, self.kind = who, every, type(module).__name__
         self.of_object = {id(p): name for name, p in every.items()}
-        # every name that the module has for a parameter -> the one that is listed
         self.first = {name: self.of_object[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self.parts: dict[str, tuple[str, Index]] = {}
         self.unknown: list[str] = []
 
     def names(self, item: object) -> list[str]:
-        """Return the listed names that an item means; note what is unknown, so that one message tells all of it."""
+        """Return the listed names that an item means."""
         if isinstance(item, str):
             return self._of_text(item.strip())
         if not isinstance(item, Tensor):
@@ -302,47 +298,40 @@ class _Finder:
                 f"{self.who}: params holds {kind} of shape {tuple(item.shape)} that is not a parameter of this "
                 f"{self.kind}{hint}; pass the module's own parameter (not a copy or a view of it), or its name"
             )
-        return [self._trained(self.of_object[id(item)])]
+        return self._trained([self.of_object[id(item)]])
 
     def _of_text(self, text: str) -> list[str]:
         if text in self.first:
-            return [self._trained(self.first[text])]
+            return self._trained([self.first[text]])
         if text.endswith("]") and (name := text.partition("[")[0].strip()) in self.first:
-            return [self._part(self._trained(self.first[name]), text, text)]
-        if not _is_pattern(text):
-            return self._note(text)
-        found = self._matches(text)
-        name, bracket, inside = text[:-1].rpartition("[")
-        if not found and bracket and text.endswith("]") and _parse_index(inside) is not None:
-            found = [self._part(match, f"{match}[{inside}]", text) for match in self._matches(name.strip())]
-        return found or self._note(text)
-
-    def _note(self, text: str) -> list[str]:
-        self.unknown.append(text)
-        return []
+            return [self._part(match, text, text) for match in self._trained([self.first[name]])]
+        matches: list[str] = []
+        if _is_pattern(text):
+            matches = self._matches(text)
+            name, bracket, inside = text[:-1].rpartition("[")
+            if not matches and bracket and text.endswith("]") and _parse_index(inside) is not None:
+                matches = [self._part(match, f"{match}[{inside}]", text) for match in self._matches(name.strip())]
+        self.unknown += [] if matches else [text]
+        return matches
 
     def _matches(self, pattern: str) -> list[str]:
-        found = dict.fromkeys(first for name, first in self.first.items() if fnmatchcase(name, pattern))
-        trained = [name for name in found if self.every[name].requires_grad and self.every[name].numel()]
-        if found and not trained and any(self.every[name].requires_grad for name in found):
-            raise InputError(f"{self.who}: what the pattern {pattern!r} matches has no entries; leave it out of params")
-        if found and not trained:
-            raise InputError(
-                f"{self.who}: all that the pattern {pattern!r} matches ({_some([repr(n) for n in found])}) does not "
-                "require grad; call requires_grad_(True) on what is of interest"
-            )
-        return trained
+        return self._trained(list(dict.fromkeys(x for name, x in self.first.items() if fnmatchcase(name, pattern))), pattern)
 
-    def _trained(self, name: str) -> str:
-        if not self.every[name].requires_grad:
-            raise InputError(
-                f"{self.who}: {name!r} does not require grad; call requires_grad_(True) on it, or leave it out of params"
+    def _trained(self, names: list[str], pattern: str = "") -> list[str]:
+        """Return those of some names that can be differentiated with respect to; an error if none of them can."""
+        found = [name for name in names if self.every[name].requires_grad and self.every[name].numel()]
+        if found or not names:
+            return found
+        shape = tuple(self.every[names[0]].shape)
+        if any(self.every[name].requires_grad for name in names):
+            seen = (
+                f"what the pattern {pattern!r} matches has no entries"
+                if pattern
+                else f"{names[0]!r} has shape {shape}, no entries"
             )
-        if not self.every[name].numel():
-            raise InputError(
-                f"{self.who}: {name!r} has shape {tuple(self.every[name].shape)}, no entries; leave it out of params"
-            )
-        return name
+            raise InputError(f"{self.who}: {seen}; leave it out of params")
+        shown = f"all that the pattern {pattern!r} matches ({_some([repr(n) for n in names])})" if pattern else f"{names[0]!r}"
+        raise InputError(f"{self.who}: {shown} does not require grad; call requires_grad_(True) on it, or leave it out of params")
 
     def _part(self, name: str, text: str, asked: str) -> str:
         index = parse_part(text, self.who)[1]
@@ -350,11 +339,6 @@ class _Finder:
         rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
         self.parts[text] = (name, index)
         return name
-
-    def unknown_message(self) -> str:
-        """Return one line about everything that was not found."""
-        trained = [name for name, listed in self.first.items() if self.every[listed].requires_grad]
-        return f"{self.who}: params={self.unknown}: this {self.kind} has no such parameter; {_close(self.unknown[0], trained)}"
 
 
 def _is_pattern(text: str) -> bool:
