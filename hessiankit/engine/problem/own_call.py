@@ -92,36 +92,25 @@ def make_task(
 
     given, labels = map_tensors(copied, data)
     task = Task(module, given, labels, loss, values, state, tuple(keyword))
-    return own_call(who, task, data, inputs, device, handshake=handshake, later=before is not None)
+    _check_constant_rows(who, task, inputs)
+    if before is not None and next(chain(state.changed_parameters(), state.changed_buffers()), None) is not None:
+        with task.at():  # training may have moved the module since the earlier batch
+            return _called(who, task, inputs, handshake=handshake)[0]
+    return _own_call(who, task, data, inputs, handshake=handshake)
 
 
-def own_call(
-    who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool
-) -> Task:
-    """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
-
-    Args:
-        who: What an error message starts with.
-        task: The request, with copies of the data.
-        data: The user's own inputs, the keyword arguments last, and target.
-        inputs: The inputs as they were given, for messages.
-        device: Where the parameters lie.
-        handshake: Whether results are compared with the gradient of this call.
-        later: Whether an earlier batch was asked about, so that training may have moved the module since.
+def _own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, *, handshake: bool) -> Task:
+    """Call the module as its user does, on the user's own ``data``, and check what the call returns and leaves behind.
 
     Raises:
         InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
-    _check_constant_rows(who, task, inputs)
-    if later and next(chain(task.state.changed_parameters(), task.state.changed_buffers()), None) is not None:
-        with task.at():
-            return called(who, task, inputs, device, handshake=handshake)[0]
     random, own = RandomStates(task.module), _Data(data, (task.inputs, task.target))
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
-            made, value = called(who, user, inputs, device, handshake=handshake)
+            made, value = _called(who, user, inputs, handshake=handshake)
             if (changed := own.changed()) is not None:
                 raise InputError(
                     f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
@@ -183,7 +172,7 @@ def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
     return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
 
 
-def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
+def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task, float]:
     """Call the module and the loss as they are now; check the inputs, what the two return, and the target.
 
     Returns:
@@ -198,25 +187,21 @@ def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake
             f"{who}: loss=None means that the module returns the loss, but it returns shape {tuple(out.shape)}; pass loss=..."
         )
     if isinstance(task.loss, str):
-        _check_target(who, task, out, device)
-        value = own_loss(task, outputs)
-    elif task.loss is not None:
-        value = _value_of_callable(who, task, out)
-    else:
-        value = out.reshape(())
-    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+        _check_target(who, task, out)
+    value = _value_of_callable(who, task, out) if callable(task.loss) else own_loss(task, outputs)
     if any(function.name() == "CheckpointFunctionBackward" for function in _functions_behind(value)):
         raise InputError(
             f"{who}: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
             "torch.utils.checkpoint, or turn checkpointing off"
         )
-    found = float(value.detach())
-    reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
+    loss = float(value.detach())
+    reference = OwnGradient(loss, _own_slopes(who, task, value)) if handshake else None
     if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
         _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
+    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
     whole = callable(task.loss) and not isinstance(out, Tensor)
     by_logits = (whole or task.loss is None) and _depends_by_alone(member(outputs, "logits"), value)
-    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), found
+    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), loss
 
 
 def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
@@ -338,11 +323,11 @@ def _run(who: str, task: Task, inputs: Any) -> Any:
     return call(who, task.module, inputs, task.run)
 
 
-def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
+def _check_target(who: str, task: Task, out: Tensor) -> None:
     target = task.target
     if task.loss == "mse":
         check_same_shape(who, target, out.shape)
-        check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
+        check_tensor(who, "target", target, out.dtype, task.device, other="the module's output is")
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
     elif task.loss == "cross_entropy":
