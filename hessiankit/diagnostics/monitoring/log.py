@@ -131,24 +131,20 @@ class MonitorLog(Printed):
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()
-        order = headers[1:2] if self.orders else []
+        order = headers[1:2] if self.has("sharpness", "ordering") else []
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
-        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop, spread=True)
+        yield table(headers, rows, left=2 if order else 1, prose=order, drop=drop, spread=True)
         yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
-        columns = {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
+        columns: dict[str, tuple[str, ...]] = {"sharpness, flat to sharp (~: not told apart)": ("sharpness", "ordering")}
+        columns |= {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
         columns |= {"variance by layer": ("depth", "laws", "best")}
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
-        rows = []
-        for record in self.records:
-            found = [_at(record, keys) for keys in columns.values()]
-            order = [_at(record, ("sharpness", "ordering")) or ""] if self.orders else []
-            numbers = [_shown(x) for x in found]
-            rows.append([str(record["step"]), *order, *numbers])
-        return ["step", *(["sharpness, flat to sharp (~: not told apart)"] if self.orders else []), *columns], rows
+        rows = [[str(record["step"]), *(_shown(_at(record, keys)) for keys in columns.values())] for record in self.records]
+        return ["step", *columns], rows
 
 
 @checked("read_monitor")
@@ -246,41 +242,41 @@ def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
         )  # fmt: skip
 
 
-def _by_type(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray]) -> None:
+LINE: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 3, "clip_on": False}
+
+
+def _named_lines(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray], colours: Mapping[str, str] = COLOURS) -> None:
+    """One line over the steps for each name, which is written at its end; a type has its own mark."""
     ends = {}
     for name, value in values.items():
-        there = np.isfinite(value)
-        colour = COLOURS.get(name, FAINT)
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.2, "marker": MARKS.get(name, "."), "markersize": 3.2}
-        axes.plot(log.steps[there], value[there], clip_on=False, zorder=3, **style)
+        there, colour = np.isfinite(value), colours.get(name, FAINT)
+        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
         if there.any():
             ends[name] = (float(value[there][-1]), colour)
-    log_scale(axes, *values.values())
+    if colours is COLOURS:
+        log_scale(axes, *values.values())
     name_ends(axes, ends)
 
 
 def sharpness(axes: Axes, log: MonitorLog) -> None:
     """Average sharpness of each block type, with its intervals (The Sharpness Disparity Principle, Figure 3)."""
     over_steps(axes, log, "average sharpness, with its intervals")
-    found = log.sharpness
-    for name, one in found.items():
-        there = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0)
-        axes.fill_between(
-            log.steps[there], one.low[there], one.high[there], color=COLOURS.get(name, FAINT), alpha=0.2, linewidth=0
-        )
-    _by_type(axes, log, {name: one.value for name, one in found.items()})
+    for name, one in log.sharpness.items():
+        there, colour = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0), COLOURS.get(name, FAINT)
+        axes.fill_between(log.steps[there], one.low[there], one.high[there], color=colour, alpha=0.2, linewidth=0)
+    _named_lines(axes, log, {name: one.value for name, one in log.sharpness.items()})
 
 
 def norms(axes: Axes, log: MonitorLog) -> None:
     """Norm of all parameters of each block type (Figure 8)."""
     over_steps(axes, log, "norm of the parameters")
-    _by_type(axes, log, log.norms)
+    _named_lines(axes, log, log.norms)
 
 
 def loss(axes: Axes, log: MonitorLog) -> None:
     """Loss on the data of the monitor."""
     over_steps(axes, log, "loss, nats")
-    axes.plot(log.steps, log.series("loss"), color=INK, linewidth=1.2, marker="o", markersize=3, clip_on=False)
+    axes.plot(log.steps, log.series("loss"), color=INK, **LINE)
 
 
 def eigenvalue(axes: Axes, log: MonitorLog) -> None:
@@ -288,7 +284,7 @@ def eigenvalue(axes: Axes, log: MonitorLog) -> None:
     over_steps(axes, log, r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual")
     value, residual = log.series("eigenvalue", "value"), log.series("eigenvalue", "residual")
     axes.fill_between(log.steps, value - residual, value + residual, color="#0072b2", alpha=0.25, linewidth=0)
-    axes.plot(log.steps, value, color="#0072b2", linewidth=1.2, marker="o", markersize=3, clip_on=False)
+    axes.plot(log.steps, value, color="#0072b2", **LINE)
     log_scale(axes, value - residual)
 
 
@@ -297,11 +293,11 @@ def spectrum(axes: Axes, log: MonitorLog) -> None:
     over_steps(axes, log, "eigenvalues of the Hessian")
     values = log.series("spectrum", "eigenvalues")
     converged = np.array([bool(x) for x in log.entries("spectrum", "converged")])
-    for k in range(values.shape[1]):
-        colour = "#d55e00" if np.nanmin(values[:, k]) < 0 else "#0072b2"
-        axes.plot(log.steps, values[:, k], color=colour, linewidth=0.8)
+    for of_one in values.T:
+        colour = "#d55e00" if np.nanmin(of_one) < 0 else "#0072b2"
+        axes.plot(log.steps, of_one, color=colour, linewidth=0.8)
         for there, face in ((converged, colour), (~converged, "white")):
-            axes.plot(log.steps[there], values[there, k], "o", color=colour, markerfacecolor=face, markersize=2.5)
+            axes.plot(log.steps[there], of_one[there], "o", color=colour, markerfacecolor=face, markersize=2.5)
     axes.axhline(0.0, color=INK, linewidth=0.6)
     axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
 
@@ -310,19 +306,15 @@ def approximations(axes: Axes, log: MonitorLog) -> None:
     """Cosine of each approximation's step with the exact natural step."""
     over_steps(axes, log, "cosine with the natural step")
     names = next(list(x) for x in log.entries("approximations", "by_name") if x)
-    ends = {}
-    for name, colour in zip(names, [*COLOURS.values()] * len(names), strict=False):
-        values = log.series("approximations", "by_name", name, "step_cosine")
-        axes.plot(log.steps, values, color=colour, linewidth=1.2, marker="o", markersize=3, clip_on=False)
-        there = np.isfinite(values)
-        ends[name] = (float(values[there][-1]) if there.any() else np.nan, colour)
-    name_ends(axes, ends)
+    values = {name: log.series("approximations", "by_name", name, "step_cosine") for name in names}
+    _named_lines(axes, log, values, dict(zip(names, [*COLOURS.values()] * len(names), strict=False)))
 
 
 def hessian(axes: Axes, log: MonitorLog) -> None:
     """Spectral norm of the exact Hessian's diagonal block of each block type."""
     over_steps(axes, log, "spectral norm of the Hessian's blocks")
-    _by_type(axes, log, {name: log.series("hessian", "types", name) for name in log.types if log.has("hessian", "types", name)})
+    types = [name for name in log.types if log.has("hessian", "types", name)]
+    _named_lines(axes, log, {name: log.series("hessian", "types", name) for name in types})
 
 
 STEPS_SHOWN = 5
@@ -380,9 +372,9 @@ def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> N
     axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
     for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
         values = np.asarray(found[k], dtype=float)
-        axes.plot(np.arange(1, len(values) + 1), values, color=colour, linewidth=1.2, marker="o", markersize=3)
-        style: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 7.5, "va": "top"}
-        axes.text(1.04, 1.0 - 0.09 * row, f"\u25cf {log.steps[k]:,}", color=colour, **style)
+        axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
+        label = f"\u25cf {log.steps[k]:,}"
+        axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.margins(x=0.02)
 
