@@ -113,15 +113,15 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
             raise InputError(f"{WHO}: blocks={asked}: {fault}; name the blocks from first to last")
         return chosen
     calls = _watch([child for _, m in lists for child in m.children()], run)
-    found = [chain for name, m in lists for chain in _chains(name, m, calls)]
-    if not found:
+    chains = [chain for name, m in lists for chain in _chains(name, m, calls)]
+    if not chains:
         raise InputError(
             f"{WHO}: no ModuleList or Sequential of {type(model).__name__} holds modules each of which takes the hidden "
             "state that the one before returns; pass blocks=[...], the blocks (or their names) from first to last"
         )
-    best = max(found, key=lambda chain: (_size(chain.modules), -len(chain.name)))
+    best = max(chains, key=lambda chain: (_size(chain.modules), -len(chain.name)))
     inside = {id(m) for block in best.modules for m in block.modules()}
-    for other in found:
+    for other in chains:
         within = {id(m) for block in other.modules for m in block.modules()}
         apart = not any(id(m) in inside for m in other.modules) and not all(id(m) in within for m in best.modules)
         if apart and _size(other.modules) > NEGLIGIBLE * _size(best.modules):
@@ -223,20 +223,20 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
     In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is the input of a child that equals the
     block's input plus the output of an earlier child: the stream after the attention's residual sum. None without such a child.
     """
-    found: list[Tensor | None] = []
+    middles: list[Tensor | None] = []
     with ExitStack() as stack:
         for block in blocks.modules:
-            calls = _Children(block, found)
+            calls = _Children(block, middles)
             stack.enter_context(hooks([block], calls.begin, calls.end))
             stack.enter_context(hooks(block.children(), calls.before, calls.after))
-        yield found
+        yield middles
 
 
 class _Children:
     """The hidden states that the children of one block take and return during its call."""
 
-    def __init__(self, block: nn.Module, found: list[Tensor | None]) -> None:
-        self.block, self.found = block, found
+    def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
+        self.block, self.found = block, middles
         self.names = {child: name for name, child in block.named_children()}
         self.outputs: dict[str, list[Tensor]] = {}
         self.sums: list[Tensor] = []

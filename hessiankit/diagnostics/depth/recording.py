@@ -99,7 +99,7 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
         leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
             (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
     """
-    found = StreamRecording()
+    record = StreamRecording()
     first = blocks.modules[0]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -107,12 +107,12 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
         assert state is not None
         key, x = state
         if module is first:
-            found.inputs.clear()
-            found.outputs.clear()
+            record.inputs.clear()
+            record.outputs.clear()
         cut = leaves == "each" or (leaves == "first" and module is first)
         if cut:
             x = x.detach().requires_grad_()
-        found.inputs.append(x)
+        record.inputs.append(x)
         if not cut:
             return None
         if isinstance(key, int):
@@ -122,10 +122,10 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
         assert y is not None
-        found.outputs.append(y)
+        record.outputs.append(y)
 
     with hooks(blocks.modules, before, after):
-        yield found
+        yield record
 
 
 @contextmanager
@@ -143,9 +143,9 @@ def removed(block: nn.Module) -> Iterator[None]:
         yield
 
 
-def check_finite(found: StreamRecording, blocks: Blocks) -> None:
+def check_finite(recorded: StreamRecording, blocks: Blocks) -> None:
     """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
-    for k, x in enumerate(found.stream):
+    for k, x in enumerate(recorded.stream):
         if not bool(torch.isfinite(x).all()):
             where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
             raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
@@ -163,9 +163,9 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
-    with torch.enable_grad(), recording(blocks) as found, saved:
+    with torch.enable_grad(), recording(blocks) as recorded, saved:
         out = data.output(batch)
-    x = found.inputs[0]
+    x = recorded.inputs[0]
     states = (len(blocks) + 1) * x.numel()
     graph = saved.bytes + out.numel() * out.element_size()
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks.modules), default=0)

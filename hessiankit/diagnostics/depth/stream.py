@@ -212,8 +212,8 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
         out = data.output(batch)
         target = data.target(batch, out)
         terms += data.count(target)
-        found = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
-        for p, g in zip(parameters, found, strict=True):
+        gradients = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
+        for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 sums[id(p)] = sums[id(p)] + g if id(p) in sums else g
     squares = {key: float(g.double().square().sum()) for key, g in sums.items()}

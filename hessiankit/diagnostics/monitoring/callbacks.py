@@ -59,9 +59,9 @@ def on_first_use(module: dict[str, Any], events: type, package: str, base: str) 
             raise InputError(
                 f"{name}: needs the package {package} ({error}); install it with pip install 'hessiankit[training]'"
             ) from error
-        made = type(name, (events, parent), {"__doc__": events.__doc__, "__module__": where})
-        module[name] = made
-        return made
+        derived = type(name, (events, parent), {"__doc__": events.__doc__, "__module__": where})
+        module[name] = derived
+        return derived
 
     return attribute
 
@@ -73,9 +73,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     >>> scalars(record)
     {'monitor/loss': 2.0, 'sharpness/Norm': 0.5}
     """
-    found = {"monitor/loss": record["loss"]} if "loss" in record else {}
-    found |= {f"sharpness/{name}": one["value"] for name, one in record.get("sharpness", {}).get("types", {}).items()}
-    found |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
+    numbers = {"monitor/loss": record["loss"]} if "loss" in record else {}
+    numbers |= {f"sharpness/{name}": one["value"] for name, one in record.get("sharpness", {}).get("types", {}).items()}
+    numbers |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
     if "eigenvalue" in record:
-        found["top_eigenvalue"] = record["eigenvalue"]["value"]
-    return {name: float(value) for name, value in found.items()}
+        numbers["top_eigenvalue"] = record["eigenvalue"]["value"]
+    return {name: float(value) for name, value in numbers.items()}

@@ -51,14 +51,14 @@ class TrainerEvents(MonitorEvents):
 
     def _step(self, state: Any, control: Any, force: bool = False) -> None:
         extra = {} if state.epoch is None else {"epoch": state.epoch}
-        found = self._numbers(state.global_step, force, **extra)
-        if not found:
+        numbers = self._numbers(state.global_step, force, **extra)
+        if not numbers:
             return
         if self.trainer is None:
-            state.log_history.append({**found, **extra, "step": state.global_step})
+            state.log_history.append({**numbers, **extra, "step": state.global_step})
             return
         due = control.should_log  # Trainer.log resets the flag, and the trainer's own entry of this step would be lost
-        self.trainer.log(found)
+        self.trainer.log(numbers)
         control.should_log = due
 
 

@@ -49,18 +49,18 @@ class LightningEvents(MonitorEvents):
         self._step(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        found = self._step(trainer)
-        if found:  # the loggers have them already, at the right step; self.log would wait for log_every_n_steps
-            pl_module.log_dict(found, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+        numbers = self._step(trainer)
+        if numbers:  # the loggers have them already, at the right step; self.log would wait for log_every_n_steps
+            pl_module.log_dict(numbers, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._step(trainer, force=self._last)
 
     def _step(self, trainer: Any, force: bool = False) -> dict[str, float]:
-        found = self._numbers(trainer.global_step, force, epoch=trainer.current_epoch)
-        for logger in trainer.loggers if found else ():
-            logger.log_metrics(found, step=trainer.global_step)
-        return found
+        numbers = self._numbers(trainer.global_step, force, epoch=trainer.current_epoch)
+        for logger in trainer.loggers if numbers else ():
+            logger.log_metrics(numbers, step=trainer.global_step)
+        return numbers
 
 
 if TYPE_CHECKING:

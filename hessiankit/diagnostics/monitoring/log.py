@@ -73,13 +73,13 @@ class MonitorLog(Printed):
         Returns:
             (steps,), or (steps, ...) for an array.
         """
-        found = self.entries(*keys)
-        inside = next((x for x in found if isinstance(x, dict)), None)
+        entries = self.entries(*keys)
+        inside = next((x for x in entries if isinstance(x, dict)), None)
         if inside is not None:
             raise InputError(
                 f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(inside)}; name one of them"
             )
-        arrays = [None if x is None else np.asarray(x, dtype=float) for x in found]
+        arrays = [None if x is None else np.asarray(x, dtype=float) for x in entries]
         shapes = {a.shape for a in arrays if a is not None}
         if len(shapes) != 1:
             seen = "no measurement has it" if not shapes else f"its shape changes: {sorted(shapes)}"
@@ -93,7 +93,7 @@ class MonitorLog(Printed):
 
     def has(self, *keys: str | int) -> bool:
         """Return whether some measurement has such an entry."""
-        return any(found is not None for found in self.entries(*keys))
+        return any(entry is not None for entry in self.entries(*keys))
 
     @property
     def sharpness(self) -> dict[str, Series]:
@@ -109,12 +109,12 @@ class MonitorLog(Printed):
     @property
     def orders(self) -> dict[int, tuple[str, ...]]:
         """Step -> types from flat to sharp."""
-        found = {}
+        orders = {}
         for record in self.records:
             values = {name: float(one["value"]) for name, one in (_at(record, ("sharpness", "types")) or {}).items()}
             if values:
-                found[record["step"]] = tuple(sorted(values, key=values.__getitem__))
-        return found
+                orders[record["step"]] = tuple(sorted(values, key=values.__getitem__))
+        return orders
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -135,7 +135,9 @@ class MonitorLog(Printed):
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
         yield table(headers, rows, left=2 if order else 1, prose=order, drop=drop, spread=True)
-        yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
+        yield from (
+            f"step {step}: {what} failed: {text}" for step, failed in self.errors.items() for what, text in failed.items()
+        )
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
@@ -333,8 +335,8 @@ def variance(axes: Axes, log: MonitorLog) -> None:
 
 def angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
-    found = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
-    at, values = found[-1][0], np.asarray(found[-1][1], dtype=float)
+    measured = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
+    at, values = measured[-1][0], np.asarray(measured[-1][1], dtype=float)
     shown = AngularDistances(torch.from_numpy(values), torch.empty(0)).by_distance().numpy()
     edge = len(shown) + 0.5
     _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")
@@ -357,9 +359,9 @@ def _layers(title: str, *keys: str) -> Panel:
     """Return the panel of a positive number of each layer, for a few steps."""
 
     def panel(axes: Axes, log: MonitorLog) -> None:
-        found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
-        _along_depth(axes, log, title, found)
-        log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+        values = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
+        _along_depth(axes, log, title, values)
+        log_scale(axes, *(np.asarray(x, dtype=float) for x in values if x is not None))
 
     return panel
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -45,7 +45,7 @@ def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None 
     >>> list(inputs), target.tolist()
     (['input_ids'], [[6, 7, -100]])
     """
-    found: list[Batch] = []
+    pairs: list[Batch] = []
     read = micro_batches(WHO, data, target, model=model)
     if model is not None:
         with preserved_state(model), ordinary_path():
@@ -55,17 +55,16 @@ def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None 
             check_dense(WHO, name, x)
             if x.is_meta:
                 raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-        found.append((batch.inputs, batch.labels))
-    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in found):
+        pairs.append((batch.inputs, batch.labels))
+    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in pairs):
         raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
-    return found
+    return pairs
 
 
 def on_device(batch: Batch, model: nn.Module) -> Batch:
     """Return a batch with its tensors where the model's parameters are."""
-    device, (inputs, labels) = next(model.parameters()).device, batch
-    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
-    return map_tensors(lambda x: x.to(device), (inputs, labels))  # type: ignore[no-any-return]
+    device = next(model.parameters()).device
+    return map_tensors(lambda x: x.to(device), batch)  # type: ignore[no-any-return]
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
@@ -152,8 +151,8 @@ def norms(model: nn.Module, batches: Sequence[Batch], step: int, *, parts: Seque
 
 def eigenvalue(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return the top eigenvalue of the loss's Hessian, its residual, and by which route it was found and why."""
-    found, route, why = top_eigenvalue(model, batches, **options)
-    return {**found.to_dict(), "route": route, **({"why": why} if why else {})}
+    value, route, why = top_eigenvalue(model, batches, **options)
+    return {**value.to_dict(), "route": route, **({"why": why} if why else {})}
 
 
 SEED_STRIDE = 1_000_003
@@ -182,32 +181,32 @@ def sharpness(model: nn.Module, batches: Sequence[Batch], step: int, *, seed: in
 
 def depth(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them."""
-    found = depth_diagnostics(model, list(batches), **options).to_dict()
-    return {name: part for name, part in found.items() if part is not None and name not in ("model", "memory", "seconds")}
+    report = depth_diagnostics(model, list(batches), **options).to_dict()
+    return {name: part for name, part in report.items() if part is not None and name not in ("model", "memory", "seconds")}
 
 
 def spectrum(model: nn.Module, batches: Sequence[Batch], step: int, *, top: int, **options: Any) -> dict[str, Any]:
     """Return ``top`` largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2."""
-    found = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
-    sums = {"trace": found.trace, "frobenius_squared": found.frobenius_squared}
+    ends = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
+    sums = {"trace": ends.trace, "frobenius_squared": ends.frobenius_squared}
     return {
-        "eigenvalues": found.eigenvalues.tolist(),
-        "residuals": found.residuals.tolist(),
+        "eigenvalues": ends.eigenvalues.tolist(),
+        "residuals": ends.residuals.tolist(),
         **{name: vars(x) for name, x in sums.items()},
-        "converged": found.converged,
-        "products": found.products,
+        "converged": ends.converged,
+        "products": ends.products,
     }
 
 
 def approximated(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return what approximations of the Gauss-Newton matrix of the loss leave of it, by :func:`hessiankit.approximations`."""
-    found = approximations(model, list(batches), loss="cross_entropy", against="ggn", **options).to_dict()
+    report = approximations(model, list(batches), loss="cross_entropy", against="ggn", **options).to_dict()
     kept = ("frobenius", "spectral", "step_cosine", "condition")
     return {
-        "damping": found["damping"],
-        "spectral_norm": found["spectral_norm"],
-        "by_name": {name: {key: one[key] for key in kept} for name, one in found["approximations"].items()},
-        "notes": found["notes"],
+        "damping": report["damping"],
+        "spectral_norm": report["spectral_norm"],
+        "by_name": {name: {key: one[key] for key in kept} for name, one in report["approximations"].items()},
+        "notes": report["notes"],
     }
 
 

@@ -200,9 +200,9 @@ class Monitor:
         self._sections: dict[str, Section] = {"loss": measurements.loss}
         options: dict[str, Any] = {"seed": seed}
 
-        def add(name: str, measure: Callable[..., Any], noted: Any, **given: Any) -> None:
+        def add(name: str, measure: Callable[..., Any], noted: Any, **arguments: Any) -> None:
             """Measure a section with some arguments, and write its options into the header."""
-            self._sections[name] = partial(measure, **given)
+            self._sections[name] = partial(measure, **arguments)
             options.update({} if noted is None else {name: noted})
 
         if norms:

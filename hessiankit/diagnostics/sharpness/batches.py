@@ -22,6 +22,7 @@ from hessiankit.engine.problem.calling import (
     known_count,
     map_tensors,
     named_tensors,
+    samples,
 )
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
@@ -54,21 +55,13 @@ class MicroBatch:
 
     def part(self, rows: slice) -> MicroBatch:
         """Return some of the sequences: every tensor of that length is cut, others are passed to all parts."""
-        whole = len(self.numbers)
-
-        def cut(x: Tensor) -> Tensor:
-            return x[rows] if x.ndim and x.shape[0] == whole else x
-
-        return MicroBatch(map_tensors(cut, _plain(self.inputs)), self.target[rows], self.numbers[rows], self.shifted, self)
+        inputs = samples(self.inputs, rows, len(self.numbers))
+        return MicroBatch(inputs, self.target[rows], self.numbers[rows], self.shifted, self)
 
     def on(self, device: torch.device) -> MicroBatch:
         """Return the batch on a device."""
-        inputs = map_tensors(lambda x: x.to(device), _plain(self.inputs))
-        return MicroBatch(inputs, self.target.to(device), self.numbers, self.shifted)
-
-
-def _plain(inputs: Any) -> Any:
-    return dict(inputs) if isinstance(inputs, Mapping) else inputs
+        inputs, target = map_tensors(lambda x: x.to(device), (self.inputs, self.target))
+        return MicroBatch(inputs, target, self.numbers, self.shifted)
 
 
 def micro_batches(

@@ -80,8 +80,8 @@ def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None
         return
     reason = ""
     try:
-        both, *alone = (forward(model, whole.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
-        if _alike(both, torch.cat(alone), torch.finfo(both.dtype).eps ** 0.5):
+        both, *single = (forward(model, whole.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        if _alike(both, torch.cat(single), torch.finfo(both.dtype).eps ** 0.5):
             return
     except InputError as error:
         reason = f" ({error})"

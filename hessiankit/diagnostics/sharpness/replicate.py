@@ -67,14 +67,14 @@ class Replicates:
         return int(self.values.shape[1])
 
 
-def joined(found: Sequence[Replicates]) -> Replicates:
+def joined(runs: Sequence[Replicates]) -> Replicates:
     """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
     run on all.
     """
-    if not found:
+    if not runs:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
-    first = found[0]
-    for other in found[1:]:
+    first = runs[0]
+    for other in runs[1:]:
         for name in ("parts", "draws", "per", "loss", "kind", "seed"):
             if getattr(first, name) != getattr(other, name):
                 raise InputError(f"{WHO}: joined() was given Replicates whose {name} differ; repeat the measurements alike")
@@ -82,15 +82,15 @@ def joined(found: Sequence[Replicates]) -> Replicates:
             raise InputError(f"{WHO}: joined() was given Replicates of different parameters; measure all of them at one point")
     return replace(
         first,
-        values=torch.cat([one.values for one in found]),
-        terms=torch.cat([one.terms for one in found]),
-        rows=_summed([one.rows for one in found]),
-        seen={k: v > 0 for k, v in _summed([{k: v.long() for k, v in one.seen.items()} for one in found]).items()},
-        entries=_summed([one.entries for one in found]),
-        sequences=sum(one.sequences for one in found),
-        unused=tuple(name for name in first.unused if all(name in one.unused for one in found)),
-        seconds=max(one.seconds for one in found),
-        unlikely=sum(one.unlikely for one in found),
+        values=torch.cat([one.values for one in runs]),
+        terms=torch.cat([one.terms for one in runs]),
+        rows=_summed([one.rows for one in runs]),
+        seen={k: v > 0 for k, v in _summed([{k: v.long() for k, v in one.seen.items()} for one in runs]).items()},
+        entries=_summed([one.entries for one in runs]),
+        sequences=sum(one.sequences for one in runs),
+        unused=tuple(name for name in first.unused if all(name in one.unused for one in runs)),
+        seconds=max(one.seconds for one in runs),
+        unlikely=sum(one.unlikely for one in runs),
     )
 
 
@@ -128,10 +128,10 @@ def replicates(
             sums.begin(drawn.terms)
             sequences, unlikely = sequences + drawn.sequences, unlikely + drawn.unlikely
             for d, gradient in enumerate(drawn):
-                found = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
-                gradients = {n: g for n, g in zip(measured.parameters, found, strict=True) if g is not None}
+                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
+                gradients = {n: g for n, g in zip(measured.parameters, slopes, strict=True) if g is not None}
                 sums.add(d, gradients, seen)
-                del found, gradients  # the next draw's take their place in memory
+                del slopes, gradients  # the next draw's take their place in memory
                 if own.progress is not None:
                     own.progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
     if not sums.values:

@@ -37,8 +37,8 @@ def row_sums(x: Tensor) -> Tensor:
     [25.0, 1.0]
     """
     flat = x.flatten(1)
-    found = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
-    return torch.cat(found).double()
+    sums = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
+    return torch.cat(sums).double()
 
 
 class SquaredGradients:

@@ -216,8 +216,8 @@ def gather(
         raise InputError(f"batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
     tasks: list[Task] = []
     counts: list[float] = []
-    made = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
-    for task, count in made:
+    counted = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    for task, count in counted:
         tasks.append(as_gauss_newton(task, kind, seed=seed, draws=draws))
         counts.append(count)
     return tasks, shares(counts, loss, reduction)

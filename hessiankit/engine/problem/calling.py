@@ -88,24 +88,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
     """
-    made: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
-            if id(x) not in made:
-                made[id(x)] = function(x)
-            return made[id(x)]
+            if id(x) not in results:
+                results[id(x)] = function(x)
+            return results[id(x)]
         if isinstance(x, UserDict):
             changed = copy.copy(x)
             changed.data = {key: mapped(value) for key, value in x.data.items()}
             return changed
         kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
         if kind is None:
-            return x
+            return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
         parts, context = kind.flatten_fn(x)
         return kind.unflatten_fn([mapped(part) for part in parts], context)
 
     return mapped(tree)
+
+
+def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
+    """Return nested containers with some rows of every tensor that has ``count`` of them; other tensors are for all samples.
+
+    >>> samples((torch.arange(3), torch.zeros(2)), slice(0, 1), 3)
+    (tensor([0]), tensor([0., 0.]))
+    """
+    return map_tensors(lambda x: x[rows] if x.ndim and x.shape[0] == count else x, tree)
 
 
 def ordinary(tree: Any) -> Any:
@@ -170,9 +179,9 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     if isinstance(outputs, Tensor) or (callable(loss) and not _takes_tensors(loss)):
         return outputs
     key = "loss" if loss is None else "logits"
-    found = member(outputs, key)
-    if found is not None:
-        return found
+    output = member(outputs, key)
+    if output is not None:
+        return output
     what = f"one tensor, an object or dict with {key!r}, or a tuple with one {'number' if loss is None else 'tensor of them'}"
     if loss is None:
         remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
@@ -188,8 +197,8 @@ def member(outputs: Any, key: str) -> Tensor | None:
     (tensor([1., 1.]), True)
     """
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, key):
-        found = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
-        return found[0] if len(found) == 1 else None
+        candidates = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
+        return candidates[0] if len(candidates) == 1 else None
     value = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
     return value if isinstance(value, Tensor) else None
 
@@ -236,8 +245,8 @@ def loss_module(loss: Loss) -> nn.Module | None:
     """Return the torch loss that a callable is: itself, or for one of torch's functions the module with its defaults."""
     if type(loss) in (*ELEMENTWISE, *_LABELS):
         return loss  # type: ignore[return-value]
-    made = _FUNCTIONS.get(loss) if callable(loss) and getattr(loss, "__hash__", None) else None
-    return None if made is None else made()
+    kind = _FUNCTIONS.get(loss) if callable(loss) and getattr(loss, "__hash__", None) else None
+    return None if kind is None else kind()
 
 
 def same_as(loss: Loss, outputs: Any, target: Any) -> str | None:

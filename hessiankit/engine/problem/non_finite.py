@@ -69,8 +69,8 @@ def first_spoiled(run: Callable[[], Any]) -> str:
         try:
             with torch.no_grad(), _NonFiniteWatch(spoiled):
                 run()
-        except _Found as found:
-            return f"{at_line(found, 'at {}: ')}{found}"
+        except _Found as stop:
+            return f"{at_line(stop, 'at {}: ')}{stop}"
     return ""
 
 

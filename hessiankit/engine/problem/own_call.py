@@ -90,8 +90,8 @@ def make_task(
     def copied(x: Tensor) -> Tensor:
         return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
 
-    given, labels = map_tensors(copied, data)
-    task = Task(module, given, labels, loss, values, state, tuple(keyword))
+    copies, labels = map_tensors(copied, data)
+    task = Task(module, copies, labels, loss, values, state, tuple(keyword))
     _check_constant_rows(who, task, inputs)
     if before is not None and next(chain(state.changed_parameters(), state.changed_buffers()), None) is not None:
         with task.at():  # training may have moved the module since the earlier batch
@@ -110,18 +110,18 @@ def _own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, *, hands
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
-            made, value = _called(who, user, inputs, handshake=handshake)
+            checked, value = _called(who, user, inputs, handshake=handshake)
             if (changed := own.changed()) is not None:
                 raise InputError(
                     f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
                     "let it work on a clone() or a copy"
                 )
-            _check_function(who, made, value, random)
+            _check_function(who, checked, value, random)
         finally:
             random.restore()
             task.state.restore()
             own.restore()
-    return replace(made, inputs=task.inputs, target=task.target)
+    return replace(checked, inputs=task.inputs, target=task.target)
 
 
 def own_gradient(task: Task, parameters: Mapping[str, Tensor] | None = None) -> OwnGradient:
@@ -156,10 +156,10 @@ def own_loss(task: Task, outputs: Any) -> Tensor:
 def reached(task: Task) -> set[str]:
     """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
     try:
-        found = task.reference or own_gradient(task)
+        own = task.reference or own_gradient(task)
     except Exception:  # whatever a module may raise when it is differentiated
         return set(task.parameters)
-    return {name for name in task.parameters if found.gradient[name] is not None}
+    return {name for name in task.parameters if own.gradient[name] is not None}
 
 
 def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
@@ -168,8 +168,10 @@ def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
         return dict.fromkeys(leaves)
     reachable = [p for p in leaves.values() if p.requires_grad]  # a forward may have turned one off
     slopes = dict(zip(map(id, reachable), torch.autograd.grad(value, reachable, allow_unused=True), strict=True))
-    found = {name: slopes.get(id(p)) for name, p in leaves.items()}
-    return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
+    gradient = {name: slopes.get(id(p)) for name, p in leaves.items()}
+    return {
+        n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in gradient.items()
+    }
 
 
 def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task, float]:
@@ -295,16 +297,16 @@ def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
 
 def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
     """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
-    found: list[str] = []
+    constant: list[str] = []
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
         def look(module: nn.Module, inputs: Any) -> None:
             x = inputs[0]
             scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
             floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
-            if not found and bool((scale <= floor).any()):
+            if not constant and bool((scale <= floor).any()):
                 row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
-                found.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
+                constant.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
 
         return look
 
@@ -315,8 +317,10 @@ def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
         for name, norm in norms:
             norm.register_forward_pre_hook(hook(name))
         _run(who, task, inputs)
-    if found:
-        raise InputError(f"{who}: {found[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant.")
+    if constant:
+        raise InputError(
+            f"{who}: {constant[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant."
+        )
 
 
 def _run(who: str, task: Task, inputs: Any) -> Any:
@@ -347,9 +351,9 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
     except HessiankitError:
         raise
     except Exception as error:
-        given = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        seen = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
         where = f"{first_line(error)}{at_line(error)}"
-        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {given}, raised: {where}") from error
+        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {seen}, raised: {where}") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")

@@ -37,10 +37,10 @@ def check_surroundings(who: str, module: nn.Module) -> None:
             f"{who}: called within torch.autocast({lowered!r}, {torch.get_autocast_dtype(lowered)}), which would lower the "
             "precision of the derivatives too; call it outside, on a module in one dtype"
         )
-    given = torch.get_default_device()
-    if first is not None and given.type not in (here.type, "cpu"):
+    default = torch.get_default_device()
+    if first is not None and default.type not in (here.type, "cpu"):
         raise InputError(
-            f"{who}: torch's default device is {given} (torch.device as a context, or set_default_device), but the parameters "
+            f"{who}: torch's default device is {default} (torch.device as a context, or set_default_device), but the parameters "
             f"are on {here}, and tensors made on the way would lie apart; call it within torch.device({str(here)!r})"
         )
 
@@ -319,9 +319,9 @@ class _Finder:
 
     def _trained(self, names: list[str], pattern: str = "") -> list[str]:
         """Return those of some names that can be differentiated with respect to; an error if none of them can."""
-        found = [name for name in names if self.every[name].requires_grad and self.every[name].numel()]
-        if found or not names:
-            return found
+        trained = [name for name in names if self.every[name].requires_grad and self.every[name].numel()]
+        if trained or not names:
+            return trained
         shape = tuple(self.every[names[0]].shape)
         if any(self.every[name].requires_grad for name in names):
             seen = (

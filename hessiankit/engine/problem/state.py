@@ -202,13 +202,13 @@ class Held:
 
     def changed(self) -> str | None:
         """Return the path of the first thing that holds something else now, or None."""
-        found = chain(
+        paths = chain(
             (_entry(path, x, copy) for path, x, copy in self._containers if not _same_entries(x, copy)),
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
         )
-        return next(found, None)
+        return next(paths, None)
 
     def restore(self) -> None:
         """Let everything hold what it did; the values of tensors are left as they are."""
@@ -257,8 +257,8 @@ def _same(a: Any, b: Any) -> bool:
 def _entry(path: str, x: Any, copy: Any) -> str:
     """Return the path of the first entry of a dict that is another than in its copy, else that of the container."""
     both = {**copy, **x} if isinstance(x, dict) else {}
-    found = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
-    return f"{path}.{next(found, '')}".strip(".")
+    changed = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
+    return f"{path}.{next(changed, '')}".strip(".")
 
 
 def _same_entries(x: Any, copy: Any) -> bool:

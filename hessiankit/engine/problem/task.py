@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, map_tensors, named_tensors, read_outputs
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, named_tensors, read_outputs, samples
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
@@ -73,11 +73,11 @@ class Task:
     @property
     def slices(self) -> dict[str, slice]:
         """Columns of each parameter in the Hessian, in the order of ``named_parameters()``."""
-        found, start = {}, 0
+        columns, start = {}, 0
         for name, value in self.parameters.items():
-            found[name] = slice(start, start + value.numel())
+            columns[name] = slice(start, start + value.numel())
             start += value.numel()
-        return found
+        return columns
 
     @property
     def shapes(self) -> ByName[tuple[int, ...]]:
@@ -103,8 +103,8 @@ class Task:
         """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
         with self.at():
             padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
-        found = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
-        return {name: row for name, row in found.items() if row is not None}
+        rows = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
+        return {name: row for name, row in rows.items() if row is not None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -151,12 +151,8 @@ class Task:
 
     def part(self, rows: slice | Tensor) -> Task:
         """Return the same request for some samples."""
-        batch = self.batch
-
-        def cut(x: Tensor) -> Tensor:
-            return x[rows] if x.ndim and x.shape[0] == batch else x
-
-        return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target), reference=None)
+        inputs, target = samples((self.inputs, self.target), rows, self.batch)
+        return replace(self, inputs=inputs, target=target, reference=None)
 
     @cached_property
     def batch(self) -> int:
@@ -173,12 +169,12 @@ def available_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
-            found = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
+            line = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
     except OSError:
-        found = None
-    if found is None:
+        line = None
+    if line is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(found[1]) * 1024
+    return int(line[1]) * 1024
 
 
 def check_memory(
