@@ -43,6 +43,17 @@ class MonitorLog(Printed):
     header: dict[str, Any]
     records: tuple[dict[str, Any], ...]
 
+    @classmethod
+    @checked("monitor")
+    def read(cls, path: Path | str) -> MonitorLog:
+        """Read a file, also while it is being written.
+
+        Raises:
+            InputError: There is no such file, or it is something else.
+        """
+        header, records = read_lines(path)
+        return cls(Path(path), header, tuple(records))
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -125,9 +136,42 @@ class MonitorLog(Printed):
         head = f"{header['model']}, {header['entries']:,} parameters; measurements: {len(self)}"
         return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path.name}"
 
+    @checked("MonitorLog.plot")
     def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-        """Draw the measurements: one panel for each quantity, over the steps of training; see :func:`plot_monitor`."""
-        return plot_monitor(self, path, title=title)
+        """Draw the measurements, one panel for each quantity, over the steps of training: sharpness by type with its intervals
+        (The Sharpness Disparity Principle, Figure 3), norms by type (Figure 8), loss, top eigenvalue with its residual, and the
+        depth diagnostics (The Curse of Depth, Figures 2 and 4).
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            title: Heading; by default the model and the file's name.
+
+        Raises:
+            InputError: There is no measurement, or the suffix is another one.
+
+        Returns:
+            The figure, which shows itself in a notebook.
+        """
+        if path is not None:
+            check_suffix("MonitorLog.plot", Path(path))
+        drawn = [draw for keys, draw in PANELS if self.has(*keys)]
+        if not len(self) or not drawn:
+            raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
+        down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
+        with mpl.rc_context(STYLE):
+            figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
+            wide, high = figure.get_size_inches()
+            heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
+            figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
+            for k, draw in enumerate(drawn):
+                row, column = divmod(k, across)
+                place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
+                axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
+                dress(axes)
+                draw(axes, self)
+            if path is not None:
+                write_picture("MonitorLog.plot", figure, Path(path))
+        return figure
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()
@@ -147,20 +191,6 @@ class MonitorLog(Printed):
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
         rows = [[str(record["step"]), *(_shown(_at(record, keys)) for keys in columns.values())] for record in self.records]
         return ["step", *columns], rows
-
-
-@checked("read_monitor")
-def read_monitor(path: Path | str) -> MonitorLog:
-    """Read the file that a :class:`~hessiankit.diagnostics.monitoring.Monitor` writes, also while it is being written.
-
-    Args:
-        path: The file.
-
-    Raises:
-        InputError: There is no such file, or it is something else.
-    """
-    header, records = read_lines(path)
-    return MonitorLog(Path(path), header, tuple(records))
 
 
 def _at(record: Any, keys: tuple[str | int, ...]) -> Any:
@@ -401,47 +431,6 @@ def layer_key(axes: Axes, first: int, last: int) -> None:
 
 ACROSS = 3
 """Panels in a row."""
-
-
-@checked("plot_monitor")
-def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-    """Draw a monitor's measurements: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
-    type (Figure 8), loss, top eigenvalue with its residual, and the depth diagnostics (The Curse of Depth, Figures 2 and 4).
-
-    Args:
-        log: Of :func:`~hessiankit.diagnostics.monitoring.read_monitor`, or the file's name.
-        path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-        title: Heading; by default the model and the file's name.
-
-    Raises:
-        InputError: The file cannot be used, it holds no measurement, or the suffix is another one.
-
-    Returns:
-        The figure, which shows itself in a notebook.
-    """
-    log = log if isinstance(log, MonitorLog) else read_monitor(log)
-    if path is not None:
-        check_suffix("plot_monitor", Path(path))
-    drawn = [draw for keys, draw in PANELS if log.has(*keys)]
-    if not len(log) or not drawn:
-        raise InputError(f"plot_monitor: {log.path} holds no measurement yet; nothing to draw")
-    down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
-    with mpl.rc_context(STYLE):
-        figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
-        wide, high = figure.get_size_inches()
-        heading = title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})"
-        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
-        for k, draw in enumerate(drawn):
-            row, column = divmod(k, across)
-            place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
-            axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
-            dress(axes)
-            draw(axes, log)
-        if path is not None:
-            write_picture("plot_monitor", figure, Path(path))
-    return figure
-
-
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("sharpness",), sharpness),
     (("norms",), norms),

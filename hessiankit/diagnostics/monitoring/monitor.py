@@ -15,7 +15,7 @@ from hessiankit.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines, digest
-from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
+from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
 from hessiankit.partition import Part, model_parts
@@ -112,7 +112,7 @@ class Monitor:
         Raises:
             InputError: There is no such file, or it is something else.
         """
-        return read_monitor(path)
+        return MonitorLog.read(path)
 
     @checked("Monitor")
     def __init__(

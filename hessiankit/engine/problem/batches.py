@@ -85,16 +85,10 @@ def requests(
     The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
 
     Args:
-        who: What an error message starts with.
-        module: The module.
-        data: One batch or several, see :func:`batches`.
-        target: What the loss compares with, if ``data`` are inputs only.
-        loss: The loss.
-        params: Which parameters, or what has been selected.
+        who: What an error message starts with, as in :func:`make_task`, like all arguments that are not explained here.
+        data: One batch or several, see :func:`batches`; with ``target``, inputs only.
         weights: The counts of the batches, or a callable (inputs, target) -> count.
         reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
-        handshake: Whether results are compared with the module's own loss and gradient.
-        share: Whether the module's own parameters are read later, and no copies.
 
     Raises:
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
