@@ -304,8 +304,8 @@ CALLS = {
     "Monitor": Call(hk.Monitor, _monitored, ("monitor", "Monitor", "sharpness", "depth_diagnostics", "model_parts"), {"path": ("text",)}),
     "MonitorLog.read": Call(monitoring.MonitorLog.read, lambda: {"path": _written()}, ("monitor",)),
     "MonitorLog.plot": Call(
-        monitoring.MonitorLog.plot, lambda: {"self": monitoring.MonitorLog.read(_written()), "path": None, "title": None}, ("MonitorLog.plot",),
-        {"self": ("*",), "path": ("text",)},
+        lambda **options: monitoring.MonitorLog.read(_written()).plot(**options), lambda: {"path": None, "title": None}, ("MonitorLog.plot",),
+        {"path": ("text",)},
     ),
     "MonitorLog.series": Call(_loss_of, lambda: {"self": monitoring.MonitorLog.read(_written())}, ("MonitorLog",), {"self": ("*",)}),
     "Transformer": Call(hk.Transformer, _transformer, ("Transformer", *PARTS_OF_MODELS), {"n_layers": COUNTS}),
