@@ -112,9 +112,8 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         one = largest  # something among the inputs does not go by sequences
         first, saved = _held(who, model, one, backward)
     with torch.no_grad():
-        again = call(who, model, _with_labels(model, one))
+        second = forward(model, one, who)
     _check_buffers(who, model, before)
-    second = output_of(who, again)
     slack = min(torch.finfo(first.dtype).eps ** 0.5, 1e-3)  # kernels with and without autograd round apart
     if not _alike(first, second, slack):
         raise InputError(
@@ -123,7 +122,7 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         )
     if backward:
         _check_memory(who, model, saved * len(largest.numbers) / len(one.numbers), first, copies)
-    return _placed(batches, one, second, again)
+    return placed(who, model, batches)
 
 
 def _single(batch: MicroBatch) -> MicroBatch:
@@ -139,10 +138,10 @@ def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tupl
     """Return the output, and the bytes that a backward pass needs."""
     if not backward:  # parameters may be spread over ranks, where there is no memory to look at
         with torch.no_grad():
-            return output_of(who, call(who, model, batch.inputs)), 0
+            return forward(model, batch, who), 0
     saved = CountedGraph(model, keep=True)
     with saved:
-        return output_of(who, call(who, model, batch.inputs)).detach(), saved.bytes
+        return forward(model, batch, who).detach(), saved.bytes
 
 
 class CountedGraph(saved_tensors_hooks):
@@ -192,31 +191,19 @@ def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copi
 
 @torch.no_grad()
 def placed(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with the place of their labels settled, by a call of the model where it is not known."""
+    """Return the micro-batches with the place of their labels settled: as the model's own loss has it, where it takes labels,
+    else one place later, as a language model does.
+    """
     unknown = [batch for batch in batches if batch.shifted is None and batch.target.ndim > 1]
     if not unknown:
         return list(batches)
     one = max(unknown, key=lambda batch: len(batch.numbers)).on(next(model.parameters()).device)
-    outputs = call(who, model, _with_labels(model, one))
-    return _placed(batches, one, output_of(who, outputs), outputs)
-
-
-def _with_labels(model: nn.Module, batch: MicroBatch) -> Any:
-    """Return the inputs, with their labels if the model's own loss is to show whether it shifts them."""
-    if batch.shifted is not None:
-        return batch.inputs
     known = inspect.signature(model.forward).parameters
     takes = "labels" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return {**batch.inputs, "labels": batch.target} if takes else batch.inputs
-
-
-def _placed(batches: Sequence[MicroBatch], one: MicroBatch, logits: Tensor, outputs: Any) -> list[MicroBatch]:
-    """Return the micro-batches with ``shifted`` settled: as the model's own loss has it, else as a language model does."""
-    if one.shifted is not None:
-        return list(batches)
-    target, loss = one.target, getattr(outputs, "loss", None)
-    shifted = target.ndim > 1
-    fits = target.shape == logits.shape[:-1] and target.ndim > 1 and target.shape[-1] > 1 and not target.is_floating_point()
+    outputs = call(who, model, {**one.inputs, "labels": one.target} if takes else one.inputs)
+    logits, target, loss = output_of(who, outputs), one.target, getattr(outputs, "loss", None)
+    shifted = True
+    fits = target.shape == logits.shape[:-1] and target.shape[-1] > 1 and not target.is_floating_point()
     if isinstance(loss, Tensor) and loss.numel() == 1 and fits:
         wide = logits.double()
         ways = {
