@@ -82,16 +82,16 @@ def make_task(
     check_arguments(who, module, inputs, target, loss, dtype, device)
     if loss == "cross_entropy" and not target.is_floating_point():
         target = target if target.dtype == torch.bool else target.long()  # labels of any integer type, as torch's loss takes one
-    positional, keyword = arguments(inputs)
+    positional, keywords = arguments(inputs)
     state = ModuleState(module, loss, share=share) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
-    data = (tuple(positional) + tuple(keyword.values()), target)
+    data = (keywords or positional, target)
 
     def copied(x: Tensor) -> Tensor:
         return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
 
     copies, labels = map_tensors(copied, data)
-    task = Task(module, copies, labels, loss, values, state, tuple(keyword))
+    task = Task(module, copies, labels, loss, values, state)
     _check_constant_rows(who, task, inputs)
     if before is not None and next(chain(state.changed_parameters(), state.changed_buffers()), None) is not None:
         with task.at():  # training may have moved the module since the earlier batch

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, named_tensors, read_outputs, samples
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, arguments, named_tensors, read_outputs, samples
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
@@ -46,12 +46,11 @@ class Task:
 
     Attributes:
         module: The function under study.
-        inputs: What it is called with, the keyword arguments last.
+        inputs: What it is called with: a tuple of positional arguments, or a dict of keyword arguments.
         target: What the loss compares with, if anything.
         loss: A name, a callable, or None where the module returns its loss.
         parameters: Name -> value, in the order of ``named_parameters()``.
         state: The module as it was.
-        keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
         by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
@@ -59,12 +58,11 @@ class Task:
     """
 
     module: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: tuple[Any, ...] | dict[str, Any]
     target: Any
     loss: Loss
     parameters: dict[str, Tensor]
     state: ModuleState
-    keywords: tuple[str, ...] = ()
     whole: bool = False
     by_logits: bool = False
     reference: OwnGradient | None = None
@@ -140,10 +138,9 @@ class Task:
 
     def run(self) -> Any:
         """Call the module on the inputs, as it is now."""
-        split = len(self.inputs) - len(self.keywords)
-        keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
+        positional, keywords = arguments(self.inputs)
         with ordinary_path(self.module):
-            return self.module(*self.inputs[:split], **keywords)
+            return self.module(*positional, **keywords)
 
     def read(self) -> Any:
         """Call the module as it is now, and return what the loss reads."""
