@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.problem.selection import ParameterSelection, Params, repeatable
+from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 
@@ -73,7 +73,7 @@ def requests(
     data: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection,
+    params: Params,
     *,
     weights: Weights = None,
     reduction: str | None = None,
@@ -183,7 +183,7 @@ def gather(
     inputs: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection,
+    params: Params,
     *,
     kind: str = "hessian",
     seed: int = 0,

@@ -33,7 +33,7 @@ from hessiankit.engine.problem.calling import (
     same_as,
 )
 from hessiankit.engine.problem.non_finite import MASKED, first_spoiled, first_spoiled_module, is_finite
-from hessiankit.engine.problem.selection import ParameterSelection, select
+from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import Held, ModuleState, restore_values
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
@@ -48,13 +48,13 @@ def make_task(
     inputs: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection = None,
+    params: Params = None,
     *,
     handshake: bool = True,
     share: bool = False,
     before: Task | None = None,
 ) -> Task:
-    """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
+    """Check everything that can be checked before computing, and return the request for what is selected.
 
     The module is called once, as it is, and differentiated once if ``handshake``; it is left as it was.
 
@@ -64,7 +64,7 @@ def make_task(
         inputs: What it is called with.
         target: What the loss compares with.
         loss: The loss.
-        params: Which parameters, or what has been selected.
+        params: Which parameters, see :func:`select`.
         handshake: Whether results are compared with the module's own loss and gradient.
         share: Whether the module's own parameters are read later, and no copies.
         before: An earlier request for the same module, whose state counts.
@@ -77,7 +77,7 @@ def make_task(
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
     inputs, target = as_one_argument(module, ordinary(inputs)), ordinary(target)
-    parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
+    parameters = select(who, module, params)
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     if loss == "cross_entropy" and not target.is_floating_point():

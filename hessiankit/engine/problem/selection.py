@@ -54,21 +54,9 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
 
 
-def repeatable(params: Params | ParameterSelection) -> Params | ParameterSelection:
+def repeatable(params: Params) -> Params:
     """Return what can be read more than once: a list in place of an iterator."""
     return list(params) if isinstance(params, Iterator) else params
-
-
-class ParameterSelection(dict[str, Tensor]):
-    """The chosen parameters, name -> value, in the order of ``named_parameters()``.
-
-    Attributes:
-        parts: The parts that were asked for: text -> (name of the whole parameter, index).
-    """
-
-    def __init__(self, chosen: Iterable[tuple[str, Tensor]] = (), parts: dict[str, tuple[str, Index]] | None = None) -> None:
-        super().__init__(chosen)
-        self.parts: dict[str, tuple[str, Index]] = dict(parts or {})
 
 
 class ByName(dict[str, T]):
@@ -204,7 +192,7 @@ def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tup
     return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")
 
 
-def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelection:
+def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tensor]:
     """Return the parameters that ``params`` means, detached, in the order of ``named_parameters()``.
 
     Args:
@@ -213,16 +201,15 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
         params: None, all that require grad; or one of these, or an iterable of them: a name; a pattern (``"*.attn.*"``,
             ``"layers.[01].*"``, case matters), which means the parameters that require grad among its matches; a
             parameter object of the module; ``"name[index]"`` (see :func:`parse_part`; the name may be a pattern), which
-            chooses the whole parameter and remembers the part. A tied parameter has one entry, under the name that
-            ``named_parameters()`` gives it; every other name of it is understood too.
+            chooses the whole parameter. A tied parameter has one entry, under the name that ``named_parameters()`` gives it;
+            every other name of it is understood too.
 
     Raises:
         InputError: If something that was asked for is not there, does not require grad, or cannot be read.
 
     >>> layer = nn.Linear(2, 3)
-    >>> chosen = select("example", layer, ["weight[0]", layer.bias])
-    >>> list(chosen), chosen.parts
-    (['weight', 'bias'], {'weight[0]': ('weight', ((0,),))})
+    >>> list(select("example", layer, ["weight[0]", layer.bias]))
+    ['weight', 'bias']
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
@@ -240,7 +227,7 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
     if not trained:
         raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
     if params is None:
-        return ParameterSelection((name, every[name].detach()) for name in trained)
+        return {name: every[name].detach() for name in trained}
     finder = _Finder(who, module, every)
     wanted = {name for item in _items(who, params) for name in finder.names(item)}
     if finder.unknown:
@@ -250,7 +237,7 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
         )
     if not wanted:
         raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
-    return ParameterSelection(((name, every[name].detach()) for name in trained if name in wanted), finder.parts)
+    return {name: every[name].detach() for name in trained if name in wanted}
 
 
 def _items(who: str, params: Params) -> Iterator[object]:
@@ -270,7 +257,6 @@ class _Finder:
 
     Attributes:
         first: Every name that the module has for a parameter -> the one that is listed.
-        parts: The parts that were asked for: text -> (name of the whole parameter, index).
         unknown: What is no parameter, so that one message names all of it.
     """
 
@@ -278,7 +264,6 @@ class _Finder:
         self.who, self.every, self.kind = who, every, type(module).__name__
         self.of_object = {id(p): name for name, p in every.items()}
         self.first = {name: self.of_object[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-        self.parts: dict[str, tuple[str, Index]] = {}
         self.unknown: list[str] = []
 
     def names(self, item: object) -> list[str]:
@@ -304,13 +289,13 @@ class _Finder:
         if text in self.first:
             return self._trained([self.first[text]])
         if text.endswith("]") and (name := text.partition("[")[0].strip()) in self.first:
-            return [self._part(match, text, text) for match in self._trained([self.first[name]])]
+            return self._parts([self.first[name]], text[text.index("[") + 1 : -1], text)
         matches: list[str] = []
         if _is_pattern(text):
             matches = self._matches(text)
             name, bracket, inside = text[:-1].rpartition("[")
             if not matches and bracket and text.endswith("]") and _parse_index(inside) is not None:
-                matches = [self._part(match, f"{match}[{inside}]", text) for match in self._matches(name.strip())]
+                matches = self._parts(self._matches(name.strip()), inside, text)
         self.unknown += [] if matches else [text]
         return matches
 
@@ -333,12 +318,14 @@ class _Finder:
         shown = f"all that the pattern {pattern!r} matches ({_some([repr(n) for n in names])})" if pattern else f"{names[0]!r}"
         raise InputError(f"{self.who}: {shown} does not require grad; call requires_grad_(True) on it, or leave it out of params")
 
-    def _part(self, name: str, text: str, asked: str) -> str:
-        index = parse_part(text, self.who)[1]
-        assert index is not None
-        rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
-        self.parts[text] = (name, index)
-        return name
+    def _parts(self, names: list[str], inside: str, asked: str) -> list[str]:
+        """Return those of some names that can be differentiated with respect to, after a check of a part of each."""
+        if (index := _parse_index(inside)) is None:
+            raise InputError(f"{self.who}: cannot read the index in {asked!r}; {_FORM}")
+        trained = self._trained(names)
+        for name in trained:
+            rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
+        return trained
 
 
 def _is_pattern(text: str) -> bool:
