@@ -266,7 +266,8 @@ def _same_entries(x: Any, copy: Any) -> bool:
     if len(x) != len(copy):
         return False
     if isinstance(x, dict):
-        return all(map(is_, x, copy)) and all(map(_same, x.values(), copy.values()))
+        values, before = x.values(), copy.values()
+        return all(map(is_, x, copy)) and (all(map(is_, values, before)) or all(map(_same, values, before)))
     if isinstance(x, set):
         return all(a in x for a in copy)
     return all(map(_same, x, copy))
