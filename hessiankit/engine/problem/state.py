@@ -203,19 +203,22 @@ class Held:
     def changed(self) -> str | None:
         """Return the path of the first thing that holds something else now, or None."""
         paths = chain(
-            (_entry(path, x, copy) for path, x, copy in self._containers if not _same_entries(x, copy)),
+            (_entry(path, x, copy) for path, x, copy in self._moved()),
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
         )
         return next(paths, None)
 
+    def _moved(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the containers that hold something else now; most of a module's are empty."""
+        yield from ((path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy))
+
     def restore(self) -> None:
         """Let everything hold what it did; the values of tensors are left as they are."""
-        for _, x, copy in self._containers:
-            if not _same_entries(x, copy):
-                x.clear()
-                x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
+        for _, x, copy in self._moved():
+            x.clear()
+            x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
         for _, cell, content in self._cells:
             cell.cell_contents = content
         for _, x, state in self._generators:
