@@ -84,7 +84,7 @@ class Lines:
         self._waiting = b""
 
     def rewind(self, step: int) -> None:
-        """Say, with the next line, that the run goes on at a step: readers drop its measurements at and after that step."""
+        """Mark, with the next line, that the run resumes at a step: readers drop its measurements at and after that step."""
         if self.last is not None and self.last >= step:
             self._waiting += to_line({"rewind": step}).encode()
             self.last = step - 1 if step else None
