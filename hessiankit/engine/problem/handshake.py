@@ -98,7 +98,7 @@ class Handshake:
             if any(isinstance(step, NUMBER) for course in self._courses for step in course):
                 self._check_course()
             return
-        if self._differences(own, self._left):
+        if self._differences(own, self._unsettled):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
             verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
@@ -123,8 +123,8 @@ class Handshake:
                 "reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
-        noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
-        different = self._differences(again, self._left, noise, floor)
+        noise, floor = _noise(self._task, self._unsettled, eps), ROUNDING * eps * _scale(self._task, again)
+        different = self._differences(again, self._unsettled, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
 
@@ -153,8 +153,8 @@ class Handshake:
         return _largest_difference(before, now) > (OWN + ROUNDING * self._eps) * self._largest
 
     @property
-    def _left(self) -> tuple[str, ...]:
-        """What has not been found to agree: the loss, under "", and parameters."""
+    def _unsettled(self) -> tuple[str, ...]:
+        """What has not yet agreed: the loss, under "", and parameters."""
         return ("", *(name for name in self._task.parameters if name not in self._agreed))
 
     def _differences(
