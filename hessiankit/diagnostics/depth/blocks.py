@@ -236,7 +236,7 @@ class _Children:
     """The hidden states that the children of one block take and return during its call."""
 
     def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
-        self.block, self.found = block, middles
+        self.block, self.middles = block, middles
         self.names = {child: name for name, child in block.named_children()}
         self.outputs: dict[str, list[Tensor]] = {}
         self.sums: list[Tensor] = []
@@ -261,9 +261,9 @@ class _Children:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(self.block, TransformerBlock):
-            self.found.append(self._of_placement(self.block))
+            self.middles.append(self._of_placement(self.block))
         else:
-            self.found.append(self.sums[0] if self.sums else None)
+            self.middles.append(self.sums[0] if self.sums else None)
         self.outputs, self.sums, self.x = {}, [], None
 
     def _is_sum(self, candidate: Tensor) -> bool:

@@ -396,14 +396,14 @@ def _layers(title: str, *keys: str) -> Panel:
     return panel
 
 
-def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> None:
+def _along_depth(axes: Axes, log: MonitorLog, title: str, measured: list[Any]) -> None:
     """One line over the layers for each of a few steps, the first and the last among them."""
     _name(axes, title, "layer")
-    there = [k for k, values in enumerate(found) if values is not None]
+    there = [k for k, values in enumerate(measured) if values is not None]
     chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
     axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
     for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
-        values = np.asarray(found[k], dtype=float)
+        values = np.asarray(measured[k], dtype=float)
         axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
         label = f"\u25cf {log.steps[k]:,}"
         axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")

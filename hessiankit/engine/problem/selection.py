@@ -66,8 +66,8 @@ class ByName(dict[str, T]):
         also: The other names of tied parameters -> the listed one.
     """
 
-    def __init__(self, found: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
-        super().__init__(found)
+    def __init__(self, items: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
+        super().__init__(items)
         self.also = dict(also or {})
 
 
@@ -150,11 +150,11 @@ def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of
 
 
 def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tensor:
-    given = len(index) - (Ellipsis in index)
-    if given > len(shape):
-        raise InputError(f"{what}: the index has {given} axes, but the parameter has shape {shape}; drop {given - len(shape)}")
+    axes = len(index) - (Ellipsis in index)
+    if axes > len(shape):
+        raise InputError(f"{what}: the index has {axes} axes, but the parameter has shape {shape}; drop {axes - len(shape)}")
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    full = [*index[:at], *[slice(None)] * (len(shape) - given), *index[at + 1 :]]
+    full = [*index[:at], *[slice(None)] * (len(shape) - axes), *index[at + 1 :]]
     flat = torch.zeros(1, dtype=torch.int64)
     for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
         here = f"{what}: axis {axis} of shape {shape} has {size} entries"
