@@ -34,11 +34,11 @@ from hessiankit.engine.problem.calling import (
 )
 from hessiankit.engine.problem.non_finite import MASKED, first_spoiled, first_spoiled_module, is_finite
 from hessiankit.engine.problem.selection import select
-from hessiankit.engine.problem.state import Held, ModuleState, restore_values
+from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.source_line import at_line, first_line
 
 
@@ -106,14 +106,17 @@ def _own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, *, hands
         InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
-    random, own = RandomStates(task.module), _Data(data, (task.inputs, task.target))
+    pairs = zip(named_tensors(data, ""), named_tensors((task.inputs, task.target), ""), strict=True)
+    own = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
+    random = RandomStates(task.module)
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
             checked, value = _called(who, user, inputs, handshake=handshake)
             if (changed := own.changed()) is not None:
+                kind = "inputs" if changed.startswith("[0]") else "target"
                 raise InputError(
-                    f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
+                    f"{who}: a call of the module or the loss changes its {kind}, so that the next call would see other data; "
                     "let it work on a clone() or a copy"
                 )
             _check_function(who, checked, value, random)
@@ -240,25 +243,6 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
             f"{type(error).__name__}: {first_line(error)}. "
             "Mend it, or pass handshake=False to go without that comparison"
         ) from error
-
-
-class _Data:
-    """The user's own inputs and target, which a call must leave alone, and copies of them."""
-
-    def __init__(self, data: tuple[Any, Any], copies: tuple[Any, Any]) -> None:
-        self._held = Held(data)
-        both = zip(named_tensors(data, ""), named_tensors(copies, ""), strict=True)
-        self._pairs = [(name, x, copy) for (name, x), (_, copy) in both if x is not copy]
-
-    def changed(self) -> str | None:
-        """Return "inputs" or "target" if a call has written into them."""
-        path = self._held.changed() or next((name for name, x, copy in self._pairs if not same_values(x, copy)), None)
-        return None if path is None else "inputs" if path.startswith("[0]") else "target"
-
-    def restore(self) -> None:
-        """Put back what a call has written."""
-        self._held.restore()
-        restore_values((x, copy) for _, x, copy in self._pairs)
 
 
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:

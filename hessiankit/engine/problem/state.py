@@ -143,11 +143,15 @@ class ModuleState:
     def restore(self) -> None:
         """Undo what a call of the module has changed."""
         self._held.restore()
-        restore_values(self._tensors.values())
+        _write_back(self._tensors.values())
 
 
 class Held:
     """What modules, containers and closures hold, found by following them from some objects.
+
+    Args:
+        *roots: The objects.
+        copies: Tensors whose values count too: name, tensor, and a copy of its values.
 
     >>> kept = [1, {"a": 2}, [], [3]]
     >>> held = Held(kept)
@@ -159,7 +163,8 @@ class Held:
     [1, {'a': 2}, [], [3]]
     """
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, copies: Iterable[tuple[str, Tensor, Tensor]] = ()) -> None:
+        self._copies = list(copies)
         self._containers: list[tuple[str, Any, Any]] = []  # the attributes of a module are a dict
         self._cells: list[tuple[str, CellType, Any]] = []
         self._generators: list[tuple[str, torch.Generator, Tensor]] = []
@@ -207,6 +212,7 @@ class Held:
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
+            (name for name, x, copy in self._copies if not same_values(x, copy)),
         )
         return next(paths, None)
 
@@ -215,7 +221,7 @@ class Held:
         yield from ((path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy))
 
     def restore(self) -> None:
-        """Let everything hold what it did; the values of tensors are left as they are."""
+        """Let everything hold what it did; the values of tensors without a copy are left as they are."""
         for _, x, copy in self._moved():
             x.clear()
             x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
@@ -226,13 +232,14 @@ class Held:
         for _, x, _, flag in self._tensors:
             if x.is_leaf and x.requires_grad is not flag:
                 x.requires_grad_(flag)
+        _write_back((x, copy) for _, x, copy in self._copies)
 
 
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 """Dicts of a module whose entries are its attributes, as a user writes them."""
 
 
-def restore_values(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
     for x, copy in pairs:
         if not same_values(x, copy):
