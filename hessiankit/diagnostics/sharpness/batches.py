@@ -21,6 +21,7 @@ from hessiankit.engine.problem.calling import (
     check_same_shape,
     known_count,
     map_tensors,
+    member,
     named_tensors,
     samples,
 )
@@ -256,11 +257,10 @@ def output_of(who: str, outputs: Any) -> Tensor:
     >>> output_of("example", (torch.ones(1), "cache"))
     tensor([1.])
     """
-    logits = outputs
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "logits"):
         logits = outputs[0]
-    elif not isinstance(outputs, Tensor):
-        logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    else:
+        logits = outputs if isinstance(outputs, Tensor) else member(outputs, "logits")
     if isinstance(logits, Tensor):
         return logits
     raise InputError(

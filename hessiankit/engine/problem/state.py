@@ -113,11 +113,11 @@ class ModuleState:
 
     def changed_parameters(self) -> Iterator[str]:
         """Yield the names of parameters that have been given other values since."""
-        yield from self._changed(self.module.named_parameters())
+        return self._changed(self.module.named_parameters())
 
     def changed_buffers(self) -> Iterator[str]:
         """Yield the names of buffers that have been given other values since."""
-        yield from self._changed(self.module.named_buffers())
+        return self._changed(self.module.named_buffers())
 
     def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         for name, x in tensors:
