@@ -22,7 +22,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
+from hessiankit.diagnostics.sharpness import replicates, sharpness
 from hessiankit.diagnostics.sharpness.sharpness_report import report_of
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown
@@ -144,7 +144,7 @@ def of_sharpness(draws: int, micro_batch: int | None, seeds: int) -> dict[str, S
     """Return the coverage of the types of ``sharpness``; a confident model's apart."""
     found: dict[str, Shares] = {}
     for name, model, x, labels in models():
-        exact = exact_sharpness(model, x, labels)
+        exact = sharpness(model, x, labels, exact=True)
         every = replicates(model, x, labels, draws=draws * seeds, micro_batch=micro_batch)
         what = "sharpness, labels nearly certain" if "confident" in name else "sharpness"
         counts = dict.fromkeys(exact.types, 0)

@@ -24,7 +24,7 @@ from figures._kit import differentiable, plain, short_digest
 from figures._store import NOTHING, keep, put, read, recall
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.cli.text import VOCAB_SIZE
-from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, read_monitor
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar
@@ -184,7 +184,7 @@ def byte_run(spec: ByteSpec, out: Path, *, tell: Tell | None = None) -> ByteRun:
         put(folder / MONITORED, found["monitored"].encode())
     return ByteRun(
         spec, folder, found["kept"], evaluated_at(spec.steps, spec.evaluations), tuple(found["losses"]),
-        tuple(found["train_losses"]), read_monitor(folder / MONITORED) if spec.every else None, found["seconds"],
+        tuple(found["train_losses"]), MonitorLog.read(folder / MONITORED) if spec.every else None, found["seconds"],
     )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_json
 from figures._store import put
 from hessiankit.blocks import Transformer, TransformerBlock
-from hessiankit.diagnostics.sharpness import SharpnessEstimate, exact_sharpness, sharpness
+from hessiankit.diagnostics.sharpness import SharpnessEstimate, sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.environment import environment
@@ -231,7 +231,7 @@ def _inside(found: SharpnessEstimate, wanted: float) -> bool:
 def repeated(problem: Problem, draws: int, micro_batch: int | None, count: int) -> Outcome:
     """Return the same for the estimator itself, whose seeds are 0, 1, 2, ..."""
     x, y = problem.data
-    wanted = exact_sharpness(problem.model, x, y, loss=problem.loss)
+    wanted = sharpness(problem.model, x, y, loss=problem.loss, exact=True)
     found: Outcome = {"types": {}, "tensors": {}, "ratios": {}}
     for seed in range(count):
         report = sharpness(problem.model, x, y, loss=problem.loss, draws=draws, seed=seed, micro_batch=micro_batch)

@@ -27,9 +27,9 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
-    from hessiankit.diagnostics.monitoring.log import read_monitor
+    from hessiankit.diagnostics.monitoring.log import MonitorLog
 
-    log = read_monitor(args.file)
+    log = MonitorLog.read(args.file)
     finish(args, log)
     if args.plot is not None:
         log.plot(args.plot)

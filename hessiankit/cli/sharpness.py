@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     from hessiankit.cli.loading import load_model, text_batch
     from hessiankit.cli.module_options import run_once
     from hessiankit.cli.text import load_text
-    from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness
+    from hessiankit.diagnostics.sharpness.measure import sharpness
     from hessiankit.partition import model_parts
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> None:
             report = sharpness(loaded.model, inputs, targets, progress=tell, **given, **drawn)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    exact = exact_sharpness(loaded.model, inputs, targets, **given) if args.exact else None
+    exact = sharpness(loaded.model, inputs, targets, exact=True, **given) if args.exact else None
     numbers = {
         "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
         **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},

@@ -96,7 +96,7 @@ def test_the_model_is_left_as_it_was_when_a_block_fails():
         raise ZeroDivisionError
 
     handle = model.blocks[1].feedforward.register_forward_hook(fail)
-    with pytest.raises(InputError, match=r"the model does not accept .*: ZeroDivisionError") as caught:
+    with pytest.raises(InputError, match=r"the module, called on inputs of shape .*, raised ZeroDivisionError") as caught:
         depth_diagnostics(model, IDS, LABELS)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
     handle.remove()
@@ -155,7 +155,7 @@ def test_squared_error():
         ({"tol": 0.0}, "tol=0.0"),
         ({"what": "hessian", "curvature": "dense"}, "curvature='dense'"),
         ({"target": None}, "target is missing"),
-        ({"target": LABELS[:, :2]}, "labels have shape"),
+        ({"target": LABELS[:, :2]}, "target has shape"),
         ({"target": torch.full((2, 4), -100)}, "every label is -100"),
     ],
 )

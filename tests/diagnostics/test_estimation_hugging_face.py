@@ -7,7 +7,7 @@ import torch
 from sharpness_cases import plain_parts
 
 from hessiankit import Monitor, depth_diagnostics
-from hessiankit.diagnostics.sharpness import exact_sharpness, sharpness
+from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.partition import model_parts
 
 transformers = pytest.importorskip("transformers")
@@ -29,7 +29,7 @@ def batch(vocab=13):
 @pytest.fixture(scope="module")
 def measured():
     model = gpt2().double()
-    return model, sharpness(model, batch(), draws=60, micro_batch=1), exact_sharpness(model, batch())
+    return model, sharpness(model, batch(), draws=60, micro_batch=1), sharpness(model, batch(), exact=True)
 
 
 def test_gpt2_agrees_with_the_exact_values(measured):

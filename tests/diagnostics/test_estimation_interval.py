@@ -10,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
+from hessiankit.diagnostics.sharpness import replicates, sharpness
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
 from hessiankit.diagnostics.sharpness.squares import histogram
 from hessiankit.partition import Part
@@ -113,7 +113,7 @@ def all_label_vectors():
         layer, x, labels, draws=27, micro_batch=1, parts=[part], sampler=lambda logits, numbers, draws: places[:, list(numbers)]
     )
     p = torch.softmax(layer(x).detach(), -1).flatten(0, 1)
-    exact = exact_sharpness(layer, x, labels, parts=[part]).types["Head"].value
+    exact = sharpness(layer, x, labels, parts=[part], exact=True).types["Head"].value
     return found.values[:, :, 0] / 6, as_weights(found.terms), p[torch.arange(3), every].prod(1), exact
 
 

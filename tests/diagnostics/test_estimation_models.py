@@ -10,7 +10,7 @@ from sharpness_cases import expected_squares, plain_parts, tiny, tokens
 from torch import nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.diagnostics.sharpness import exact_sharpness, probe, replicates, sharpness
+from hessiankit.diagnostics.sharpness import probe, replicates, sharpness
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
@@ -113,7 +113,7 @@ def test_frozen_parameters_are_left_out_and_named():
     assert set(whole.types) - set(report.types) == {"Emb"}
     for kind in report.types:
         assert report.types[kind] == whole.types[kind]
-    assert exact_sharpness(model, X, Y).frozen == report.frozen
+    assert sharpness(model, X, Y, exact=True).frozen == report.frozen
     model.requires_grad_(False)
     with pytest.raises(InputError, match="no parameter requires a gradient"):
         sharpness(model, X, Y)
@@ -153,7 +153,7 @@ def test_a_part_given_twice_or_of_another_model():
 def test_tied_embedding_is_one_parameter_with_both_gradients():
     model = tiny(vocab=5)
     x = tokens(2, 3, vocab=2)
-    report = exact_sharpness(model, x, x)
+    report = sharpness(model, x, x, exact=True)
     wanted = expected_squares(model, x, torch.ones_like(x, dtype=torch.bool), model_parts(model))
     assert report.types["Emb"].value * report.types["Emb"].entries == pytest.approx(float(wanted[0] + wanted[1]), rel=1e-10)
     seen, positions = 2 * 4, 3 * 4  # rows 0 and 1, positions 0 to 2
@@ -166,8 +166,8 @@ def test_tied_embedding_is_one_parameter_with_both_gradients():
 def test_seen_rows_of_an_untied_embedding_hold_all_of_it():
     model = tiny(vocab=7, tied=False)
     x, y = tokens(3, 3, vocab=3), tokens(3, 3, vocab=7)
-    for measure in (exact_sharpness, sharpness):
-        report = measure(model, x, y, micro_batch=1, histograms=True)
+    for exact in (True, False):
+        report = sharpness(model, x, y, micro_batch=1, histograms=True, exact=exact)
         emb = report.types["Emb"]
         assert report.seen_rows.entries == 3 * 4 + 3 * 4
         assert report.seen_rows.value * report.seen_rows.entries == pytest.approx(emb.value * emb.entries, rel=1e-9)
@@ -178,7 +178,7 @@ def test_seen_rows_of_an_untied_embedding_hold_all_of_it():
 def test_scale_free_is_invariant_where_the_function_is(factor):
     """ours/ffn-rescaling: (gamma, W) -> (c gamma, W / c), and with ReLU (W_1, W_2) -> (c W_1, W_2 / c) inside one type."""
     model = tiny(activation="relu")
-    before = exact_sharpness(model, X, Y)
+    before = sharpness(model, X, Y, exact=True)
     named = dict(model.named_parameters())
     with torch.no_grad():
         wanted = model(X)
@@ -188,7 +188,7 @@ def test_scale_free_is_invariant_where_the_function_is(factor):
         named["blocks.0.feedforward.W_1"].div_(factor).mul_(7.0)
         named["blocks.0.feedforward.W_2"].div_(7.0)
         torch.testing.assert_close(model(X), wanted, rtol=1e-10, atol=1e-10)
-    after = exact_sharpness(model, X, Y)
+    after = sharpness(model, X, Y, exact=True)
     for kind in before.types:
         assert after.scale_free[kind].value == pytest.approx(before.scale_free[kind].value, rel=1e-9)
     assert after.types["Norm"].value != pytest.approx(before.types["Norm"].value, rel=0.01)

@@ -117,5 +117,5 @@ def test_labels_of_a_hugging_face_batch_are_moved_by_one():
 
 
 def test_a_label_for_every_row_of_logits():
-    with pytest.raises(hk.InputError, match=r"the labels have shape \(2, 3\), expected \(2, 4\): one for each row"):
+    with pytest.raises(hk.InputError, match=r"target has shape \(2, 3\), expected \(2, 4\): one label for each row"):
         loss_of(tiny(), [(torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int64))]).evaluate()

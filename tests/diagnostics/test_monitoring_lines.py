@@ -51,17 +51,24 @@ def test_an_environment_may_change_and_the_first_one_stays(tmp_path):
         Lines(path, {**HEADER, "options": {"seed": 1}})
 
 
-def test_cutting_keeps_what_it_takes_out(tmp_path):
+def test_going_back_takes_nothing_out_of_the_file(tmp_path):
     lines = made(tmp_path / "run.jsonl", 0, 10, 20, 30)
-    assert lines.cut(31) == 0
-    assert lines.cut(20) == 2
+    lines.rewind(31)
+    before = lines.path.read_bytes()
+    lines.rewind(20)
+    assert lines.path.read_bytes() == before  # until there is something to write
     lines.append({"step": 20, "again": True})
-    assert steps(lines.path) == [0, 10, 20]
-    assert lines.cut(15) == 1
-    gone = [json.loads(line) for line in Path(f"{lines.path}.replaced").read_text().splitlines()]
-    assert [one.get("step") for one in gone] == [None, 20, 30, None, 20]
-    assert gone[0][KEY] == FORMAT
-    assert gone[-1]["again"]
+    assert read_lines(lines.path)[1] == [{"step": 0}, {"step": 10}, {"step": 20, "again": True}]
+    lines.rewind(15)
+    lines.append({"step": 15})
+    assert steps(lines.path) == [0, 10, 15]
+    own = [json.loads(line) for line in lines.path.read_text().splitlines()]
+    assert [one.get("step", one.get("rewind")) for one in own[1:]] == [0, 10, 20, 30, 20, 20, 15, 15]
+    assert own[0][KEY] == FORMAT
+    assert Lines(lines.path, HEADER).last == 15
+    lines.rewind(0)
+    lines.append({"step": 0})
+    assert steps(lines.path) == [0]
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
@@ -70,7 +77,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 5, hard))  # room for a part of the line
     try:
-        with pytest.raises(hk.InputError, match=r"All earlier measurements are safe; make room: the measurement at step 10 is"):
+        with pytest.raises(hk.InputError, match=r"All earlier measurements are safe; make room: the measurement is kept"):
             lines.append({"step": 10})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -87,7 +94,7 @@ def test_a_line_that_does_not_reach_the_disk_waits(tmp_path, monkeypatch):
         with pytest.raises(hk.InputError, match="No space left on device"):
             lines.append({"step": 10})
         assert lines.path.read_bytes() == before
-        with pytest.raises(hk.InputError, match="at step 10, 20 is kept"):
+        with pytest.raises(hk.InputError, match="is kept and written with the next one"):
             lines.append({"step": 20})
     lines.append({"step": 30})
     assert steps(lines.path) == [0, 10, 20, 30]

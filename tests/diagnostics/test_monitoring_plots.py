@@ -12,7 +12,7 @@ from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
 from hessiankit.cli.main import main
-from hessiankit.diagnostics.monitoring import Monitor, plot_monitor, read_monitor
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 from hessiankit.diagnostics.monitoring.lines import Lines
 
 ALL = ("variance", "angles", "drop", "jacobian", "hessian", "ggn")
@@ -44,7 +44,7 @@ def by_hand(path: Path) -> Path:
 
 
 def test_numbers_by_step(tmp_path):
-    log = read_monitor(by_hand(tmp_path / "run.jsonl"))
+    log = MonitorLog.read(by_hand(tmp_path / "run.jsonl"))
     assert log.steps.tolist() == [0, 10, 20]
     assert log.types == ("FFN", "Norm")
     np.testing.assert_array_equal(log.sharpness["FFN"].high, [2.0, 10.0, np.nan])
@@ -60,7 +60,7 @@ def test_numbers_by_step(tmp_path):
 
 
 def test_the_table(tmp_path):
-    log = read_monitor(by_hand(tmp_path / "run.jsonl"))
+    log = MonitorLog.read(by_hand(tmp_path / "run.jsonl"))
     lines = [line.split() for line in str(log).splitlines()]
     assert str(log).startswith("Linear, 4 parameters; measurements: 3, steps 0 to 20")
     assert ["0", "FFN", "<", "Norm", "2", "5"] in lines
@@ -74,7 +74,7 @@ def test_a_long_run_shows_its_first_and_last_steps(tmp_path):
     lines = Lines(tmp_path / "run.jsonl", HEADER)
     for step in range(100):
         lines.append({"step": step, "loss": 1.0})
-    log = read_monitor(lines.path)
+    log = MonitorLog.read(lines.path)
     shown = [line.split()[0] for line in str(log).splitlines()]
     rule = next(k for k, word in enumerate(shown) if word.startswith("─"))
     assert len(shown) <= 25
@@ -83,8 +83,8 @@ def test_a_long_run_shows_its_first_and_last_steps(tmp_path):
 
 
 def test_every_panel_is_drawn(path, tmp_path):
-    log = read_monitor(path)
-    picture = plot_monitor(log, tmp_path / "new" / "run.png", title="Mine")
+    log = MonitorLog.read(path)
+    picture = log.plot(tmp_path / "new" / "run.png", title="Mine")
     titles = [axes.get_title(loc="left") for axes in picture.axes]
     assert len([title for title in titles if title]) == 10
     assert picture.texts[0].get_text() == "Mine"
@@ -92,9 +92,9 @@ def test_every_panel_is_drawn(path, tmp_path):
 
 
 def test_the_same_file_gives_the_same_bytes(tmp_path):
-    log = read_monitor(by_hand(tmp_path / "run.jsonl"))
-    picture = plot_monitor(log, tmp_path / "a.svg")
-    plot_monitor(tmp_path / "run.jsonl", tmp_path / "b.svg")
+    log = MonitorLog.read(by_hand(tmp_path / "run.jsonl"))
+    picture = log.plot(tmp_path / "a.svg")
+    MonitorLog.read(tmp_path / "run.jsonl").plot(tmp_path / "b.svg")
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
     assert picture._repr_png_().startswith(b"\x89PNG")
     assert picture.texts[0].get_text() == "Linear, 4 parameters (run.jsonl)"
@@ -102,8 +102,8 @@ def test_the_same_file_gives_the_same_bytes(tmp_path):
 
 
 def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
-    log = read_monitor(path)
-    panels = {axes.get_title(loc="left"): axes for axes in plot_monitor(log).axes}
+    log = MonitorLog.read(path)
+    panels = {axes.get_title(loc="left"): axes for axes in log.plot().axes}
     sharpness = panels["average sharpness, with its intervals"]
     drawn = [line.get_ydata() for line in sharpness.lines]
     for expected, seen in zip(log.sharpness.values(), drawn, strict=True):
@@ -126,19 +126,19 @@ def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
 def test_what_cannot_be_drawn_is_named(path, tmp_path):
     Lines(tmp_path / "empty.jsonl", HEADER)
     with pytest.raises(hk.InputError, match="holds no measurement yet"):
-        plot_monitor(tmp_path / "empty.jsonl")
-    assert str(read_monitor(tmp_path / "empty.jsonl")).startswith("Linear, 4 parameters; measurements: 0")
+        MonitorLog.read(tmp_path / "empty.jsonl").plot()
+    assert str(MonitorLog.read(tmp_path / "empty.jsonl")).startswith("Linear, 4 parameters; measurements: 0")
     with pytest.raises(hk.InputError, match=r"cannot write 'run.gif'; name a file that ends in \.png"):
-        plot_monitor(path, tmp_path / "run.gif")
+        MonitorLog.read(path).plot(tmp_path / "run.gif")
     (tmp_path / "file").write_text("")
-    with pytest.raises(hk.InputError, match=r"plot_monitor: cannot make the folder .*file"):
-        plot_monitor(path, tmp_path / "file" / "run.png")
+    with pytest.raises(hk.InputError, match=r"MonitorLog.plot: cannot make the folder .*file"):
+        MonitorLog.read(path).plot(tmp_path / "file" / "run.png")
 
 
 def test_the_command(tmp_path, capsys):
     path = by_hand(tmp_path / "run.jsonl")
     assert main(["monitor", str(path), "--plot", str(tmp_path / "run.pdf")]) == 0
-    assert capsys.readouterr().out == f"{read_monitor(path)}\n"
+    assert capsys.readouterr().out == f"{MonitorLog.read(path)}\n"
     assert (tmp_path / "run.pdf").read_bytes().startswith(b"%PDF")
     assert main(["monitor", str(path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

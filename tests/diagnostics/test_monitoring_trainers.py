@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from monitoring_cases import Noisy, pair, tokens
 
 import hessiankit as hk
-from hessiankit.diagnostics.monitoring import read_monitor
+from hessiankit.diagnostics.monitoring import MonitorLog
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,7 @@ def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, capsys):
     watched = trained(transformers, tmp_path / "b", callback)
     for (name, one), other in zip(plain.model.state_dict().items(), watched.model.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    log = read_monitor(tmp_path / "run.jsonl")
+    log = MonitorLog.read(tmp_path / "run.jsonl")
     assert list(log.steps) == [0, 2, 4, 5]
     assert set(log.sharpness) == TYPES
     assert (log.series("eigenvalue", "value") > 0).all()
@@ -90,13 +90,13 @@ def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, capsys):
 def test_hugging_face_goes_on_from_a_checkpoint(transformers, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
     trained(transformers, tmp_path, hf_callback(path), steps=6)
-    whole = read_monitor(path)
+    whole = MonitorLog.read(path)
     trained(transformers, tmp_path, hf_callback(path), steps=6, resume=str(tmp_path / "checkpoint-3"))
-    again = read_monitor(path)
+    again = MonitorLog.read(path)
     assert whole.steps.tolist() == again.steps.tolist() == [0, 2, 4, 6]
     for one, other in zip(whole.records, again.records, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}
-    assert len(Path(f"{path}.replaced").read_text().splitlines()) == 3  # a header, steps 4 and 6 of the first run
+    assert len(path.read_text().splitlines()) == 1 + 4 + 1 + 2  # a header, the first run, where the second one goes on, its steps
 
 
 def test_hugging_face_without_a_trainer_writes_the_state(transformers, tmp_path, capsys):
@@ -105,7 +105,7 @@ def test_hugging_face_without_a_trainer_writes_the_state(transformers, tmp_path,
     assert entry["step"] == 0
     quiet = trained(transformers, tmp_path / "b", hf_callback(tmp_path / "other.jsonl", every=100, log=False), steps=1)
     assert not any("top_eigenvalue" in entry for entry in quiet.state.log_history)
-    assert read_monitor(tmp_path / "other.jsonl").steps.tolist() == [0, 1]
+    assert MonitorLog.read(tmp_path / "other.jsonl").steps.tolist() == [0, 1]
 
 
 def test_hugging_face_measures_in_process_zero_only(transformers, tmp_path):
@@ -173,7 +173,7 @@ def test_lightning_trains_to_the_same_bits(lightning, tmp_path):
     trainer, watched, logger = lightning_run(lightning, tmp_path / "b", callback)
     for (name, one), other in zip(plain.state_dict().items(), watched.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    log = read_monitor(tmp_path / "run.jsonl")
+    log = MonitorLog.read(tmp_path / "run.jsonl")
     assert list(log.steps) == [0, 2, 4, 5]
     assert set(log.sharpness) >= TYPES
     own = [(step, metrics) for step, metrics in logger.written if "sharpness/Norm" in metrics]
@@ -184,10 +184,10 @@ def test_lightning_trains_to_the_same_bits(lightning, tmp_path):
 
 def test_lightning_goes_on_from_a_checkpoint(lightning, tmp_path):
     lightning_run(lightning, tmp_path, lightning_callback(tmp_path / "run.jsonl"), steps=4)
-    assert read_monitor(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4]
+    assert MonitorLog.read(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4]
     choose = lightning_callback(tmp_path / "run.jsonl", model=lambda module: module.model)
     lightning_run(lightning, tmp_path, choose, steps=6, resume=tmp_path / "step=3.ckpt")
-    assert read_monitor(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4, 6]
+    assert MonitorLog.read(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4, 6]
 
 
 @pytest.mark.parametrize("name", ["hugging_face", "lightning"])

@@ -20,7 +20,7 @@ from sharpness_cases import (
     vectors,
 )  # fmt: skip
 
-from hessiankit.diagnostics.sharpness import exact_sharpness, joined, replicates, report_of, sharpness
+from hessiankit.diagnostics.sharpness import joined, replicates, report_of, sharpness
 from hessiankit.partition import model_parts
 from hessiankit.support.errors import InputError
 
@@ -57,9 +57,6 @@ def test_labels_of_the_data_are_biased(case):
     assert relative(once, mean) > 0.1  # nor the mean of the squares: cross terms remain
     report = sharpness(model, x, y, kind="fisher-empirical")
     assert "EMPIRICAL Fisher" in report.table()
-    with pytest.warns(DeprecationWarning, match=r"estimator='empirical_fisher' is now kind='fisher-empirical'"):
-        former = sharpness(model, x, y, estimator="empirical_fisher")
-    assert (former.kind, former.to_dict()["types"]) == ("fisher-empirical", report.to_dict()["types"])
 
 
 @pytest.mark.parametrize("kind", ["ggn", "fisher", "hessian"])
@@ -67,7 +64,6 @@ def test_exact_kinds(case, kind):
     model, x, y, fisher = case
     report = sharpness(model, x, y, kind=kind)
     assert (report.kind, report.draws) == (kind, 0)
-    assert report.to_dict()["types"] == exact_sharpness(model, x, y, kind=kind).to_dict()["types"]
     if kind != "hessian":
         assert relative(report.replicates.values[0, 0], fisher) < 1e-12
     with pytest.raises(InputError, match=f"draws= is for drawn labels, and kind='{kind}' draws none"):
@@ -106,7 +102,7 @@ def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
     wanted = sum(squares(entry, model, parts) for entry in model(x).flatten()) * 2 / 4
     assert found.terms.tolist() == [4]
     assert relative(expectation(found, torch.full((16,), 1 / 16).double()), wanted) < 1e-12
-    exact = exact_sharpness(model, x, torch.zeros(2, 2).double(), loss="mse", parts=parts)
+    exact = sharpness(model, x, torch.zeros(2, 2).double(), loss="mse", parts=parts, exact=True)
     traces = torch.tensor([exact.tensors[part.name].value * part.size for part in parts], dtype=torch.float64)
     assert relative(traces, wanted) < 1e-10
 
@@ -127,7 +123,7 @@ def test_the_gradient_that_is_not_finite_is_named():
 def test_gaussian_labels_of_squared_error_have_the_right_mean():
     model, x = torch.nn.Linear(3, 4).double(), torch.randn(6, 3, generator=torch.Generator().manual_seed(1)).double()
     y, parts = torch.zeros(6, 4).double(), plain_parts(model)
-    exact = exact_sharpness(model, x, y, loss="mse", parts=parts)
+    exact = sharpness(model, x, y, loss="mse", parts=parts, exact=True)
     found = sharpness(model, x, y, loss="mse", parts=parts, draws=600)
     one = found.types["FFN"]
     assert abs(one.value - exact.types["FFN"].value) < 4 * one.standard_error < 0.2 * one.value
@@ -155,7 +151,7 @@ def test_a_sequence_has_its_labels_wherever_it_is(split):
 def test_micro_batches_average_to_the_same():
     model, x, y = tiny(), tokens(4, 3), tokens(4, 3, seed=2)
     whole, split = (sharpness(model, x, y, draws=150, micro_batch=size) for size in (None, 1))
-    exact = exact_sharpness(model, x, y)
+    exact = sharpness(model, x, y, exact=True)
     for kind in exact.types:
         for found in (whole, split):
             assert abs(found.types[kind].value - exact.types[kind].value) < 4 * found.types[kind].standard_error
@@ -171,7 +167,7 @@ def test_per_sequence_is_larger_by_the_tokens_of_a_sequence(micro_batch):
     y[3] = -100
     by_token, by_sequence = (sharpness(model, x, y, per=per, micro_batch=micro_batch, draws=3) for per in ("token", "sequence"))
     assert (by_token.terms, by_sequence.terms, by_sequence.sequences) == (7, 3, 3)
-    exact = [exact_sharpness(model, x, y, per=per) for per in ("token", "sequence")]
+    exact = [sharpness(model, x, y, per=per, exact=True) for per in ("token", "sequence")]
     for kind in by_token.types:
         assert by_sequence.types[kind].value == pytest.approx(by_token.types[kind].value * 7 / 3, rel=1e-12)
         assert exact[1].types[kind].value == pytest.approx(exact[0].types[kind].value * 7 / 3, rel=1e-12)
@@ -203,7 +199,7 @@ def test_exact_values_do_not_depend_on_labels_or_batches(case):
     model, x, y, wanted = case
     flipped = torch.where(y == -100, y, (y + 1) % 3)
     for labels, micro_batch in ((y, None), (flipped, None), (y, 1)):
-        found = exact_sharpness(model, x, labels, micro_batch=micro_batch)
+        found = sharpness(model, x, labels, micro_batch=micro_batch, exact=True)
         traces = torch.tensor([found.tensors[part.name].value * part.size for part in model_parts(model)], dtype=torch.float64)
         assert relative(traces, wanted) < 1e-10
         assert (found.draws, found.types["QK"].standard_error) == (0, 0.0)
@@ -212,7 +208,7 @@ def test_exact_values_do_not_depend_on_labels_or_batches(case):
 def test_exact_hessian_is_the_second_derivative_with_the_data_labels(case):
     """S of the norms, and the scale-free one: sum over tensors of Tr H_t ||theta_t||^2 / # of t, over the entries of all."""
     model, x, y, _ = case
-    found = exact_sharpness(model, x, y, kind="hessian")
+    found = sharpness(model, x, y, kind="hessian")
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
     norms = {part.parameter: model.get_parameter(part.parameter) for part in model_parts(model) if part.type == "Norm"}
     assert len({p.square().mean().item() for p in norms.values()}) > 1

@@ -10,7 +10,7 @@ import torch
 
 from figures import sharpness_coverage as figure
 from figures.__main__ import main
-from hessiankit.diagnostics.sharpness import exact_sharpness, replicates
+from hessiankit.diagnostics.sharpness import replicates, sharpness
 
 ROOT = Path(__file__).parents[2]
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 def test_exact_values_by_scores_and_by_closed_forms(name):
     problem = figure.make(name)
     x, y = problem.data
-    found = exact_sharpness(problem.model, x, y, loss=problem.loss)
+    found = sharpness(problem.model, x, y, loss=problem.loss, exact=True)
     wanted = torch.tensor([found.tensors[part.name].value * part.size for part in problem.parts], dtype=torch.float64)
     torch.testing.assert_close(figure.exact(problem), wanted, rtol=1e-9, atol=0)
 

@@ -15,7 +15,6 @@ import hessiankit as hk
 from hessiankit import optim
 from hessiankit import partition as parts
 from hessiankit.diagnostics import depth, monitoring
-from hessiankit.diagnostics import sharpness as estimation
 from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.verify import testing
 
@@ -272,11 +271,6 @@ CALLS = {
         ("sharpness",),
         {"draws": COUNTS},
     ),
-    "exact_sharpness": Call(
-        estimation.exact_sharpness,
-        on_language(loss="cross_entropy", per="token", kind="ggn", micro_batch=None, parts=None, histograms=False, shift=None),
-        ("exact_sharpness",),
-    ),
     "depth_diagnostics": Call(
         hk.depth_diagnostics,
         on_language(
@@ -308,12 +302,12 @@ CALLS = {
     "Ratio": Call(optim.Ratio, lambda: {"value": 2.0, "low": 1.0, "high": 3.0}, ("Ratio",)),
     "growth_laws": Call(depth.growth_laws, lambda: {"variance": (1.0, 2.0, 3.0, 4.0)}, ("growth_laws",)),
     "Monitor": Call(hk.Monitor, _monitored, ("monitor", "Monitor", "sharpness", "depth_diagnostics", "model_parts"), {"path": ("text",)}),
-    "read_monitor": Call(monitoring.read_monitor, lambda: {"path": _written()}, ("monitor", "read_monitor")),
-    "plot_monitor": Call(
-        monitoring.plot_monitor, lambda: {"log": monitoring.read_monitor(_written()), "path": None, "title": None}, ("monitor", "plot_monitor"),
+    "MonitorLog.read": Call(monitoring.MonitorLog.read, lambda: {"path": _written()}, ("monitor",)),
+    "MonitorLog.plot": Call(
+        lambda **options: monitoring.MonitorLog.read(_written()).plot(**options), lambda: {"path": None, "title": None}, ("MonitorLog.plot",),
         {"path": ("text",)},
     ),
-    "MonitorLog.series": Call(_loss_of, lambda: {"self": monitoring.read_monitor(_written())}, ("MonitorLog",), {"self": ("*",)}),
+    "MonitorLog.series": Call(_loss_of, lambda: {"self": monitoring.MonitorLog.read(_written())}, ("MonitorLog",), {"self": ("*",)}),
     "Transformer": Call(hk.Transformer, _transformer, ("Transformer", *PARTS_OF_MODELS), {"n_layers": COUNTS}),
     "TransformerBlock": Call(hk.TransformerBlock, _one_block, PARTS_OF_MODELS),
     "VisionTransformer": Call(hk.VisionTransformer, _vision, ("VisionTransformer", *PARTS_OF_MODELS), {"n_blocks": COUNTS}),

@@ -109,5 +109,5 @@ def _grad(
     return torch.autograd.grad(outputs, x, adjoints, create_graph=create_graph, retain_graph=True, allow_unused=True)
 
 
-def _filled(found: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, found, strict=True))
+def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, gradients, strict=True))

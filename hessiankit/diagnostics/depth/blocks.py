@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -108,23 +108,23 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
     if blocks is not None:
         chosen = _named(model, blocks)
         calls = _watch(chosen.modules, run)
-        gap = next((k for k in range(len(chosen)) if not _is_chain(chosen.modules[: k + 1], calls)), None)
-        if gap is not None:
-            given = repr(blocks) if isinstance(blocks, str) else "[...]"
-            raise InputError(f"{WHO}: blocks={given}: {_why(chosen, gap, calls)}; name the blocks from first to last")
+        if (fault := _fault(chosen, calls)) is not None:
+            asked = repr(blocks) if isinstance(blocks, str) else "[...]"
+            raise InputError(f"{WHO}: blocks={asked}: {fault}; name the blocks from first to last")
         return chosen
     calls = _watch([child for _, m in lists for child in m.children()], run)
-    found = [chain for name, m in lists for chain in _chains(name, m, calls)]
-    if not found:
+    chains = [chain for name, m in lists for chain in _chains(name, m, calls)]
+    if not chains:
         raise InputError(
             f"{WHO}: no ModuleList or Sequential of {type(model).__name__} holds modules each of which takes the hidden "
             "state that the one before returns; pass blocks=[...], the blocks (or their names) from first to last"
         )
-    best = max(found, key=lambda chain: (_size(chain), -len(chain.name)))
+    best = max(chains, key=lambda chain: (_size(chain.modules), -len(chain.name)))
     inside = {id(m) for block in best.modules for m in block.modules()}
-    for other in found:
-        apart = not any(id(m) in inside for m in other.modules)
-        if apart and not _holds(other, best) and _size(other) > NEGLIGIBLE * _size(best):
+    for other in chains:
+        within = {id(m) for block in other.modules for m in block.modules()}
+        apart = not any(id(m) in inside for m in other.modules) and not all(id(m) in within for m in best.modules)
+        if apart and _size(other.modules) > NEGLIGIBLE * _size(best.modules):
             raise InputError(
                 f"{WHO}: {type(model).__name__} has two stacks of blocks, {best.name!r} and {other.name!r}; "
                 f"pass blocks={best.name!r} or blocks={other.name!r}"
@@ -173,60 +173,43 @@ def _watch(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[int,
     return calls
 
 
-def _is_chain(modules: Sequence[nn.Module], calls: dict[int, list[_Call]]) -> bool:
-    seen = [calls.get(id(m), []) for m in modules]
-    if any(len(of_one) != 1 for of_one in seen):
-        return False
-    chain = [of_one[0] for of_one in seen]
-    if any(c.y is None or c.y.shape != c.x.shape or c.x.ndim < 2 for c in chain):
-        return False
-    follows = pairwise(chain)
-    return all(b.order > a.order and a.y is not None and (b.x is a.y or _equal(b.x, a.y)) for a, b in follows)
+def _fault(chain: Blocks, calls: dict[int, list[_Call]]) -> str | None:
+    """Return why modules are no chain of blocks, or None where they are one."""
+    before: _Call | None = None
+    for k, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
+        seen = calls.get(id(module), [])
+        if len(seen) != 1:
+            return f"{name!r} is called {len(seen)} times, expected once, with a hidden state"
+        (call,) = seen
+        if call.y is None or call.y.shape != call.x.shape or call.x.ndim < 2:
+            shape = "no tensor" if call.y is None else f"shape {tuple(call.y.shape)}"
+            return f"{name!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
+        if before is not None and not (call.order > before.order and _is_same(call.x, before.y)):
+            return f"{name!r} does not take the output of {chain.names[k - 1]!r}"
+        before = call
+    return None
 
 
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+def _is_same(a: Tensor, b: Tensor | None) -> bool:
+    return a is b or (b is not None and a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all()))
 
 
 def _chains(name: str, container: nn.Module, calls: dict[int, list[_Call]]) -> list[Blocks]:
     """Return the whole list if it is a chain, else its longest run of modules of one class that is."""
-    children = list(container.named_children())
-    modules = [m for _, m in children]
-    if all(any(True for _ in m.parameters()) for m in modules) and _is_chain(modules, calls):
-        return [_blocks(name, children)]
-    runs: list[Blocks] = []
-    start = 0
-    for stop in range(1, len(children) + 1):
-        if stop == len(children) or type(modules[stop]) is not type(modules[start]):
-            run = children[start:stop]
-            if any(True for _ in run[0][1].parameters()) and _is_chain(modules[start:stop], calls):
-                runs.append(_blocks(name, run))
-            start = stop
-    return sorted(runs, key=lambda run: (len(run), _size(run)))[-1:]
+
+    def chain(children: Sequence[tuple[str, nn.Module]]) -> Blocks:
+        return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key, _ in children), tuple(m for _, m in children))
+
+    whole = chain(list(container.named_children()))
+    if all(_size([m]) for m in whole.modules) and _fault(whole, calls) is None:
+        return [whole]
+    runs = [chain(list(run)) for _, run in groupby(container.named_children(), key=lambda child: type(child[1]))]
+    runs = [run for run in runs if _size(run.modules[:1]) and _fault(run, calls) is None]
+    return sorted(runs, key=lambda run: (len(run), _size(run.modules)))[-1:]
 
 
-def _blocks(name: str, children: Sequence[tuple[str, nn.Module]]) -> Blocks:
-    return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key, _ in children), tuple(m for _, m in children))
-
-
-def _size(chain: Blocks) -> int:
-    return sum(p.numel() for block in chain.modules for p in block.parameters())
-
-
-def _holds(outer: Blocks, inner: Blocks) -> bool:
-    inside = {id(m) for block in outer.modules for m in block.modules()}
-    return all(id(m) in inside for m in inner.modules)
-
-
-def _why(chain: Blocks, at: int, calls: dict[int, list[_Call]]) -> str:
-    seen = calls.get(id(chain.modules[at]), [])
-    if len(seen) != 1:
-        return f"{chain.names[at]!r} is called {len(seen)} times, expected once, with a hidden state"
-    call = seen[0]
-    if call.y is None or call.y.shape != call.x.shape or call.x.ndim < 2:
-        shape = "no tensor" if call.y is None else f"shape {tuple(call.y.shape)}"
-        return f"{chain.names[at]!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
-    return f"{chain.names[at]!r} does not take the output of {chain.names[at - 1]!r}"
+def _size(modules: Iterable[nn.Module]) -> int:
+    return sum(p.numel() for m in modules for p in m.parameters())
 
 
 TOLERANCE = 64
@@ -240,20 +223,20 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
     In hessiankit's blocks x' is Y of ``hessiankit.blocks.placements``. In others it is the input of a child that equals the
     block's input plus the output of an earlier child: the stream after the attention's residual sum. None without such a child.
     """
-    found: list[Tensor | None] = []
+    middles: list[Tensor | None] = []
     with ExitStack() as stack:
         for block in blocks.modules:
-            calls = _Children(block, found)
+            calls = _Children(block, middles)
             stack.enter_context(hooks([block], calls.begin, calls.end))
             stack.enter_context(hooks(block.children(), calls.before, calls.after))
-        yield found
+        yield middles
 
 
 class _Children:
     """The hidden states that the children of one block take and return during its call."""
 
-    def __init__(self, block: nn.Module, found: list[Tensor | None]) -> None:
-        self.block, self.found = block, found
+    def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
+        self.block, self.middles = block, middles
         self.names = {child: name for name, child in block.named_children()}
         self.outputs: dict[str, list[Tensor]] = {}
         self.sums: list[Tensor] = []
@@ -278,9 +261,9 @@ class _Children:
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if isinstance(self.block, TransformerBlock):
-            self.found.append(self._of_placement(self.block))
+            self.middles.append(self._of_placement(self.block))
         else:
-            self.found.append(self.sums[0] if self.sums else None)
+            self.middles.append(self.sums[0] if self.sums else None)
         self.outputs, self.sums, self.x = {}, [], None
 
     def _is_sum(self, candidate: Tensor) -> bool:

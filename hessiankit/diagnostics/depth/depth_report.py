@@ -51,29 +51,29 @@ class DepthReport(Printed, WithDict):
 
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Return the table's columns after the layer's number: heading -> one text a layer."""
-        found: dict[str, tuple[str, ...]] = {}
+        columns: dict[str, tuple[str, ...]] = {}
         L = len(self.blocks)
         if self.stream is not None:
-            found["sigma^2(x_l)"] = _numbers(self.stream.variance[:L])
-            found["sigma^2(y_l)"] = _numbers(self.stream.variance[1:])
-            found["cos(x,f)"] = tuple(f"{x:.3f}" for x in self.stream.rho["block"])
-            found["||f||/||x||"] = _numbers(self.stream.update_ratio["block"])
+            columns["sigma^2(x_l)"] = _numbers(self.stream.variance[:L])
+            columns["sigma^2(y_l)"] = _numbers(self.stream.variance[1:])
+            columns["cos(x,f)"] = tuple(f"{x:.3f}" for x in self.stream.rho["block"])
+            columns["||f||/||x||"] = _numbers(self.stream.update_ratio["block"])
         if self.angles is not None:
-            found["d(x_l,y_l)"] = _numbers(self.angles.all.diagonal(1).tolist())
+            columns["d(x_l,y_l)"] = _numbers(self.angles.all.diagonal(1).tolist())
         if self.drop is not None:
-            found["dloss"] = tuple(f"{x:+.4f}" for x in self.drop.loss_change)
+            columns["dloss"] = tuple(f"{x:+.4f}" for x in self.drop.loss_change)
             if self.drop.accuracy_change is not None:
-                found["dacc"] = tuple(f"{x:+.4f}" for x in self.drop.accuracy_change)
+                columns["dacc"] = tuple(f"{x:+.4f}" for x in self.drop.accuracy_change)
         if self.gradient is not None:
-            found["||grad||"] = _numbers(self.gradient)
+            columns["||grad||"] = _numbers(self.gradient)
         if self.jacobians is not None:
-            found["||J-I||_2"] = tuple(map(str, self.jacobians.spectral))
-            found["rms(J-I)"] = tuple(map(str, self.jacobians.rms))
+            columns["||J-I||_2"] = tuple(map(str, self.jacobians.spectral))
+            columns["rms(J-I)"] = tuple(map(str, self.jacobians.rms))
         for name, part in (("H", self.hessian), ("G", self.ggn)):
             if part is not None:
-                found[f"lambda_max {name}"] = tuple(map(str, part.top))
-                found[f"tr {name}"] = tuple(map(str, part.trace))
-        return found
+                columns[f"lambda_max {name}"] = tuple(map(str, part.top))
+                columns[f"tr {name}"] = tuple(map(str, part.trace))
+        return columns
 
     def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""

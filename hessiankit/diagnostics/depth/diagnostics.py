@@ -123,15 +123,15 @@ def depth_diagnostics(
         labelled = any(q not in UNLABELLED for q in chosen)
         batched = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=labelled)
         with torch.no_grad():
-            found = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
+            stack = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
         _require_gradients(model, wanted=True)
-        memory = expected_memory(batched, found, chosen)
+        memory = expected_memory(batched, stack, chosen)
         tell = _teller(progress, memory)
-        stream, angles = _stream(batched, found, chosen, tokens, tell)
-        drop = pruning_drop(batched, found, renumber=renumber, tell=tell("drop")) if "drop" in chosen else None
-        parameters = found.parameters(model)
+        stream, angles = _stream(batched, stack, chosen, tokens, tell)
+        drop = pruning_drop(batched, stack, renumber=renumber, tell=tell("drop")) if "drop" in chosen else None
+        parameters = stack.parameters(model)
         _require_gradients(model, wanted=False)  # Jacobians are with respect to states
-        jacobian = jacobians(batched, found, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
+        jacobian = jacobians(batched, stack, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
         _require_gradients(model, wanted=True)
         gradient = gradient_norms(batched, parameters) if "gradient" in chosen else None
         curved = {
@@ -139,11 +139,11 @@ def depth_diagnostics(
             for kind in KINDS
             if kind in chosen
         }
-    placements = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in found.modules}
-    laws = growth_laws(stream.variance, theory_of(placements)) if stream is not None and len(found) > 1 else None
+    placements = {b.own_placement.name if isinstance(b, TransformerBlock) else type(b).__name__ for b in stack.modules}
+    laws = growth_laws(stream.variance, theory_of(placements)) if stream is not None and len(stack) > 1 else None
     return DepthReport(
         model=type(model).__name__,
-        blocks=found.names,
+        blocks=stack.names,
         tokens=tokens,
         stream=stream,
         laws=laws,
@@ -176,17 +176,17 @@ def _stream(
     with torch.no_grad():
         for number, batch in enumerate(data.batches):
             report(number, len(data.batches))
-            with recording(blocks) as found, recording_middles(blocks) as middles:
+            with recording(blocks) as recorded, recording_middles(blocks) as middles:
                 data.output(batch)
-            check_finite(found, blocks)
-            counted = counted_tokens(batch, found.inputs[0])
+            check_finite(recorded, blocks)
+            counted = counted_tokens(batch, recorded.inputs[0])
             if not bool(counted.any()):
                 raise InputError(f"{WHO}: no token of batch {number} counts, its mask leaves all of them out; keep at least one")
             last = last_tokens(counted)
             if "variance" in chosen:
-                sums.add(found.stream, middles, counted if tokens == "all" else last)
+                sums.add(recorded.stream, middles, counted if tokens == "all" else last)
             if "angles" in chosen:
-                angles.add(found.stream, counted, last)
+                angles.add(recorded.stream, counted, last)
     return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
 
 

@@ -72,9 +72,9 @@ class Estimator:
 
     def largest_singular_value(self, gram: Product, like: Tensor, shift: int = 0) -> RitzValue:
         """Return the largest singular value of A from the products v -> A^T A v."""
-        found = self.largest_eigenvalue(gram, like, shift)
-        value = math.sqrt(max(found.value, 0.0))
-        return replace(found, value=value, residual=found.residual / value if value else 0.0)
+        square = self.largest_eigenvalue(gram, like, shift)
+        value = math.sqrt(max(square.value, 0.0))
+        return replace(square, value=value, residual=square.residual / value if value else 0.0)
 
 
 def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:

@@ -72,8 +72,8 @@ class _Map:
 
     def squares(self, draws: int | None, seed: int) -> list[float]:
         """Return ||A z||^2 of each probe; the sum over all unit vectors for draws=None."""
-        found = [float(self.forward(z).double().square().sum()) for z in probes(self.x, draws, seed)]
-        return found if draws is not None else [math.fsum(found)]
+        squares = [float(self.forward(z).double().square().sum()) for z in probes(self.x, draws, seed)]
+        return squares if draws is not None else [math.fsum(squares)]
 
 
 def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: Callable[[int, int], None]) -> Jacobians:
@@ -87,12 +87,12 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
     sizes = [_state(data, batch, blocks).numel() for batch in data.batches]
     draws = estimator.draws_for(max(sizes))
     for number, batch in enumerate(data.batches):
-        with recording(blocks, leaves="first") as found:
+        with recording(blocks, leaves="first") as recorded:
             data.output(batch)
-        whole = _Map(found.outputs[-1], found.inputs[0], minus_identity=False)
-        with recording(blocks, leaves="each") as found:
+        whole = _Map(recorded.outputs[-1], recorded.inputs[0], minus_identity=False)
+        with recording(blocks, leaves="each") as recorded:
             data.output(batch)
-        maps = [_Map(y, x, minus_identity=True) for x, y in zip(found.inputs, found.outputs, strict=True)]
+        maps = [_Map(y, x, minus_identity=True) for x, y in zip(recorded.inputs, recorded.outputs, strict=True)]
         shift = 7919 * number
         for k, one in enumerate((*maps, whole)):
             tell(number * len(spectral) + k, total)
@@ -105,12 +105,12 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
         error = max(error, float((product - expected).norm() / expected.norm()))
     sums = [[math.fsum(column) for column in zip(*of_map, strict=True)] for of_map in squares]
     *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
-    *norms, whole_norm = (max(of_map, key=lambda found: found.value) for of_map in spectral)
+    *norms, whole_norm = (max(of_map, key=lambda recorded: recorded.value) for of_map in spectral)
     return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)
 
 
 @torch.no_grad()
 def _state(data: BatchedLoss, batch: MicroBatch, blocks: Blocks) -> Tensor:
-    with recording(blocks) as found:
+    with recording(blocks) as recorded:
         data.output(batch)
-    return found.inputs[0]
+    return recorded.inputs[0]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, first_tensor, hidden_state, hooks
-from hessiankit.diagnostics.sharpness.batches import FORMS, BatchedLoss, MicroBatch, check_cut, check_devices, micro_batches
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, placed
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, placed
+from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
@@ -34,10 +35,6 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
                 raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
         if first is not None:
             target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
-    elif target is None and isinstance(data, Tensor):
-        raise InputError(
-            f"{WHO}: data is a tensor {tuple(data.shape)} and target is missing; pass target=..., or leave the loss out"
-        )
     batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
     for batch in batches:
         check_devices(WHO, batch, model)
@@ -102,7 +99,7 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
         leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
             (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
     """
-    found = StreamRecording()
+    record = StreamRecording()
     first = blocks.modules[0]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,12 +107,12 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
         assert state is not None
         key, x = state
         if module is first:
-            found.inputs.clear()
-            found.outputs.clear()
+            record.inputs.clear()
+            record.outputs.clear()
         cut = leaves == "each" or (leaves == "first" and module is first)
         if cut:
             x = x.detach().requires_grad_()
-        found.inputs.append(x)
+        record.inputs.append(x)
         if not cut:
             return None
         if isinstance(key, int):
@@ -125,10 +122,10 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
         assert y is not None
-        found.outputs.append(y)
+        record.outputs.append(y)
 
     with hooks(blocks.modules, before, after):
-        yield found
+        yield record
 
 
 @contextmanager
@@ -146,9 +143,9 @@ def removed(block: nn.Module) -> Iterator[None]:
         yield
 
 
-def check_finite(found: StreamRecording, blocks: Blocks) -> None:
+def check_finite(recorded: StreamRecording, blocks: Blocks) -> None:
     """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
-    for k, x in enumerate(found.stream):
+    for k, x in enumerate(recorded.stream):
         if not bool(torch.isfinite(x).all()):
             where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
             raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
@@ -166,9 +163,9 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
-    with torch.enable_grad(), recording(blocks) as found, saved:
+    with torch.enable_grad(), recording(blocks) as recorded, saved:
         out = data.output(batch)
-    x = found.inputs[0]
+    x = recorded.inputs[0]
     states = (len(blocks) + 1) * x.numel()
     graph = saved.bytes + out.numel() * out.element_size()
     largest = max((sum(p.numel() for p in block.parameters()) for block in blocks.modules), default=0)

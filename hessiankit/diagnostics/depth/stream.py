@@ -64,12 +64,12 @@ class StreamSums:
         self.tokens += int(keep.sum())
         self.has_middles &= all(x is not None for x in middles)
         x = _tokens(stream[0], keep)
-        for k in range(len(stream)):
+        for k, following in enumerate([*stream[1:], None]):
             self.moments[0, k] += x.var(-1, correction=0).sum().cpu()
             self.moments[1, k] += x.square().mean(-1).sum().cpu()
-            if k == len(stream) - 1:
+            if following is None:
                 break
-            y, middle = _tokens(stream[k + 1], keep), middles[k]
+            y, middle = _tokens(following, keep), middles[k]
             self._branch(0, k, x, y)
             if self.has_middles and middle is not None:
                 between = _tokens(middle, keep)
@@ -212,8 +212,8 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
         out = data.output(batch)
         target = data.target(batch, out)
         terms += data.count(target)
-        found = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
-        for p, g in zip(parameters, found, strict=True):
+        gradients = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
+        for p, g in zip(parameters, gradients, strict=True):
             if g is not None:
                 sums[id(p)] = sums[id(p)] + g if id(p) in sums else g
     squares = {key: float(g.double().square().sum()) for key, g in sums.items()}

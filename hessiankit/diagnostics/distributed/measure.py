@@ -81,7 +81,7 @@ def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates 
     return replace(joined(found), entries={name: ranks.sum(held[name]) for name in wanted})
 
 
-AGREED = ("loss", "draws", "seed", "per", "kind", "estimator", "histograms", "shift")
+AGREED = ("loss", "draws", "seed", "per", "kind", "histograms", "shift")
 
 
 @checked("sharpness", rest=SharpnessOptions)

@@ -172,11 +172,11 @@ def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
     if ranks.size == 1:
         return
     data = map_tensors(lambda x: x.detach().cpu(), (task.inputs, task.target))
-    sent = common(ranks, [(*data, task.keywords, task.whole)] if has_data else [])
+    sent = common(ranks, [(*data, task.whole)] if has_data else [])
     if sent is None:
         return
     inputs, target = map_tensors(lambda x: x.to(task.device), sent[:2])
-    same = replace(task, inputs=inputs, target=target, keywords=sent[2], whole=sent[3], reference=None)
+    same = replace(task, inputs=inputs, target=target, whole=sent[2], reference=None)
 
     def run(watched: AbstractContextManager[Any]) -> None:
         with same.at(), watched:

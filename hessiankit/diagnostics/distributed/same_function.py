@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hessiankit.diagnostics.distributed.ranks import Ranks, fingerprint
 from hessiankit.diagnostics.distributed.unwrapping import is_sharded
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, evaluating, forward
-from hessiankit.engine.problem.calling import map_tensors, named_tensors
+from hessiankit.engine.problem.calling import named_tensors
 from hessiankit.support.errors import InputError
 
 T = TypeVar("T")
@@ -71,19 +70,14 @@ def check_same_function(
 
 def sequence(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Return the first sequence of the first micro-batch, on the CPU, or nothing."""
-    return [on(replace(one.part(slice(0, 1)), uncut=None), torch.device("cpu")) for one in batches[:1]]
-
-
-def on(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Return a micro-batch on a device."""
-    return replace(batch, inputs=map_tensors(lambda x: x.to(device), batch.inputs), target=batch.target.to(device))
+    return [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]]
 
 
 def forward_of(
     model: nn.Module, one: MicroBatch
 ) -> tuple[Callable[[AbstractContextManager[Any]], None], list[tuple[str, Tensor]]]:
     """Return a function that calls a model on a micro-batch, and the tensors of both, for :func:`check_same_function`."""
-    one = on(one, next(model.parameters()).device)
+    one = one.on(next(model.parameters()).device)
 
     def run(watched: AbstractContextManager[Any]) -> None:
         with evaluating(model), torch.no_grad(), watched:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from hessiankit.diagnostics.distributed.ranks import Ranks
-from hessiankit.diagnostics.distributed.same_function import check_same_function, forward_of, on
+from hessiankit.diagnostics.distributed.same_function import check_same_function, forward_of
 from hessiankit.diagnostics.distributed.unwrapping import reshard
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
 from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
@@ -189,7 +189,7 @@ def sharded_replicates(
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, chosen) as seen, torch.enable_grad():
         sums = ShardedSquares(ranks, measured, shards, draws, options.histograms, seen)
-        spare = on(spare, next(model.parameters()).device)
+        spare = spare.on(next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
             (spare,) = probe(ranks.who, model, [spare], backward=False, copies=0)
         if ranks.size > 1:
@@ -241,7 +241,7 @@ def sharded_replicates(
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
     """Return the number of steps, and a sequence for ranks that have fewer: one whose label shift is not known yet, if any."""
     own = sorted(batches, key=_is_settled)[:1]
-    sent = [on(one.part(slice(0, 1)), torch.device("cpu")) for one in own]
+    sent = [one.part(slice(0, 1)).on(torch.device("cpu")) for one in own]
     held = ranks.gather((len(batches), sent))
     found = sorted((one for _, of_rank in held for one in of_rank), key=_is_settled)
     if not found:

@@ -1,6 +1,6 @@
 """Monitors that follow training: sharpness, norms, the top eigenvalue and depth diagnostics, a line of JSON a measurement."""
 
-from hessiankit.diagnostics.monitoring.log import MonitorLog, plot_monitor, read_monitor
+from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.monitor import Monitor
 
-__all__ = ["Monitor", "MonitorLog", "plot_monitor", "read_monitor"]
+__all__ = ["Monitor", "MonitorLog"]

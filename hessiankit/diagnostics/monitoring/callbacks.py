@@ -16,13 +16,22 @@ from hessiankit.support.errors import InputError
 class MonitorEvents:
     """A monitor that is made when training begins, in process zero.
 
+    It measures before the first update, by the monitor's schedule, and after the last update, while the other processes wait: a
+    measurement has to be quicker than the time-out of the process group. A run that resumes from a checkpoint continues the file.
+
     Attributes:
         monitor: The monitor, from the start of training on.
     """
 
     def __init__(self, data: Any, path: Path | str, *, log: bool = True, last: bool = True, **options: Any) -> None:
-        """Keep the arguments of the monitor; ``log``: write into the trainer's log too; ``last``: measure after the last
-        update too.
+        """Keep the arguments of the monitor.
+
+        Args:
+            data: The batches to measure on, e.g. a few that the data collator made of the validation set.
+            path: The file.
+            log: Whether numbers go to the trainer's log too.
+            last: Whether to measure after the last update too.
+            **options: Others of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
         """
         self.data, self.path, self.options = data, path, options
         self.monitor: Monitor | None = None
@@ -59,9 +68,8 @@ def on_first_use(module: dict[str, Any], events: type, package: str, base: str) 
             raise InputError(
                 f"{name}: needs the package {package} ({error}); install it with pip install 'hessiankit[training]'"
             ) from error
-        made = type(name, (events, parent), {"__doc__": events.__doc__, "__module__": where})
-        module[name] = made
-        return made
+        module[name] = type(name, (events, parent), {"__doc__": events.__doc__, "__module__": where})
+        return module[name]  # type: ignore[no-any-return]
 
     return attribute
 
@@ -73,9 +81,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     >>> scalars(record)
     {'monitor/loss': 2.0, 'sharpness/Norm': 0.5}
     """
-    found = {"monitor/loss": record["loss"]} if "loss" in record else {}
-    found |= {f"sharpness/{name}": one["value"] for name, one in record.get("sharpness", {}).get("types", {}).items()}
-    found |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
+    numbers = {"monitor/loss": record["loss"]} if "loss" in record else {}
+    numbers |= {f"sharpness/{name}": one["value"] for name, one in record.get("sharpness", {}).get("types", {}).items()}
+    numbers |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
     if "eigenvalue" in record:
-        found["top_eigenvalue"] = record["eigenvalue"]["value"]
-    return {name: float(value) for name, value in found.items()}
+        numbers["top_eigenvalue"] = record["eigenvalue"]["value"]
+    return {name: float(value) for name, value in numbers.items()}

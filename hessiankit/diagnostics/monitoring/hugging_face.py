@@ -12,10 +12,8 @@ from hessiankit.support.errors import InputError
 class TrainerEvents(MonitorEvents):
     """Follow a Hugging Face ``Trainer`` with a :class:`~hessiankit.diagnostics.monitoring.Monitor`.
 
-    It measures before the first update, by the monitor's schedule, and after the last update; only in process zero, while the
-    others wait, so a measurement has to be quicker than the time-out of the process group. A run that goes on from a checkpoint
-    continues the same file. Numbers go to the trainer's own log too: through ``Trainer.log``, which all its
-    loggers see, if ``callback.trainer`` is set, else into ``state.log_history``.
+    It measures as every :class:`~hessiankit.diagnostics.monitoring.callbacks.MonitorEvents`. Numbers go to ``Trainer.log``, which
+    all its loggers see, if ``callback.trainer`` is set, else into ``state.log_history``.
 
     Attributes:
         monitor: The monitor, from the start of training on.
@@ -23,15 +21,7 @@ class TrainerEvents(MonitorEvents):
     """
 
     def __init__(self, data: Any, path: Path | str, *, trainer: Any = None, **options: Any) -> None:
-        """Keep the arguments of the monitor.
-
-        Args:
-            data: The batches to measure on, e.g. a few that the data collator made of the validation set.
-            path: The file.
-            trainer: The trainer, for its log; or set ``callback.trainer`` later.
-            **options: ``log=False`` leaves the trainer's log alone, ``last=False`` the measurement after the last update;
-                others of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
-        """
+        """Keep the arguments of the monitor, ``log`` and ``last``; ``callback.trainer`` can be set later too."""
         super().__init__(data, path, **options)
         self.trainer = trainer
 
@@ -51,14 +41,14 @@ class TrainerEvents(MonitorEvents):
 
     def _step(self, state: Any, control: Any, force: bool = False) -> None:
         extra = {} if state.epoch is None else {"epoch": state.epoch}
-        found = self._numbers(state.global_step, force, **extra)
-        if not found:
+        numbers = self._numbers(state.global_step, force, **extra)
+        if not numbers:
             return
         if self.trainer is None:
-            state.log_history.append({**found, **extra, "step": state.global_step})
+            state.log_history.append({**numbers, **extra, "step": state.global_step})
             return
         due = control.should_log  # Trainer.log resets the flag, and the trainer's own entry of this step would be lost
-        self.trainer.log(found)
+        self.trainer.log(numbers)
         control.should_log = due
 
 

@@ -14,10 +14,8 @@ from hessiankit.diagnostics.monitoring.callbacks import MonitorEvents, on_first_
 class LightningEvents(MonitorEvents):
     """Follow a Lightning ``Trainer`` with a :class:`~hessiankit.diagnostics.monitoring.Monitor`.
 
-    It measures before the first update, when the monitor's schedule says so (steps are ``trainer.global_step``: updates, not
-    batches), and after the last update; only in process zero, where the others wait, so a measurement has to be quicker than the
-    time-out of the process group. A run that goes on from a checkpoint goes on in the same file. Numbers go to the trainer's
-    loggers at the step that they are of, and to ``trainer.callback_metrics``, where other callbacks find them.
+    It measures as every :class:`~hessiankit.diagnostics.monitoring.callbacks.MonitorEvents`; steps are ``trainer.global_step``:
+    updates, not batches. Numbers go to the trainer's loggers at their step, and to ``trainer.callback_metrics``.
 
     Attributes:
         monitor: The monitor, from the start of training on.
@@ -26,15 +24,14 @@ class LightningEvents(MonitorEvents):
     def __init__(
         self, data: Any, path: Path | str, *, model: str | Callable[[Any], nn.Module] | None = None, **options: Any
     ) -> None:
-        """Keep the arguments of the monitor.
+        """Keep the arguments of the monitor, ``log`` and ``last``.
 
         Args:
             data: The batches to measure on.
             path: The file.
             model: Which module to measure: the name of an attribute of the ``LightningModule``, or a function of it; by default
                 the ``LightningModule`` itself, whose ``forward`` then returns logits.
-            **options: ``log=False`` leaves the trainer's log alone, ``last=False`` the measurement after the last update;
-                others of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+            **options: Others of :class:`~hessiankit.diagnostics.monitoring.callbacks.MonitorEvents`.
         """
         super().__init__(data, path, **options)
         self.model = model
@@ -49,18 +46,18 @@ class LightningEvents(MonitorEvents):
         self._step(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        found = self._step(trainer)
-        if found:  # the loggers have them already, at the right step; self.log would wait for log_every_n_steps
-            pl_module.log_dict(found, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
+        numbers = self._step(trainer)
+        if numbers:  # the loggers have them already, at the right step; self.log would wait for log_every_n_steps
+            pl_module.log_dict(numbers, logger=False, on_step=True, on_epoch=False, rank_zero_only=True)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._step(trainer, force=self._last)
 
     def _step(self, trainer: Any, force: bool = False) -> dict[str, float]:
-        found = self._numbers(trainer.global_step, force, epoch=trainer.current_epoch)
-        for logger in trainer.loggers if found else ():
-            logger.log_metrics(found, step=trainer.global_step)
-        return found
+        numbers = self._numbers(trainer.global_step, force, epoch=trainer.current_epoch)
+        for logger in trainer.loggers if numbers else ():
+            logger.log_metrics(numbers, step=trainer.global_step)
+        return numbers
 
 
 if TYPE_CHECKING:

@@ -1,9 +1,10 @@
-"""The file of a monitor: a header and one line of JSON a measurement; a killed run loses at most one line."""
+"""The file of a monitor: a header and one line of JSON a measurement, append-only; a killed run loses at most one line."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain, replace_file
-from hessiankit.support.jsonl import append_lines, append_records
+from hessiankit.support.jsonl import append_lines
 
 FORMAT = 1
 KEY = "hessiankit_monitor"
@@ -28,21 +29,29 @@ class Lines:
 
     Attributes:
         path: The file.
-        last: Largest step in it, or None.
-        waiting: Steps and lines that could not be written yet.
+        last: Largest step of the run so far, or None.
     """
 
     def __init__(self, path: Path | str, header: Mapping[str, Any]) -> None:
         self.path = Path(path)
         self.last: int | None = None
-        self.waiting: list[tuple[int, str]] = []
-        self._size = 0
-        if self.path.exists() and self.path.stat().st_size:
-            seen, records = read_lines(self.path)
-            _check(self.path, seen, header)
-            self._replace(seen, records)
-        else:
-            self._replace({KEY: FORMAT, **header}, [])
+        self._waiting = b""
+        try:
+            if self.path.exists() and self.path.stat().st_size:
+                seen, records = read_lines(self.path)
+                _check(self.path, seen, header)
+                self.last = max((one["step"] for one in records), default=None)
+                self._size = self.path.read_bytes().rfind(b"\n") + 1
+                os.truncate(self.path, self._size)  # without a last line that a kill has torn
+            else:
+                content = to_line({KEY: FORMAT, **header}).encode()
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                replace_file(self.path, content, durable=True)
+                self._size = len(content)
+        except OSError as error:
+            raise InputError(
+                f"{WHO}: cannot write {self.path}: {error.strerror}; name a file in a folder that can be written to"
+            ) from error
 
     def append(self, record: dict[str, Any]) -> None:
         """Write one line, after the lines that could not be written before.
@@ -52,63 +61,39 @@ class Lines:
                 wrote to the file, or the record is not JSON.
         """
         try:
-            self.waiting.append((record["step"], to_line(record)))
+            self._waiting += to_line(record).encode()
         except TypeError as error:
             raise InputError(
                 f"{WHO}: the measurement at step {record['step']} cannot be written: {error}; pass numbers"
             ) from error
-        content = "".join(line for _, line in self.waiting).encode()
+        self.last = max(self.last or 0, record["step"])
+        kept = "the measurement is kept and written with the next one"
         try:
             if self.path.stat().st_size != self._size:
                 raise InputError(
                     f"{WHO}: {self.path} is not as this monitor left it: another process, or another monitor, writes to it. "
-                    f"Give each run its own file; {self._unwritten()}"
+                    f"Give each run its own file; {kept}"
                 )
-            append_lines(self.path, content)
+            append_lines(self.path, self._waiting)
         except OSError as error:
             remedy = "make room" if self.path.exists() else "put the file back"
             raise InputError(
-                f"{WHO}: cannot write to {self.path}: {error.strerror}. All earlier measurements are safe; {remedy}: "
-                f"{self._unwritten()}"
+                f"{WHO}: cannot write to {self.path}: {error.strerror}. All earlier measurements are safe; {remedy}: {kept}"
             ) from error
-        self._size += len(content)
-        self.last = max([self.last or 0, *(step for step, _ in self.waiting)])
-        self.waiting.clear()
+        self._size += len(self._waiting)
+        self._waiting = b""
 
-    def cut(self, step: int) -> int:
-        """Take out the measurements at and after a step, into ``<file>.replaced``, and return how many they are."""
-        self.waiting = [(at, line) for at, line in self.waiting if at < step]
-        if self.last is None or self.last < step:
-            return 0
-        header, records = read_lines(self.path)
-        before = [one for one in records if one["step"] < step]
-        gone = [one for one in records if one["step"] >= step]
-        replaced = Path(f"{self.path}.replaced")
-        try:
-            append_records(replaced, *map(plain, [header, *gone]))
-        except OSError as error:
-            raise _unusable(replaced, error) from error
-        self._replace(header, before)
-        return len(gone)
-
-    def _replace(self, header: Mapping[str, Any], records: list[dict[str, Any]]) -> None:
-        """Replace the file atomically: a reader sees this state or the one before."""
-        content = "".join(map(to_line, [header, *records])).encode()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, content, durable=True)
-        except OSError as error:
-            raise _unusable(self.path, error) from error
-        self._size = len(content)
-        self.last = max((one["step"] for one in records), default=None)
-
-    def _unwritten(self) -> str:
-        steps = ", ".join(str(step) for step, _ in self.waiting)
-        return f"the measurement at step {steps} is kept and written with the next one"
+    def rewind(self, step: int) -> None:
+        """Mark, with the next line, that the run resumes at a step: readers drop its measurements at and after that step."""
+        if self.last is not None and self.last >= step:
+            self._waiting += to_line({"rewind": step}).encode()
+            self.last = step - 1 if step else None
 
 
 def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Return the header and the measurements of a file; a last line without an end, which a kill leaves, is left out.
+    """Return the header and the measurements of a file, of one trajectory by increasing steps.
+
+    What a later line has taken back, and a last line without an end, which a kill leaves, are left out.
 
     Raises:
         InputError: There is no such file, it is something else, or a line in the middle is damaged.
@@ -117,21 +102,30 @@ def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{WHO}: cannot read {path}: {error.strerror}; name a file that a Monitor wrote") from error
-    found = []
+    header: dict[str, Any] | None = None
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end is torn, or empty
         try:
-            found.append(json.loads(line))
-            if not isinstance(found[-1], dict) or (number > 1 and not isinstance(found[-1].get("step"), int)):
+            record = json.loads(line)
+            if not isinstance(record, dict):
+                raise ValueError("no mapping")
+            if header is None:
+                header = record
+            elif isinstance(record.get("rewind"), int):
+                records = [one for one in records if one["step"] < record["rewind"]]
+            elif isinstance(record.get("step"), int):
+                records.append(record)
+            else:
                 raise ValueError("no measurement")
         except ValueError as error:
             what = "is damaged" if number > 1 else "is not the header of a monitor"
             raise InputError(
                 f"{WHO}: line {number} of {path} {what} ({error}); take the line out, or name another file"
             ) from error
-    if not found or found[0].get(KEY) != FORMAT:
-        seen = f"has format {found[0][KEY]}" if found and KEY in found[0] else "was not written by a Monitor"
+    if header is None or header.get(KEY) != FORMAT:
+        seen = f"has format {header[KEY]}" if header is not None and KEY in header else "was not written by a Monitor"
         raise InputError(f"{WHO}: {path} {seen}; expected {KEY!r}: {FORMAT} in its first line. Name another file")
-    return found[0], found[1:]
+    return header, records
 
 
 def to_line(record: Mapping[str, Any]) -> str:
@@ -163,10 +157,6 @@ def _difference(name: str, there: Any, here: Any) -> str:
                 return _difference(f"{name}[{k}]", a, b)
         return f"{name} has {len(there)} entries there, {len(here)} here"
     return f"{name} is {there!r} there, {here!r} here"
-
-
-def _unusable(path: Path, error: OSError) -> InputError:
-    return InputError(f"{WHO}: cannot write {path}: {error.strerror}; name a file in a folder that can be written to")
 
 
 def digest(x: Any) -> str:

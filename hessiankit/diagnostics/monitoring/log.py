@@ -43,6 +43,17 @@ class MonitorLog(Printed):
     header: dict[str, Any]
     records: tuple[dict[str, Any], ...]
 
+    @classmethod
+    @checked("monitor")
+    def read(cls, path: Path | str) -> MonitorLog:
+        """Read a file, also while it is being written.
+
+        Raises:
+            InputError: There is no such file, or it is something else.
+        """
+        header, records = read_lines(path)
+        return cls(Path(path), header, tuple(records))
+
     def __len__(self) -> int:
         return len(self.records)
 
@@ -73,13 +84,13 @@ class MonitorLog(Printed):
         Returns:
             (steps,), or (steps, ...) for an array.
         """
-        found = self.entries(*keys)
-        inside = next((x for x in found if isinstance(x, dict)), None)
+        entries = self.entries(*keys)
+        inside = next((x for x in entries if isinstance(x, dict)), None)
         if inside is not None:
             raise InputError(
                 f"MonitorLog: {' / '.join(map(str, keys)) or 'a measurement'} holds {', '.join(inside)}; name one of them"
             )
-        arrays = [None if x is None else np.asarray(x, dtype=float) for x in found]
+        arrays = [None if x is None else np.asarray(x, dtype=float) for x in entries]
         shapes = {a.shape for a in arrays if a is not None}
         if len(shapes) != 1:
             seen = "no measurement has it" if not shapes else f"its shape changes: {sorted(shapes)}"
@@ -93,7 +104,7 @@ class MonitorLog(Printed):
 
     def has(self, *keys: str | int) -> bool:
         """Return whether some measurement has such an entry."""
-        return any(found is not None for found in self.entries(*keys))
+        return any(entry is not None for entry in self.entries(*keys))
 
     @property
     def sharpness(self) -> dict[str, Series]:
@@ -109,12 +120,12 @@ class MonitorLog(Printed):
     @property
     def orders(self) -> dict[int, tuple[str, ...]]:
         """Step -> types from flat to sharp."""
-        found = {}
+        orders = {}
         for record in self.records:
             values = {name: float(one["value"]) for name, one in (_at(record, ("sharpness", "types")) or {}).items()}
             if values:
-                found[record["step"]] = tuple(sorted(values, key=values.__getitem__))
-        return found
+                orders[record["step"]] = tuple(sorted(values, key=values.__getitem__))
+        return orders
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain values."""
@@ -125,44 +136,61 @@ class MonitorLog(Printed):
         head = f"{header['model']}, {header['entries']:,} parameters; measurements: {len(self)}"
         return head + (f", steps {self.steps.min()} to {self.steps.max()}" if len(self) else "") + f"; {self.path.name}"
 
+    @checked("MonitorLog.plot")
     def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-        """Draw the measurements: one panel for each quantity, over the steps of training; see :func:`plot_monitor`."""
-        return plot_monitor(self, path, title=title)
+        """Draw the measurements, one panel for each quantity, over the steps of training: sharpness by type with its intervals
+        (The Sharpness Disparity Principle, Figure 3), norms by type (Figure 8), loss, top eigenvalue with its residual, and the
+        depth diagnostics (The Curse of Depth, Figures 2 and 4).
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            title: Heading; by default the model and the file's name.
+
+        Raises:
+            InputError: There is no measurement, or the suffix is another one.
+
+        Returns:
+            The figure, which shows itself in a notebook.
+        """
+        if path is not None:
+            check_suffix("MonitorLog.plot", Path(path))
+        drawn = [draw for keys, draw in PANELS if self.has(*keys)]
+        if not len(self) or not drawn:
+            raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
+        down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
+        with mpl.rc_context(STYLE):
+            figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
+            wide, high = figure.get_size_inches()
+            heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
+            figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
+            for k, draw in enumerate(drawn):
+                row, column = divmod(k, across)
+                place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
+                axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
+                dress(axes)
+                draw(axes, self)
+            if path is not None:
+                write_picture("MonitorLog.plot", figure, Path(path))
+        return figure
 
     def _parts(self) -> Iterator[Piece]:
         headers, rows = self._table()
-        order = headers[1:2] if self.orders else []
+        order = headers[1:2] if self.has("sharpness", "ordering") else []
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
-        yield table(headers, rows, left=2 if self.orders else 1, prose=order, drop=drop, spread=True)
-        yield from (f"step {step}: {what} failed: {text}" for step, found in self.errors.items() for what, text in found.items())
+        yield table(headers, rows, left=2 if order else 1, prose=order, drop=drop, spread=True)
+        yield from (
+            f"step {step}: {what} failed: {text}" for step, failed in self.errors.items() for what, text in failed.items()
+        )
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
-        columns = {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
+        columns: dict[str, tuple[str, ...]] = {"sharpness, flat to sharp (~: not told apart)": ("sharpness", "ordering")}
+        columns |= {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
         columns |= {"variance by layer": ("depth", "laws", "best")}
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
-        rows = []
-        for record in self.records:
-            found = [_at(record, keys) for keys in columns.values()]
-            order = [_at(record, ("sharpness", "ordering")) or ""] if self.orders else []
-            numbers = [_shown(x) for x in found]
-            rows.append([str(record["step"]), *order, *numbers])
-        return ["step", *(["sharpness, flat to sharp (~: not told apart)"] if self.orders else []), *columns], rows
-
-
-@checked("read_monitor")
-def read_monitor(path: Path | str) -> MonitorLog:
-    """Read the file that a :class:`~hessiankit.diagnostics.monitoring.Monitor` writes, also while it is being written.
-
-    Args:
-        path: The file.
-
-    Raises:
-        InputError: There is no such file, or it is something else.
-    """
-    header, records = read_lines(path)
-    return MonitorLog(Path(path), header, tuple(sorted(records, key=lambda record: record["step"])))
+        rows = [[str(record["step"]), *(_shown(_at(record, keys)) for keys in columns.values())] for record in self.records]
+        return ["step", *columns], rows
 
 
 def _at(record: Any, keys: tuple[str | int, ...]) -> Any:
@@ -246,41 +274,41 @@ def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
         )  # fmt: skip
 
 
-def _by_type(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray]) -> None:
+LINE: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 3, "clip_on": False}
+
+
+def _named_lines(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray], colours: Mapping[str, str] = COLOURS) -> None:
+    """One line over the steps for each name, which is written at its end; a type has its own mark."""
     ends = {}
     for name, value in values.items():
-        there = np.isfinite(value)
-        colour = COLOURS.get(name, FAINT)
-        style: dict[str, Any] = {"color": colour, "linewidth": 1.2, "marker": MARKS.get(name, "."), "markersize": 3.2}
-        axes.plot(log.steps[there], value[there], clip_on=False, zorder=3, **style)
+        there, colour = np.isfinite(value), colours.get(name, FAINT)
+        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
         if there.any():
             ends[name] = (float(value[there][-1]), colour)
-    log_scale(axes, *values.values())
+    if colours is COLOURS:
+        log_scale(axes, *values.values())
     name_ends(axes, ends)
 
 
 def sharpness(axes: Axes, log: MonitorLog) -> None:
     """Average sharpness of each block type, with its intervals (The Sharpness Disparity Principle, Figure 3)."""
     over_steps(axes, log, "average sharpness, with its intervals")
-    found = log.sharpness
-    for name, one in found.items():
-        there = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0)
-        axes.fill_between(
-            log.steps[there], one.low[there], one.high[there], color=COLOURS.get(name, FAINT), alpha=0.2, linewidth=0
-        )
-    _by_type(axes, log, {name: one.value for name, one in found.items()})
+    for name, one in log.sharpness.items():
+        there, colour = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0), COLOURS.get(name, FAINT)
+        axes.fill_between(log.steps[there], one.low[there], one.high[there], color=colour, alpha=0.2, linewidth=0)
+    _named_lines(axes, log, {name: one.value for name, one in log.sharpness.items()})
 
 
 def norms(axes: Axes, log: MonitorLog) -> None:
     """Norm of all parameters of each block type (Figure 8)."""
     over_steps(axes, log, "norm of the parameters")
-    _by_type(axes, log, log.norms)
+    _named_lines(axes, log, log.norms)
 
 
 def loss(axes: Axes, log: MonitorLog) -> None:
     """Loss on the data of the monitor."""
     over_steps(axes, log, "loss, nats")
-    axes.plot(log.steps, log.series("loss"), color=INK, linewidth=1.2, marker="o", markersize=3, clip_on=False)
+    axes.plot(log.steps, log.series("loss"), color=INK, **LINE)
 
 
 def eigenvalue(axes: Axes, log: MonitorLog) -> None:
@@ -288,7 +316,7 @@ def eigenvalue(axes: Axes, log: MonitorLog) -> None:
     over_steps(axes, log, r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual")
     value, residual = log.series("eigenvalue", "value"), log.series("eigenvalue", "residual")
     axes.fill_between(log.steps, value - residual, value + residual, color="#0072b2", alpha=0.25, linewidth=0)
-    axes.plot(log.steps, value, color="#0072b2", linewidth=1.2, marker="o", markersize=3, clip_on=False)
+    axes.plot(log.steps, value, color="#0072b2", **LINE)
     log_scale(axes, value - residual)
 
 
@@ -297,11 +325,11 @@ def spectrum(axes: Axes, log: MonitorLog) -> None:
     over_steps(axes, log, "eigenvalues of the Hessian")
     values = log.series("spectrum", "eigenvalues")
     converged = np.array([bool(x) for x in log.entries("spectrum", "converged")])
-    for k in range(values.shape[1]):
-        colour = "#d55e00" if np.nanmin(values[:, k]) < 0 else "#0072b2"
-        axes.plot(log.steps, values[:, k], color=colour, linewidth=0.8)
+    for of_one in values.T:
+        colour = "#d55e00" if np.nanmin(of_one) < 0 else "#0072b2"
+        axes.plot(log.steps, of_one, color=colour, linewidth=0.8)
         for there, face in ((converged, colour), (~converged, "white")):
-            axes.plot(log.steps[there], values[there, k], "o", color=colour, markerfacecolor=face, markersize=2.5)
+            axes.plot(log.steps[there], of_one[there], "o", color=colour, markerfacecolor=face, markersize=2.5)
     axes.axhline(0.0, color=INK, linewidth=0.6)
     axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
 
@@ -310,19 +338,15 @@ def approximations(axes: Axes, log: MonitorLog) -> None:
     """Cosine of each approximation's step with the exact natural step."""
     over_steps(axes, log, "cosine with the natural step")
     names = next(list(x) for x in log.entries("approximations", "by_name") if x)
-    ends = {}
-    for name, colour in zip(names, [*COLOURS.values()] * len(names), strict=False):
-        values = log.series("approximations", "by_name", name, "step_cosine")
-        axes.plot(log.steps, values, color=colour, linewidth=1.2, marker="o", markersize=3, clip_on=False)
-        there = np.isfinite(values)
-        ends[name] = (float(values[there][-1]) if there.any() else np.nan, colour)
-    name_ends(axes, ends)
+    values = {name: log.series("approximations", "by_name", name, "step_cosine") for name in names}
+    _named_lines(axes, log, values, dict(zip(names, [*COLOURS.values()] * len(names), strict=False)))
 
 
 def hessian(axes: Axes, log: MonitorLog) -> None:
     """Spectral norm of the exact Hessian's diagonal block of each block type."""
     over_steps(axes, log, "spectral norm of the Hessian's blocks")
-    _by_type(axes, log, {name: log.series("hessian", "types", name) for name in log.types if log.has("hessian", "types", name)})
+    types = [name for name in log.types if log.has("hessian", "types", name)]
+    _named_lines(axes, log, {name: log.series("hessian", "types", name) for name in types})
 
 
 STEPS_SHOWN = 5
@@ -341,8 +365,8 @@ def variance(axes: Axes, log: MonitorLog) -> None:
 
 def angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
-    found = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
-    at, values = found[-1][0], np.asarray(found[-1][1], dtype=float)
+    measured = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
+    at, values = measured[-1][0], np.asarray(measured[-1][1], dtype=float)
     shown = AngularDistances(torch.from_numpy(values), torch.empty(0)).by_distance().numpy()
     edge = len(shown) + 0.5
     _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")
@@ -365,24 +389,24 @@ def _layers(title: str, *keys: str) -> Panel:
     """Return the panel of a positive number of each layer, for a few steps."""
 
     def panel(axes: Axes, log: MonitorLog) -> None:
-        found = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
-        _along_depth(axes, log, title, found)
-        log_scale(axes, *(np.asarray(x, dtype=float) for x in found if x is not None))
+        values = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
+        _along_depth(axes, log, title, values)
+        log_scale(axes, *(np.asarray(x, dtype=float) for x in values if x is not None))
 
     return panel
 
 
-def _along_depth(axes: Axes, log: MonitorLog, title: str, found: list[Any]) -> None:
+def _along_depth(axes: Axes, log: MonitorLog, title: str, measured: list[Any]) -> None:
     """One line over the layers for each of a few steps, the first and the last among them."""
     _name(axes, title, "layer")
-    there = [k for k, values in enumerate(found) if values is not None]
+    there = [k for k, values in enumerate(measured) if values is not None]
     chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
     axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
     for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
-        values = np.asarray(found[k], dtype=float)
-        axes.plot(np.arange(1, len(values) + 1), values, color=colour, linewidth=1.2, marker="o", markersize=3)
-        style: dict[str, Any] = {"transform": axes.transAxes, "fontsize": 7.5, "va": "top"}
-        axes.text(1.04, 1.0 - 0.09 * row, f"\u25cf {log.steps[k]:,}", color=colour, **style)
+        values = np.asarray(measured[k], dtype=float)
+        axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
+        label = f"\u25cf {log.steps[k]:,}"
+        axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.margins(x=0.02)
 
@@ -407,47 +431,6 @@ def layer_key(axes: Axes, first: int, last: int) -> None:
 
 ACROSS = 3
 """Panels in a row."""
-
-
-@checked("plot_monitor")
-def plot_monitor(log: MonitorLog | Path | str, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-    """Draw a monitor's measurements: sharpness by type with its intervals (The Sharpness Disparity Principle, Figure 3), norms by
-    type (Figure 8), loss, top eigenvalue with its residual, and the depth diagnostics (The Curse of Depth, Figures 2 and 4).
-
-    Args:
-        log: Of :func:`~hessiankit.diagnostics.monitoring.read_monitor`, or the file's name.
-        path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-        title: Heading; by default the model and the file's name.
-
-    Raises:
-        InputError: The file cannot be used, it holds no measurement, or the suffix is another one.
-
-    Returns:
-        The figure, which shows itself in a notebook.
-    """
-    log = log if isinstance(log, MonitorLog) else read_monitor(log)
-    if path is not None:
-        check_suffix("plot_monitor", Path(path))
-    drawn = [draw for keys, draw in PANELS if log.has(*keys)]
-    if not len(log) or not drawn:
-        raise InputError(f"plot_monitor: {log.path} holds no measurement yet; nothing to draw")
-    down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
-    with mpl.rc_context(STYLE):
-        figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
-        wide, high = figure.get_size_inches()
-        heading = title or f"{log.header['model']}, {log.header['entries']:,} parameters ({log.path.name})"
-        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
-        for k, draw in enumerate(drawn):
-            row, column = divmod(k, across)
-            place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
-            axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
-            dress(axes)
-            draw(axes, log)
-        if path is not None:
-            write_picture("plot_monitor", figure, Path(path))
-    return figure
-
-
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("sharpness",), sharpness),
     (("norms",), norms),

@@ -1,9 +1,9 @@
-"""One measurement, section by section: each takes the model as it is and returns plain values for a line of the file."""
+"""One measurement, section by section: (model, batches, step, options) -> plain values for a line of the file."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -45,7 +45,7 @@ def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None 
     >>> list(inputs), target.tolist()
     (['input_ids'], [[6, 7, -100]])
     """
-    found: list[Batch] = []
+    pairs: list[Batch] = []
     read = micro_batches(WHO, data, target, model=model)
     if model is not None:
         with preserved_state(model), ordinary_path():
@@ -55,24 +55,26 @@ def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None 
             check_dense(WHO, name, x)
             if x.is_meta:
                 raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-        found.append((batch.inputs, batch.labels))
-    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in found):
+        pairs.append((batch.inputs, batch.labels))
+    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in pairs):
         raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
-    return found
+    return pairs
 
 
 def on_device(batch: Batch, model: nn.Module) -> Batch:
     """Return a batch with its tensors where the model's parameters are."""
     device = next(model.parameters()).device
-    inputs, target = map_tensors(
-        lambda x: x.to(device), (dict(batch[0]) if isinstance(batch[0], Mapping) else batch[0], batch[1])
-    )
-    return inputs, target
+    return map_tensors(lambda x: x.to(device), batch)  # type: ignore[no-any-return]
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
     """Return the mean cross entropy, in nats, over all labels that count, however they are cut into batches."""
     return BatchedLoss(WHO, model, tuple(micro_batches(WHO, [on_device(batch, model) for batch in batches])))
+
+
+def loss(model: nn.Module, batches: Sequence[Batch], step: int) -> float:
+    """Return the value of :func:`loss_of`."""
+    return loss_of(model, batches).evaluate()[0]
 
 
 ROUTES = ("auto", "closed form", "autograd")
@@ -106,36 +108,33 @@ def top_eigenvalue(
     if not parameters:
         raise InputError("top_eigenvalue: no parameter requires a gradient; there is no Hessian")
     size = sum(p.numel() for p in parameters.values())
-    product: Callable[[Tensor], Tensor] | None = None
-    taken, why = "autograd", ""
+    first = next(iter(parameters.values()))
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
+    why = ""
     if route == "auto" and size > CLOSED_FORM_ENTRIES:
         why = f"{size:,} parameters, more than {CLOSED_FORM_ENTRIES:,}"
     elif route != "autograd":
         try:
             counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
-            options: dict[str, Any] = {"loss": "cross_entropy", "params": list(parameters), "weights": counts}
-            product = hessian_operator(model, list(batches), **options).__matmul__
-            taken = "closed form"
+            operator = hessian_operator(model, list(batches), loss="cross_entropy", params=list(parameters), weights=counts)
         except HessiankitError as error:
             if route == "closed form":
                 raise
             why = f"{type(error).__name__}: {error}"
-    first = next(iter(parameters.values()))
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
-    if product is not None:
-        return lanczos(product, start, tol=tol, most=products), taken, why
+        else:
+            return lanczos(operator.__matmul__, start, tol=tol, most=products), "closed form", ""
     with sdpa_kernel(SDPBackend.MATH):
         product = HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
-        return lanczos(product, start, tol=tol, most=products), taken, why
+        return lanczos(product, start, tol=tol, most=products), "autograd", why
 
 
 @torch.no_grad()
-def norms(model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
+def norms(model: nn.Module, batches: Sequence[Batch], step: int, *, parts: Sequence[Part]) -> dict[str, Any]:
     """Return the Euclidean norm of every part, of every block type and of all (The Sharpness Disparity Principle, Figure 8).
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> _ = nn.init.constant_(layer.weight, 3.0)
-    >>> norms(layer, [Part("weight", "FFN", "up", 0, "", 2)])["types"]
+    >>> norms(layer, [], 0, parts=[Part("weight", "FFN", "up", 0, "", 2)])["types"]
     {'FFN': 4.242640687119285}
     """
     values = dict(model.named_parameters())
@@ -150,17 +149,21 @@ def norms(model: nn.Module, parts: Sequence[Part]) -> dict[str, Any]:
     }
 
 
-def eigenvalue(model: nn.Module, batches: Sequence[Batch], **options: Any) -> dict[str, Any]:
+def eigenvalue(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return the top eigenvalue of the loss's Hessian, its residual, and by which route it was found and why."""
-    found, route, why = top_eigenvalue(model, batches, **options)
-    return {**found.to_dict(), "route": route, **({"why": why} if why else {})}
+    value, route, why = top_eigenvalue(model, batches, **options)
+    return {**value.to_dict(), "route": route, **({"why": why} if why else {})}
 
 
-def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part], **options: Any) -> dict[str, Any]:
+SEED_STRIDE = 1_000_003
+"""Between the seeds of two steps, so that the errors of two measurements are independent, as their intervals say of each."""
+
+
+def sharpness(model: nn.Module, batches: Sequence[Batch], step: int, *, seed: int, **options: Any) -> dict[str, Any]:
     """Return the average sharpness with its intervals by type, layer, both and tensor; of the labels only which count is
     read.
     """
-    report = estimated(model, list(batches), parts=parts, **options)
+    report = estimated(model, list(batches), seed=seed + SEED_STRIDE * step, **options)
     by_type_and_layer: dict[str, dict[str, Any]] = {}
     for (name, layer), one in report.type_layers.items():
         by_type_and_layer.setdefault(name, {})[_layer(layer)] = _short(one)
@@ -176,61 +179,54 @@ def sharpness(model: nn.Module, batches: Sequence[Batch], parts: Sequence[Part],
     }
 
 
-def depth(model: nn.Module, batches: Sequence[Batch], what: Sequence[str], **options: Any) -> dict[str, Any]:
+def depth(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them."""
-    found = depth_diagnostics(model, list(batches), what=tuple(what), **options).to_dict()
-    return {name: part for name, part in found.items() if part is not None and name not in ("model", "memory", "seconds")}
+    report = depth_diagnostics(model, list(batches), **options).to_dict()
+    return {name: part for name, part in report.items() if part is not None and name not in ("model", "memory", "seconds")}
 
 
-def spectrum(model: nn.Module, batches: Sequence[Batch], top: int, **options: Any) -> dict[str, Any]:
+def spectrum(model: nn.Module, batches: Sequence[Batch], step: int, *, top: int, **options: Any) -> dict[str, Any]:
     """Return ``top`` largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2."""
-    found = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
-    sums = {"trace": found.trace, "frobenius_squared": found.frobenius_squared}
+    ends = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
+    sums = {"trace": ends.trace, "frobenius_squared": ends.frobenius_squared}
     return {
-        "eigenvalues": found.eigenvalues.tolist(),
-        "residuals": found.residuals.tolist(),
+        "eigenvalues": ends.eigenvalues.tolist(),
+        "residuals": ends.residuals.tolist(),
         **{name: vars(x) for name, x in sums.items()},
-        "converged": found.converged,
-        "products": found.products,
+        "converged": ends.converged,
+        "products": ends.products,
     }
 
 
-def approximated(model: nn.Module, batches: Sequence[Batch], names: Sequence[str], **options: Any) -> dict[str, Any]:
+def approximated(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
     """Return what approximations of the Gauss-Newton matrix of the loss leave of it, by :func:`hessiankit.approximations`."""
-    report = approximations(model, list(batches), loss="cross_entropy", against="ggn", of=names, **options)
-    found = report.to_dict()
+    report = approximations(model, list(batches), loss="cross_entropy", against="ggn", **options).to_dict()
     kept = ("frobenius", "spectral", "step_cosine", "condition")
     return {
-        "damping": found["damping"],
-        "spectral_norm": found["spectral_norm"],
-        "by_name": {name: {key: one[key] for key in kept} for name, one in found["approximations"].items()},
-        "notes": found["notes"],
+        "damping": report["damping"],
+        "spectral_norm": report["spectral_norm"],
+        "by_name": {name: {key: one[key] for key in kept} for name, one in report["approximations"].items()},
+        "notes": report["notes"],
     }
 
 
-class HessianNorms:
-    """Norms of the exact Hessian of the loss by block type."""
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = parts
-
-    def __call__(self, model: nn.Module, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return the spectral and Frobenius norm of the whole and of each type's diagonal block, and the extreme eigenvalues."""
-        found = hessian(model, list(batches), loss="cross_entropy")
-        values = found.eigvalsh()
-        types: dict[str, list[str]] = {}
-        for part in self.parts:
-            if part.parameter in found.names:
-                types.setdefault(part.type, []).append(part.name)
-        shapes, slices = found.shapes, found.slices
-        at = {name: positions(WHO, names, shapes, slices) for name, names in types.items()}
-        blocks = {name: found.matrix[rows.unsqueeze(1), rows] for name, rows in at.items()}
-        return {
-            "top": float(values[-1]),
-            "bottom": float(values[0]),
-            "frobenius": float(found.matrix.norm()),
-            "types": {name: spectral_norm(block, symmetric=True) for name, block in blocks.items()},
-        }
+def hessian_norms(model: nn.Module, batches: Sequence[Batch], step: int, *, parts: Sequence[Part]) -> dict[str, Any]:
+    """Return the spectral and Frobenius norm of the exact Hessian of the loss and of each type's diagonal block, and the
+    extreme eigenvalues.
+    """
+    H = hessian(model, list(batches), loss="cross_entropy")
+    values = H.eigvalsh()
+    types: dict[str, list[str]] = {}
+    for part in parts:
+        if part.parameter in H.names:
+            types.setdefault(part.type, []).append(part.name)
+    at = {name: positions(WHO, names, H.shapes, H.slices) for name, names in types.items()}
+    return {
+        "top": float(values[-1]),
+        "bottom": float(values[0]),
+        "frobenius": float(H.matrix.norm()),
+        "types": {name: spectral_norm(H.matrix[rows.unsqueeze(1), rows], symmetric=True) for name, rows in at.items()},
+    }
 
 
 def _layer(layer: int | None) -> str:

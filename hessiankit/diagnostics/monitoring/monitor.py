@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from hessiankit.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines, digest
-from hessiankit.diagnostics.monitoring.log import MonitorLog, read_monitor
-from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, loss_of, on_device
+from hessiankit.diagnostics.monitoring.log import MonitorLog
+from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.arguments import checked
@@ -85,8 +86,8 @@ class Monitor:
     Random states, modes, gradients and buffers are restored after a measurement, so that training is bitwise the same with and
     without a monitor.
 
-    A run that resumes from a checkpoint makes its monitor with the same arguments and file. Measurements at and after its first
-    step, made before the interruption, move to ``<file>.replaced``, so that the file holds every step once, of one trajectory.
+    A run that resumes from a checkpoint makes its monitor with the same arguments and file. Its first line says at which step:
+    readers drop measurements at and after that step, made before the interruption, so that they see one trajectory.
 
     Attributes:
         path: The file.
@@ -111,7 +112,7 @@ class Monitor:
         Raises:
             InputError: There is no such file, or it is something else.
         """
-        return read_monitor(path)
+        return MonitorLog.read(path)
 
     @checked("Monitor")
     def __init__(
@@ -188,45 +189,37 @@ class Monitor:
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(data, target, self._model)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
-        self._sections: dict[str, Section] = {"loss": lambda model, batches, step: loss_of(model, batches).evaluate()[0]}
+        unknown = sorted(set(depth) - set(QUANTITIES))
+        if unknown:
+            raise InputError(f"{WHO}: depth={unknown[0]!r} is not known; pass some of {', '.join(map(repr, QUANTITIES))}")
+        for name in approximations:
+            check_name(WHO, "approximations", name, APPROXIMATIONS)
+        draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
+        find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
+        ends = {"top": spectrum, "directions": 4, "steps": 30}
+        self._sections: dict[str, Section] = {"loss": measurements.loss}
         options: dict[str, Any] = {"seed": seed}
+
+        def add(name: str, measure: Callable[..., Any], noted: Any, **arguments: Any) -> None:
+            """Measure a section with some arguments, and write its options into the header."""
+            self._sections[name] = partial(measure, **arguments)
+            options.update({} if noted is None else {name: noted})
+
         if norms:
-            self._sections["norms"] = lambda model, batches, step: measurements.norms(model, self.parts)
+            add("norms", measurements.norms, None, parts=self.parts)
         if sharpness:
-            draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
-            options["sharpness"] = draw
-            self._sections["sharpness"] = lambda model, batches, step: measurements.sharpness(
-                model, batches, self.parts, seed=seed + SEED_STRIDE * step, **draw
-            )
+            add("sharpness", measurements.sharpness, draw, parts=self.parts, seed=seed, **draw)
         if eigenvalue:
-            find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
-            options["eigenvalue"] = find
-            self._sections["eigenvalue"] = lambda model, batches, step: measurements.eigenvalue(model, batches, seed=seed, **find)
+            add("eigenvalue", measurements.eigenvalue, find, seed=seed, **find)
         if depth:
-            if unknown := sorted(set(depth) - set(QUANTITIES)):
-                raise InputError(f"{WHO}: depth={unknown[0]!r} is not known; pass some of {', '.join(map(repr, QUANTITIES))}")
-            options["depth"] = list(depth)
-            self._sections["depth"] = lambda model, batches, step: measurements.depth(
-                model, batches, depth, seed=seed, micro_batch=micro_batch
-            )
+            add("depth", measurements.depth, list(depth), what=tuple(depth), seed=seed, micro_batch=micro_batch)
         if spectrum:
-            size = {"directions": 4, "steps": 30}
-            options["spectrum"] = {"top": spectrum, **size}
-            self._sections["spectrum"] = lambda model, batches, step: measurements.spectrum(
-                model, batches, spectrum, seed=seed, **size
-            )
+            add("spectrum", measurements.spectrum, ends, seed=seed, **ends)
         if approximations:
             names = list(approximations)
-            for name in names:
-                check_name(WHO, "approximations", name, APPROXIMATIONS)
-            options["approximations"] = names
-            self._sections["approximations"] = lambda model, batches, step: measurements.approximated(
-                model, batches, names, products=20, seed=seed
-            )
+            add("approximations", measurements.approximated, names, of=names, products=20, seed=seed)
         if hessian:
-            options["hessian"] = True
-            of_types = measurements.HessianNorms(self.parts)
-            self._sections["hessian"] = lambda model, batches, step: of_types(model, batches)
+            add("hessian", measurements.hessian_norms, True, parts=self.parts)
         if share is not None:
             options["share"] = share
         self._budget = Budget(share)
@@ -259,14 +252,14 @@ class Monitor:
         """
         wanted = force or (due(step, self._every, log_spaced=self._log_spaced) and self._budget.allows(step))
         if self._at is None or step < self._at:  # training starts or goes on here
-            self._lines.cut(step)
+            self._lines.rewind(step)
         repeated = step == self._at == self._measured
         self._at = step
         return self._measure(step, extra) if wanted and not repeated else None
 
     def measure(self, step: int, **extra: Any) -> dict[str, Any]:
         """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
-        self._lines.cut(step)
+        self._lines.rewind(step)
         self._at = step
         return self._measure(step, extra)
 
@@ -312,10 +305,6 @@ class Monitor:
             if self._on_error == "raise":
                 raise
             warnings.warn(str(error), stacklevel=4)
-
-
-SEED_STRIDE = 1_000_003
-"""Between the seeds of two steps, so that the errors of two measurements are independent, as their intervals say of each."""
 
 
 def bare(model: nn.Module) -> nn.Module:

@@ -1,19 +1,16 @@
 """Average sharpness of each block type with confidence intervals: squared gradients of labels drawn from the model."""
 
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate
-from hessiankit.diagnostics.sharpness.measure import exact_sharpness, sharpness
+from hessiankit.diagnostics.sharpness.measure import sharpness
 from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.diagnostics.sharpness.squares import Histogram
-
-Estimate = SharpnessEstimate  # its name until 1.0
 
 __all__ = [
     "Histogram",
     "Replicates",
     "SharpnessEstimate",
     "SharpnessReport",
-    "exact_sharpness",
     "joined",
     "replicates",
     "report_of",

@@ -14,6 +14,7 @@ from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned
 from hessiankit.diagnostics.sharpness.options import SharpnessOptions
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
+from hessiankit.engine.problem.non_finite import spoiled_at
 from hessiankit.support.errors import InputError
 
 LabelSampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
@@ -77,7 +78,11 @@ def cotangents(
             " along axis 0"
         )
     target = aligned(who, batch, output.shape, options.loss)
-    _check_finite(who, output, batch, masked=options.loss == "cross_entropy")
+    if (at := spoiled_at(output.detach(), mask=options.loss == "cross_entropy")) is not None:  # -inf masks a class
+        raise InputError(
+            f"{who}: the model's output is NaN or infinite, first at {at} (sequence {batch.numbers[at[0]]} of the data);"
+            " clean the input or the weights, or use a wider dtype"
+        )
     draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
     data = options.kind == "fisher-empirical"
     B, classes, z = output.shape[0], output.shape[-1], output.detach()
@@ -112,16 +117,3 @@ def cotangents(
     if not output.requires_grad:
         raise InputError(f"{who}: the model's output does not depend on its parameters; do not detach it in forward")
     return Cotangents(softmax, rows, labels, terms, sequences, scale, unlikely)
-
-
-def _check_finite(who: str, output: Tensor, batch: MicroBatch, *, masked: bool) -> None:
-    """Refuse NaN and infinity; a class may be masked by -inf."""
-    bad = ~torch.isfinite(output.detach())
-    if masked and bool(bad.any()):
-        bad &= output.detach() != -math.inf
-    if bool(bad.any()):
-        index = tuple(int(i) for i in bad.nonzero()[0])
-        raise InputError(
-            f"{who}: the model's output is NaN or infinite, first at {index} (sequence {batch.numbers[index[0]]} of the data);"
-            " clean the input or the weights, or use a wider dtype"
-        )

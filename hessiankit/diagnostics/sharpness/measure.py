@@ -11,97 +11,15 @@ from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
-from hessiankit.diagnostics.sharpness.options import EXACT, LOSSES, PER, measured_parts
+from hessiankit.diagnostics.sharpness.options import EXACT, WHO, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates, squared_norms
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell
-
-WHO = "exact_sharpness"
-
-
-@checked("exact_sharpness")
-def exact_sharpness(
-    model: nn.Module,
-    data: Any,
-    target: Any = None,
-    *,
-    loss: str = "cross_entropy",
-    per: str = "token",
-    kind: str = "ggn",
-    micro_batch: int | None = None,
-    parts: Iterable[Part] | None = None,
-    histograms: bool = False,
-    shift: bool | None = None,
-) -> SharpnessReport:
-    """Return the report that infinitely many draws of :func:`hessiankit.sharpness` would give, for small models.
-
-    The diagonal comes from :func:`hessiankit.hessian_diagonal`: closed forms and no sampling.
-
-    Args:
-        kind: ``"ggn"``, which is ``"fisher"``, the mean of h, which does not depend on the labels; or ``"hessian"``, the second
-            derivative of the loss with the data's labels, which may be negative.
-        micro_batch: Sequences that the model is called with at once; the result does not depend on it.
-
-    The others are those of :func:`hessiankit.sharpness`.
-
-    Raises:
-        InputError: If an argument cannot be used.
-        TraceError: If torch cannot trace the model.
-
-    >>> model = nn.Linear(1, 2, bias=False, dtype=torch.float64)
-    >>> _ = nn.init.zeros_(model.weight)
-    >>> x, labels = torch.full((1, 1), 6.0, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
-    >>> part = Part("weight", "Head", "head", None, "the only one", 2)
-    >>> round(exact_sharpness(model, x, labels, parts=[part]).types["Head"].value, 12)
-    9.0
-    """
-    start = time.perf_counter()
-    check_name(WHO, "loss", loss, LOSSES)
-    check_name(WHO, "per", per, PER)
-    check_name(WHO, "kind", kind, EXACT)
-    measured = measured_parts(model, parts)
-    pairs, tokens, sequences = [], 0, 0
-    batches = micro_batches(WHO, data, target, micro_batch=micro_batch, shift=shift, model=model)
-    with evaluating(model, WHO), torch.no_grad():
-        with watch_lookups(model, measured.parts) as seen:
-            for batch in batches:
-                check_devices(WHO, batch, model)
-            batches = probe(WHO, model, batches, backward=False, copies=0)
-            for inputs, labels in BatchedLoss(WHO, model, tuple(batches), loss).pairs():
-                counted = torch.ones_like(labels) if loss == "mse" else labels != IGNORE_INDEX
-                if int(counted.sum()):
-                    tokens += int(counted.sum())
-                    sequences += int(counted.reshape(len(labels), -1).any(1).sum())
-                    pairs.append((inputs, labels))
-            looked_up = {name: mask.cpu() for name, mask in seen.items()}
-        params = list(measured.parameters)
-        diagonal = hessian_diagonal(model, pairs, loss=loss, kind=kind, params=params, max_products=None).values
-    terms = tokens if per == "token" else sequences
-    diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
-    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
-    own = Replicates(
-        measured.parts,
-        torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
-        torch.tensor([terms]),
-        squared_norms(measured),
-        {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
-        looked_up,
-        {name: x * terms for name, x in diagonal.items()} if histograms else {},
-        sequences,
-        per,
-        loss,
-        kind,
-        0,
-        measured.frozen,
-        (),
-        time.perf_counter() - start,
-    )
-    return report_of(own)
 
 
 @checked("sharpness")
@@ -123,7 +41,6 @@ def sharpness(
     shift: bool | None = None,
     progress: Tell | None = None,
     exact: bool = False,
-    estimator: str | None = None,
 ) -> SharpnessReport:
     r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
 
@@ -153,9 +70,10 @@ def sharpness(
             sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence
             (sharpness-disparity/eq3-b).
         kind: ``"fisher-mc"``; ``"fisher-empirical"``: the same with the labels of the data, which is no estimate of the Fisher
-            information (sharpness-disparity/eq3-labels) and depends on the micro-batches; or, exactly and for small models,
-            ``"ggn"``, which is ``"fisher"``, what infinitely many draws would give, and ``"hessian"``, see
-            :func:`hessiankit.diagnostics.sharpness.exact_sharpness`. Options of draws and labels are then refused.
+            information (sharpness-disparity/eq3-labels) and depends on the micro-batches; or, exactly and for models small
+            enough for :func:`hessiankit.hessian_diagonal`, ``"ggn"``, which is ``"fisher"``, what infinitely many draws would
+            give, and ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of
+            draws and labels are then refused, and nothing depends on ``micro_batch``.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
@@ -165,10 +83,10 @@ def sharpness(
         shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
         exact: The same as ``kind="ggn"``.
-        estimator: The former name of ``kind``, whose words were ``"fisher"`` and ``"empirical_fisher"``.
 
     Raises:
         InputError: If an argument cannot be used, or an output or a gradient is not finite.
+        TraceError: If exact values are asked for and torch cannot trace the model.
 
     Two classes with equal probability and one weight each: the scores are (x/2, -x/2) up to sign whatever is drawn, so that h is
     x^2 / 4 without error.
@@ -182,25 +100,13 @@ def sharpness(
     >>> report.types["Head"].value, report.types["Head"].standard_error
     (9.0, 0.0)
     """
-    if exact or kind in EXACT:
-        asked = "exact=True" if exact else f"kind={kind!r}"
-        drawn: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0)}
-        drawn |= {"estimator": (estimator, None), "numbers": (numbers, None)}
-        drawn |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
-        if unused := [name for name, (value, default) in drawn.items() if value != default]:
-            raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and {asked} draws none; leave one out")
-        options: dict[str, Any] = {"micro_batch": micro_batch, "parts": parts, "histograms": histograms, "shift": shift}
-        return exact_sharpness(model, data, target, loss=loss, per=per, kind="ggn" if exact else kind, **options)
-    found = replicates(
-        model,
-        data,
-        target,
+    is_exact = exact or kind in EXACT
+    options = SharpnessOptions(
         loss=loss,
         draws=draws,
         seed=seed,
         per=per,
-        kind=kind,
-        estimator=estimator,
+        kind="fisher-mc" if is_exact else kind,
         micro_batch=micro_batch,
         parts=parts,
         histograms=histograms,
@@ -208,4 +114,52 @@ def sharpness(
         shift=shift,
         progress=progress,
     )
-    return report_of(found, confidence=confidence)
+    if not is_exact:
+        return report_of(replicates(model, data, target, options), confidence=confidence)
+    drawn: dict[str, Any] = {"draws": (draws, 8), "seed": (seed, 0), "numbers": (numbers, None)}
+    drawn |= {"kind": (kind, "fisher-mc")} if exact and kind != "ggn" else {}
+    if unused := [name for name, (value, default) in drawn.items() if value != default]:
+        asked = "exact=True" if exact else f"kind={kind!r}"
+        raise InputError(f"sharpness: {unused[0]}= is for drawn labels, and {asked} draws none; leave one out")
+    return report_of(_exact_replicates(model, data, target, "ggn" if exact else kind, options))
+
+
+def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, options: SharpnessOptions) -> Replicates:
+    """Return the means of h over all labels, as one draw, from :func:`hessiankit.hessian_diagonal`: no sampling."""
+    start = time.perf_counter()
+    measured = measured_parts(model, options.parts)
+    pairs, tokens, sequences = [], 0, 0
+    batches = micro_batches(WHO, data, target, micro_batch=options.micro_batch, shift=options.shift, model=model)
+    with evaluating(model, WHO), torch.no_grad():
+        with watch_lookups(model, measured.parts) as seen:
+            for batch in batches:
+                check_devices(WHO, batch, model)
+            batches = probe(WHO, model, batches, backward=False, copies=0)
+            for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
+                counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
+                if int(counted.sum()):
+                    tokens += int(counted.sum())
+                    sequences += int(counted.reshape(len(labels), -1).any(1).sum())
+                    pairs.append((inputs, labels))
+            looked_up = {name: mask.cpu() for name, mask in seen.items()}
+        names = list(measured.parameters)
+        diagonal = hessian_diagonal(model, pairs, loss=options.loss, kind=kind, params=names, max_products=None).values
+    terms = tokens if options.per == "token" else sequences
+    diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
+    values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
+    return Replicates(
+        parts=measured.parts,
+        values=torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
+        terms=torch.tensor([terms]),
+        squared_norms=squared_norms(measured),
+        rows={name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
+        seen=looked_up,
+        entries={name: x * terms for name, x in diagonal.items()} if options.histograms else {},
+        sequences=sequences,
+        per=options.per,
+        loss=options.loss,
+        kind=kind,
+        seed=0,
+        frozen=measured.frozen,
+        seconds=time.perf_counter() - start,
+    )

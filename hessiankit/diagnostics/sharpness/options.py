@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,8 +15,7 @@ WHO = "sharpness"
 LOSSES = ("cross_entropy", "mse")
 PER = ("token", "sequence")
 DRAWN, EXACT = ("fisher-mc", "fisher-empirical"), ("ggn", "fisher", "hessian")
-"""Kinds of :func:`hessiankit.hessian_operator` by their gradients, and those whose diagonal is exact."""
-ESTIMATORS = {"fisher": "fisher-mc", "empirical_fisher": "fisher-empirical"}  # former words for kinds
+"""Kinds of :func:`hessiankit.hessian_operator` whose gradients are squared, and those whose diagonal is exact."""
 
 
 @dataclass(frozen=True)
@@ -35,18 +33,10 @@ class SharpnessOptions:
     numbers: Iterable[int] | None = None
     shift: bool | None = None
     progress: Tell | None = None
-    estimator: str | None = None
 
     def __post_init__(self) -> None:
         check_name(WHO, "loss", self.loss, LOSSES)
         check_name(WHO, "per", self.per, PER)
-        if self.estimator is not None:
-            check_name(WHO, "estimator", self.estimator, ESTIMATORS)
-            new = ESTIMATORS[self.estimator]
-            message = f"sharpness: estimator={self.estimator!r} is now kind={new!r}; the old name goes with 1.0"
-            warnings.warn(message, DeprecationWarning, stacklevel=2)
-            object.__setattr__(self, "kind", new)
-            object.__setattr__(self, "estimator", None)
         check_name(WHO, "kind", self.kind, DRAWN)
         if isinstance(self.draws, bool) or not isinstance(self.draws, int) or self.draws < 1:
             raise InputError(f"{WHO}: draws={self.draws!r} draws no labels; pass 1 or more (2 or more for a standard error)")

@@ -1,10 +1,10 @@
-"""Checks on one sequence before a measurement: determinism, memory, and the place of the labels."""
+"""Checks of a model before a measurement: sequences apart, determinism, memory, and the place of the labels."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, alike, call, check_cut, output_of
-from hessiankit.engine.problem.calling import IGNORE_INDEX, map_tensors
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward, output_of
+from hessiankit.engine.problem.calling import IGNORE_INDEX, call
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError, OutOfMemoryError
@@ -31,25 +31,18 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
     wanted = {part.parameter for part in parts if part.type == "Emb" and part.axis is None}
     own = {id(p): name for name, p in model.named_parameters() if name in wanted}
     seen: dict[str, Tensor] = {}
-    handles = []
-    for module in model.modules():
-        tables = {letter: own[id(p)] for letter, p in module.named_parameters(recurse=False) if id(p) in own}
-        if not tables:
-            continue
-        if isinstance(module, nn.Embedding):
-            seen[tables["weight"]] = torch.zeros(module.weight.shape[0], dtype=torch.bool, device=module.weight.device)
-            handles.append(module.register_forward_pre_hook(_marking(seen[tables["weight"]], None)))
-        elif isinstance(module, TokenEmbedding):
-            for name in tables.values():
-                p = model.get_parameter(name)
-                seen[name] = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
-            tokens = seen.get(tables.get("W_E", ""))
-            handles.append(module.register_forward_pre_hook(_marking(tokens, seen.get(tables.get("P", "")))))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if not isinstance(module, (nn.Embedding, TokenEmbedding)):
+                continue
+            tables = {letter: p for letter, p in module.named_parameters(recurse=False) if id(p) in own}
+            for p in tables.values():
+                seen[own[id(p)]] = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
+            masks = {letter: seen[own[id(p)]] for letter, p in tables.items()}
+            if masks:
+                mark = _marking(masks.get("W_E", masks.get("weight")), masks.get("P"))
+                hooks.callback(module.register_forward_pre_hook(mark).remove)
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
@@ -67,6 +60,35 @@ def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
 
 SAME = 1e-4
 """Relative difference up to which the model's own loss counts as the one that we compute from its logits."""
+
+
+def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
+    """Tell whether two outputs differ by no more than ``slack`` of the largest entry, and hold NaN at the same places."""
+    largest = float(x.abs().nan_to_num().max()) if x.numel() else 0.0
+    return x.shape == y.shape and torch.allclose(x, y, 0.0, slack * largest, equal_nan=True)
+
+
+@torch.no_grad()
+def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None:
+    """Compare the output of two sequences with those of each alone, where a batch was cut.
+
+    Raises:
+        InputError: They differ, or the model does not accept them.
+    """
+    whole = next((batch.uncut for batch in batches if batch.uncut is not None), None)
+    if whole is None:
+        return
+    reason = ""
+    try:
+        both, *single = (forward(model, whole.part(rows), who).detach() for rows in (slice(0, 2), slice(0, 1), slice(1, 2)))
+        if _alike(both, torch.cat(single), torch.finfo(both.dtype).eps ** 0.5):
+            return
+    except InputError as error:
+        reason = f" ({error})"
+    raise InputError(
+        f"{who}: two sequences and each of them alone give other outputs, so that micro_batch= changes the result: sequences "
+        f"depend on each other, or an input with a row for each of them does not go by sequences{reason}; leave micro_batch out"
+    )
 
 
 def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> list[MicroBatch]:
@@ -90,18 +112,17 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         one = largest  # something among the inputs does not go by sequences
         first, saved = _held(who, model, one, backward)
     with torch.no_grad():
-        again = call(who, model, _with_labels(model, one))
+        second = forward(model, one, who)
     _check_buffers(who, model, before)
-    second = output_of(who, again)
     slack = min(torch.finfo(first.dtype).eps ** 0.5, 1e-3)  # kernels with and without autograd round apart
-    if not alike(first, second, slack):
+    if not _alike(first, second, slack):
         raise InputError(
             f"{who}: two calls of the model in evaluation mode on the same inputs give different outputs, so it draws random"
             " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
         )
     if backward:
         _check_memory(who, model, saved * len(largest.numbers) / len(one.numbers), first, copies)
-    return _placed(batches, one, second, again)
+    return placed(who, model, batches)
 
 
 def _single(batch: MicroBatch) -> MicroBatch:
@@ -117,10 +138,10 @@ def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tupl
     """Return the output, and the bytes that a backward pass needs."""
     if not backward:  # parameters may be spread over ranks, where there is no memory to look at
         with torch.no_grad():
-            return output_of(who, call(who, model, batch.inputs)), 0
+            return forward(model, batch, who), 0
     saved = CountedGraph(model, keep=True)
     with saved:
-        return output_of(who, call(who, model, batch.inputs)).detach(), saved.bytes
+        return forward(model, batch, who).detach(), saved.bytes
 
 
 class CountedGraph(saved_tensors_hooks):
@@ -170,32 +191,19 @@ def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copi
 
 @torch.no_grad()
 def placed(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with the place of their labels settled, by a call of the model where it is not known."""
+    """Return the micro-batches with the place of their labels settled: as the model's own loss has it, where it takes labels,
+    else one place later, as a language model does.
+    """
     unknown = [batch for batch in batches if batch.shifted is None and batch.target.ndim > 1]
     if not unknown:
         return list(batches)
-    one, device = max(unknown, key=lambda batch: len(batch.numbers)), next(model.parameters()).device
-    one = replace(one, inputs=map_tensors(lambda x: x.to(device), dict(one.inputs)), target=one.target.to(device))
-    outputs = call(who, model, _with_labels(model, one))
-    return _placed(batches, one, output_of(who, outputs), outputs)
-
-
-def _with_labels(model: nn.Module, batch: MicroBatch) -> Any:
-    """Return the inputs, with their labels if the model's own loss is to show whether it shifts them."""
-    if batch.shifted is not None:
-        return batch.inputs
+    one = max(unknown, key=lambda batch: len(batch.numbers)).on(next(model.parameters()).device)
     known = inspect.signature(model.forward).parameters
     takes = "labels" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
-    return {**batch.inputs, "labels": batch.target} if takes else batch.inputs
-
-
-def _placed(batches: Sequence[MicroBatch], one: MicroBatch, logits: Tensor, outputs: Any) -> list[MicroBatch]:
-    """Return the micro-batches with ``shifted`` settled: as the model's own loss has it, else as a language model does."""
-    if one.shifted is not None:
-        return list(batches)
-    target, loss = one.target, getattr(outputs, "loss", None)
-    shifted = target.ndim > 1
-    fits = target.shape == logits.shape[:-1] and target.ndim > 1 and target.shape[-1] > 1 and not target.is_floating_point()
+    outputs = call(who, model, {**one.inputs, "labels": one.target} if takes else one.inputs)
+    logits, target, loss = output_of(who, outputs), one.target, getattr(outputs, "loss", None)
+    shifted = True
+    fits = target.shape == logits.shape[:-1] and target.shape[-1] > 1 and not target.is_floating_point()
     if isinstance(loss, Tensor) and loss.numel() == 1 and fits:
         wide = logits.double()
         ways = {

@@ -67,14 +67,14 @@ class Replicates:
         return int(self.values.shape[1])
 
 
-def joined(found: Sequence[Replicates]) -> Replicates:
+def joined(runs: Sequence[Replicates]) -> Replicates:
     """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
     run on all.
     """
-    if not found:
+    if not runs:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
-    first = found[0]
-    for other in found[1:]:
+    first = runs[0]
+    for other in runs[1:]:
         for name in ("parts", "draws", "per", "loss", "kind", "seed"):
             if getattr(first, name) != getattr(other, name):
                 raise InputError(f"{WHO}: joined() was given Replicates whose {name} differ; repeat the measurements alike")
@@ -82,15 +82,15 @@ def joined(found: Sequence[Replicates]) -> Replicates:
             raise InputError(f"{WHO}: joined() was given Replicates of different parameters; measure all of them at one point")
     return replace(
         first,
-        values=torch.cat([one.values for one in found]),
-        terms=torch.cat([one.terms for one in found]),
-        rows=_summed([one.rows for one in found]),
-        seen={k: v > 0 for k, v in _summed([{k: v.long() for k, v in one.seen.items()} for one in found]).items()},
-        entries=_summed([one.entries for one in found]),
-        sequences=sum(one.sequences for one in found),
-        unused=tuple(name for name in first.unused if all(name in one.unused for one in found)),
-        seconds=max(one.seconds for one in found),
-        unlikely=sum(one.unlikely for one in found),
+        values=torch.cat([one.values for one in runs]),
+        terms=torch.cat([one.terms for one in runs]),
+        rows=_summed([one.rows for one in runs]),
+        seen={k: v > 0 for k, v in _summed([{k: v.long() for k, v in one.seen.items()} for one in runs]).items()},
+        entries=_summed([one.entries for one in runs]),
+        sequences=sum(one.sequences for one in runs),
+        unused=tuple(name for name in first.unused if all(name in one.unused for one in runs)),
+        seconds=max(one.seconds for one in runs),
+        unlikely=sum(one.unlikely for one in runs),
     )
 
 
@@ -100,11 +100,17 @@ def _summed(dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def replicates(
-    model: nn.Module, data: Any, target: Any = None, *, sampler: LabelSampler | None = None, **options: Any
+    model: nn.Module,
+    data: Any,
+    target: Any = None,
+    own: SharpnessOptions | None = None,
+    *,
+    sampler: LabelSampler | None = None,
+    **options: Any,
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     start = time.perf_counter()
-    own = SharpnessOptions(**options)
+    own = own or SharpnessOptions(**options)
     batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
     draws = own.label_draws
     measured = measured_parts(model, own.parts)
@@ -122,31 +128,31 @@ def replicates(
             sums.begin(drawn.terms)
             sequences, unlikely = sequences + drawn.sequences, unlikely + drawn.unlikely
             for d, gradient in enumerate(drawn):
-                found = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
-                gradients = {n: g for n, g in zip(measured.parameters, found, strict=True) if g is not None}
+                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
+                gradients = {n: g for n, g in zip(measured.parameters, slopes, strict=True) if g is not None}
                 sums.add(d, gradients, seen)
-                del found, gradients  # the next draw's take their place in memory
+                del slopes, gradients  # the next draw's take their place in memory
                 if own.progress is not None:
                     own.progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
     return Replicates(
-        measured.parts,
-        torch.stack(sums.values),
-        torch.tensor(sums.terms),
-        squared_norms(measured),
-        sums.rows,
-        {name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
-        sums.entries,
-        sequences,
-        own.per,
-        own.loss,
-        own.kind,
-        own.seed,
-        measured.frozen,
-        tuple(name for name in measured.parameters if name in sums.unused),
-        time.perf_counter() - start,
-        unlikely,
+        parts=measured.parts,
+        values=torch.stack(sums.values),
+        terms=torch.tensor(sums.terms),
+        squared_norms=squared_norms(measured),
+        rows=sums.rows,
+        seen={name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
+        entries=sums.entries,
+        sequences=sequences,
+        per=own.per,
+        loss=own.loss,
+        kind=own.kind,
+        seed=own.seed,
+        frozen=measured.frozen,
+        unused=tuple(name for name in measured.parameters if name in sums.unused),
+        seconds=time.perf_counter() - start,
+        unlikely=unlikely,
     )
 
 

@@ -152,22 +152,22 @@ class SharpnessReport(Printed, WithDict):
         return ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", *zeros)
 
     def _remarks(self) -> tuple[str, ...]:
-        found = [f"from flat to sharp: {self.ordering}"]
+        remarks = [f"from flat to sharp: {self.ordering}"]
         if self.draws == 1:
-            found.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
+            remarks.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
         if 1 < self.draws < ENOUGH_DRAWS:
-            found.append(f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more")
+            remarks.append(f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more")
         unlikely = self.draws * self.replicates.unlikely
         if self.draws > 1 and unlikely < ENOUGH_LABELS:
             counted = f"{unlikely:.2g} of all labels drawn are expected not to be the likeliest ones"
-            found.append(f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences")
+            remarks.append(f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences")
         if self.seen_rows is not None:
-            found.append(f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}")
+            remarks.append(f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}")
         if self.frozen:
-            found.append(f"left out, frozen: {_listing(self.frozen)}")
+            remarks.append(f"left out, frozen: {_listing(self.frozen)}")
         if self.unused:
-            found.append(f"no output depends on: {_listing(self.unused)}")
-        return tuple(found)
+            remarks.append(f"no output depends on: {_listing(self.unused)}")
+        return tuple(remarks)
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -194,10 +194,10 @@ def _mean(own: Replicates, chosen: Callable[[Part], bool]) -> Tensor:
 
 
 def _groups(parts: Iterable[Part], key: Callable[[Part], K]) -> dict[K, list[int]]:
-    found: dict[K, list[int]] = {}
+    groups: dict[K, list[int]] = {}
     for k, part in enumerate(parts):
-        found.setdefault(key(part), []).append(k)
-    return found
+        groups.setdefault(key(part), []).append(k)
+    return groups
 
 
 def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,8 @@ def row_sums(x: Tensor) -> Tensor:
     [25.0, 1.0]
     """
     flat = x.flatten(1)
-    found = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
-    return torch.cat(found).double()
+    sums = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
+    return torch.cat(sums).double()
 
 
 class SquaredGradients:
@@ -170,7 +171,7 @@ class Histogram:
 @torch.no_grad()
 def histogram(tensors: Iterable[Tensor]) -> Histogram:
     """Return the histogram of all entries of some tensors."""
-    bins: dict[int, int] = {}
+    bins: Counter[int] = Counter()
     zeros = negative = entries = 0
     for x in tensors:
         for chunk in x.reshape(-1).split(ENTRIES):
@@ -180,7 +181,7 @@ def histogram(tensors: Iterable[Tensor]) -> Histogram:
             places = torch.floor(PER_DECADE * torch.log10(chunk[chunk > 0])).to(torch.int64)
             if places.numel():
                 lowest = int(places.min())
-                _add(bins, lowest, torch.bincount(places - lowest).tolist())
+                bins.update(dict(enumerate(torch.bincount(places - lowest).tolist(), lowest)))
     return _of_bins(bins, zeros, negative, entries)
 
 
@@ -192,17 +193,12 @@ def merged(histograms: Sequence[Histogram]) -> Histogram:
     >>> merged([one, other]) == both
     True
     """
-    bins: dict[int, int] = {}
+    bins: Counter[int] = Counter()
     for one in histograms:
-        _add(bins, round(one.first * PER_DECADE), one.counts)
+        bins.update(dict(enumerate(one.counts, round(one.first * PER_DECADE))))
     return _of_bins(bins, *(sum(getattr(x, name) for x in histograms) for name in ("zeros", "negative", "entries")))
 
 
-def _add(bins: dict[int, int], first: int, counts: Iterable[int]) -> None:
-    for k, count in enumerate(counts, first):
-        bins[k] = bins.get(k, 0) + count
-
-
-def _of_bins(bins: Mapping[int, int], zeros: int, negative: int, entries: int) -> Histogram:
+def _of_bins(bins: Counter[int], zeros: int, negative: int, entries: int) -> Histogram:
     low, high = (min(bins), max(bins)) if bins else (0, -1)
-    return Histogram(low / PER_DECADE, tuple(bins.get(k, 0) for k in range(low, high + 1)), zeros, negative, entries)
+    return Histogram(low / PER_DECADE, tuple(bins[k] for k in range(low, high + 1)), zeros, negative, entries)

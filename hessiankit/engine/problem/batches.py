@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.problem.selection import ParameterSelection, Params, repeatable
+from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 
@@ -20,12 +20,19 @@ Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
 
 
-def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+FORMS = (
+    "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
+    "or an iterable of such pairs or mappings"
+)
+
+
+def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = False) -> tuple[bool, Iterator[tuple[Any, Any]]]:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
     loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
-    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
+    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them. With ``mappings``, a mapping in an
+    iterable is a batch without a target of its own.
 
     Raises:
         InputError: If it is none of these.
@@ -42,17 +49,22 @@ def batches(who: str, data: Any, target: Any, loss: Loss) -> tuple[bool, Iterato
         return True, ((batch, None) for batch in data)
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
         return False, iter([(data[0], data[1])])
-    if not isinstance(data, Iterable):
-        raise InputError(f"{who}: data is {type(data).__name__}; expected inputs and target=..., or (inputs, target) pairs")
-    return True, _pairs(who, data)
+    if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
+        forms = FORMS if mappings else "inputs and target=..., or (inputs, target) pairs"
+        raise InputError(f"{who}: data is {type(data).__name__}; expected {forms}")
+    return True, _pairs(who, data, mappings)
 
 
-def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def _pairs(who: str, data: Iterable[Any], mappings: bool) -> Iterator[tuple[Any, Any]]:
     for number, batch in enumerate(data):
-        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        if mappings and isinstance(batch, Mapping):
+            yield batch, None
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            yield batch[0], batch[1]
+        else:
             seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), or pass target=...")
-        yield batch[0], batch[1]
+            others = "or a mapping with 'labels'" if mappings else "or pass target=..."
+            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), {others}")
 
 
 def requests(
@@ -61,7 +73,7 @@ def requests(
     data: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection,
+    params: Params,
     *,
     weights: Weights = None,
     reduction: str | None = None,
@@ -73,42 +85,26 @@ def requests(
     The loss of all batches is sum_b count_b loss_b, divided by the sum of the counts where the reduction is "mean".
 
     Args:
-        who: What an error message starts with.
-        module: The module.
-        data: One batch or several, see :func:`batches`.
-        target: What the loss compares with, if ``data`` are inputs only.
-        loss: The loss.
-        params: Which parameters, or what has been selected.
+        who: What an error message starts with, as in :func:`make_task`, like all arguments that are not explained here.
+        data: One batch or several, see :func:`batches`; with ``target``, inputs only.
         weights: The counts of the batches, or a callable (inputs, target) -> count.
         reduction: "mean" or "sum" over all terms of all batches; by default what the loss itself does.
-        handshake: Whether results are compared with the module's own loss and gradient.
-        share: Whether the module's own parameters are read later, and no copies.
 
     Raises:
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
     """
-    rule = _rule(who, loss, weights, reduction)
     params = repeatable(params)
     several, pairs = batches(who, data, target, loss)
-    listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
-    if weights is not None and not callable(weights) and not listed:
-        raise InputError(f"{who}: weights is a {type(weights).__name__}; pass one number for each batch in a list, or a function")
-    given = None if weights is None or callable(weights) else iter(weights)
+    count_of = _Counts(who, loss, weights, _rule(who, loss, weights, reduction), several)
     task: Task | None = None
     first = 0
     for number, (inputs, labels) in enumerate(pairs):
-        if several and number == 1 and rule is None and weights is None:
-            raise InputError(
-                f"{who}: with {_of(loss)} the weights of several batches are unknown. Pass weights=[...], how many terms each "
-                "batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
-            )
-        count = _count(who, number, inputs, labels, loss, weights, given, rule, several)
-        if count:
+        if count := count_of(number, inputs, labels):
             task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
-    if given is not None and (left := list(given)):
-        raise InputError(f"{who}: weights has {len(left)} numbers more than there are batches; pass one for each")
+    if count_of.weights is not None and not callable(count_of.weights) and (rest := list(count_of.weights)):
+        raise InputError(f"{who}: weights has {len(rest)} numbers more than there are batches; pass one for each")
     if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
 
@@ -139,38 +135,47 @@ def _rule(who: str, loss: Loss, weights: Weights, reduction: str | None) -> str 
     return known if known in REDUCTIONS else None
 
 
-def _count(
-    who: str,
-    number: int,
-    inputs: Any,
-    target: Any,
-    loss: Loss,
-    weights: Weights,
-    given: Iterator[float] | None,
-    rule: str | None,
-    several: bool,
-) -> float:
-    if weights is not None:
-        count = next(given, None) if given is not None else weights(inputs, target)  # type: ignore[operator]
-        if count is None:
-            raise InputError(f"{who}: weights ends before batch {number}; pass one number for each batch")
+class _Counts:
+    """The count of each batch: its weight, or the terms of its loss."""
+
+    def __init__(self, who: str, loss: Loss, weights: Weights, rule: str | None, several: bool) -> None:
+        listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
+        if weights is not None and not callable(weights) and not listed:
+            kind = type(weights).__name__
+            raise InputError(f"{who}: weights is a {kind}; pass one number for each batch in a list, or a function")
+        self.who, self.loss, self.rule, self.several = who, loss, rule, several
+        self.weights = weights if weights is None or callable(weights) else iter(weights)
+
+    def __call__(self, number: int, inputs: Any, target: Any) -> float:
+        """Return the count of a batch; 0 where no label of it counts."""
+        if self.weights is not None:
+            return self._weight(number, inputs, target)
+        if self.several and number == 1 and self.rule is None:
+            loss = self.loss
+            of = "loss=None" if loss is None else f"the loss {getattr(loss, '__name__', type(loss).__name__)!r}"
+            raise InputError(
+                f"{self.who}: with {of} the weights of several batches are unknown. Pass weights=[...], how many terms each "
+                "batch's loss is the mean of (or a callable (inputs, target) -> number), or reduction='sum' if it is a sum"
+            )
+        known = known_count(self.loss, target)
+        if self.several and known == 0.0 and isinstance(target, Tensor) and target.numel():
+            return 0.0  # every label is ignored
+        if isinstance(self.loss, str):
+            return known or 1.0
+        return known if self.several and self.rule == "mean" and known is not None else 1.0
+
+    def _weight(self, number: int, inputs: Any, target: Any) -> float:
+        weight = self.weights(inputs, target) if callable(self.weights) else next(self.weights, None)  # type: ignore[arg-type]
+        if weight is None:
+            raise InputError(f"{self.who}: weights ends before batch {number}; pass one number for each batch")
         try:
-            count = float(count)
+            weight = float(weight)
         except (TypeError, ValueError, RuntimeError):
-            raise InputError(f"{who}: the weight of batch {number} is a {type(count).__name__}; expected a number") from None
-        if not (math.isfinite(count) and count >= 0):
-            raise InputError(f"{who}: the weight of batch {number} is {count}; expected a finite number, 0 or more")
-        return count
-    known = known_count(loss, target)
-    if several and known == 0.0 and isinstance(target, Tensor) and target.numel():
-        return 0.0  # every label is ignored
-    if isinstance(loss, str):
-        return known or 1.0
-    return known if several and rule == "mean" and known is not None else 1.0
-
-
-def _of(loss: Loss) -> str:
-    return "loss=None" if loss is None else f"the loss {getattr(loss, '__name__', type(loss).__name__)!r}"
+            kind = type(weight).__name__
+            raise InputError(f"{self.who}: the weight of batch {number} is a {kind}; expected a number") from None
+        if not (math.isfinite(weight) and weight >= 0):
+            raise InputError(f"{self.who}: the weight of batch {number} is {weight}; expected a finite number, 0 or more")
+        return weight
 
 
 def gather(
@@ -178,7 +183,7 @@ def gather(
     inputs: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection,
+    params: Params,
     *,
     kind: str = "hessian",
     seed: int = 0,
@@ -205,8 +210,8 @@ def gather(
         raise InputError(f"batch_size={batch_size} leaves no sample to treat; pass 1 or more, or None")
     tasks: list[Task] = []
     counts: list[float] = []
-    made = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
-    for task, count in made:
+    counted = requests("hessian", module, inputs, target, loss, params, weights=weights, reduction=reduction, handshake=handshake)
+    for task, count in counted:
         tasks.append(as_gauss_newton(task, kind, seed=seed, draws=draws))
         counts.append(count)
     return tasks, shares(counts, loss, reduction)

@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from hessiankit.support.errors import InputError
+from hessiankit.engine.problem.non_finite import spoiled_at
+from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts
-from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.source_line import at_line, first_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 
@@ -88,24 +88,33 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
     A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
     """
-    made: dict[int, Tensor] = {}
+    results: dict[int, Tensor] = {}
 
     def mapped(x: Any) -> Any:
         if isinstance(x, Tensor):
-            if id(x) not in made:
-                made[id(x)] = function(x)
-            return made[id(x)]
+            if id(x) not in results:
+                results[id(x)] = function(x)
+            return results[id(x)]
         if isinstance(x, UserDict):
             changed = copy.copy(x)
             changed.data = {key: mapped(value) for key, value in x.data.items()}
             return changed
         kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
         if kind is None:
-            return x
+            return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
         parts, context = kind.flatten_fn(x)
         return kind.unflatten_fn([mapped(part) for part in parts], context)
 
     return mapped(tree)
+
+
+def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
+    """Return nested containers with some rows of every tensor that has ``count`` of them; other tensors are for all samples.
+
+    >>> samples((torch.arange(3), torch.zeros(2)), slice(0, 1), 3)
+    (tensor([0]), tensor([0., 0.]))
+    """
+    return map_tensors(lambda x: x[rows] if x.ndim and x.shape[0] == count else x, tree)
 
 
 def ordinary(tree: Any) -> Any:
@@ -113,6 +122,40 @@ def ordinary(tree: Any) -> Any:
     if any(x.is_inference() for _, x in named_tensors(tree)):
         return map_tensors(lambda x: x.clone() if x.is_inference() else x, tree)
     return tree
+
+
+def call(who: str, module: nn.Module, inputs: Any, run: Callable[[], Any] | None = None) -> Any:
+    """Call a module on inputs, or ``run`` in its place, and explain an error of the module's own code.
+
+    Raises:
+        InputError: The call raised an error: the message names the shapes, the error and the line.
+    """
+    try:
+        if run is not None:
+            return run()
+        positional, keywords = arguments(ordinary(inputs))
+        return module(*positional, **keywords)
+    except (HessiankitError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        keyed = isinstance(inputs, Mapping)
+        shapes = [f"{name} {tuple(x.shape)}" if keyed else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
+        shown = f"inputs of shape {', '.join(shapes)}" if shapes else "these inputs"
+        raise InputError(
+            f"{who}: the module, called on {shown}, raised {type(error).__name__}: {first_line(error)}{at_line(error)}"
+            f"{_other_type(module, inputs, error)}"
+        ) from error
+
+
+def _other_type(module: nn.Module, inputs: Any, error: Exception) -> str:
+    """Return a hint for integer inputs of a module that looks nothing up."""
+    tensors = [x for _, x in named_tensors(inputs)]
+    of_types = isinstance(error, RuntimeError) and any(word in str(error) for word in ("dtype", "scalar type", "type_as"))
+    embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in module.modules())
+    if not tensors or not of_types or embeds or any(x.is_floating_point() for x in tensors):
+        return ""
+    dtype = next(module.parameters()).dtype
+    return f"; inputs are {tensors[0].dtype} but the module has no embedding to look them up in, pass {dtype}"
 
 
 def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
@@ -136,9 +179,9 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     if isinstance(outputs, Tensor) or (callable(loss) and not _takes_tensors(loss)):
         return outputs
     key = "loss" if loss is None else "logits"
-    found = member(outputs, key)
-    if found is not None:
-        return found
+    output = member(outputs, key)
+    if output is not None:
+        return output
     what = f"one tensor, an object or dict with {key!r}, or a tuple with one {'number' if loss is None else 'tensor of them'}"
     if loss is None:
         remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
@@ -154,8 +197,8 @@ def member(outputs: Any, key: str) -> Tensor | None:
     (tensor([1., 1.]), True)
     """
     if isinstance(outputs, (tuple, list)) and not hasattr(outputs, key):
-        found = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
-        return found[0] if len(found) == 1 else None
+        candidates = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
+        return candidates[0] if len(candidates) == 1 else None
     value = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
     return value if isinstance(value, Tensor) else None
 
@@ -202,8 +245,8 @@ def loss_module(loss: Loss) -> nn.Module | None:
     """Return the torch loss that a callable is: itself, or for one of torch's functions the module with its defaults."""
     if type(loss) in (*ELEMENTWISE, *_LABELS):
         return loss  # type: ignore[return-value]
-    made = _FUNCTIONS.get(loss) if callable(loss) and getattr(loss, "__hash__", None) else None
-    return None if made is None else made()
+    kind = _FUNCTIONS.get(loss) if callable(loss) and getattr(loss, "__hash__", None) else None
+    return None if kind is None else kind()
 
 
 def same_as(loss: Loss, outputs: Any, target: Any) -> str | None:
@@ -374,9 +417,40 @@ def check_arguments(
     if isinstance(loss, str) and not isinstance(target, Tensor):
         raise InputError(f"{who}: target is a {type(target).__name__}; loss={loss!r} compares with one tensor")
     for name, x in named_tensors(target, "target"):
-        if x.device != device:
-            raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-        check_dense(who, name, x)
+        check_place(who, name, x, device)
+
+
+def check_place(who: str, name: str, x: Tensor, device: torch.device, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor on another device than the parameters, or of a layout that :func:`check_dense` refuses."""
+    if x.device != device:
+        raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
+    check_dense(who, name, x, constant=constant)
+
+
+def check_labels(who: str, target: Tensor, shape: Sequence[int]) -> None:
+    """Raise InputError unless a target holds one integer label for each row of logits of this shape."""
+    if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
+        raise InputError(f"{who}: target is {target.dtype}; cross entropy needs integer class labels")
+    if target.shape != shape[:-1]:
+        raise InputError(
+            f"{who}: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one label for each row of the "
+            f"logits {tuple(shape)}, whose last axis holds the classes"
+        )
+    counted = target[target != IGNORE_INDEX]
+    if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < shape[-1]):
+        raise InputError(
+            f"{who}: labels lie in [{int(counted.min())}, {int(counted.max())}], expected 0 to {shape[-1] - 1} for {shape[-1]} "
+            f"classes (or {IGNORE_INDEX} to ignore a position)"
+        )
+
+
+def check_same_shape(who: str, target: Tensor, shape: Sequence[int], what: str = "squared error") -> None:
+    """Raise InputError unless a target has the shape of the output that it is compared with."""
+    if target.shape != tuple(shape):
+        raise InputError(
+            f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(shape)}; "
+            f"{what} needs equal shapes (nothing is broadcast)"
+        )
 
 
 def check_tensor(
@@ -396,9 +470,7 @@ def check_tensor(
     """
     if x.numel() == 0:
         raise InputError(f"{who}: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
-    if x.device != device:
-        raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_dense(who, name, x, constant=True)
+    check_place(who, name, x, device, constant=True)
     if x.is_complex():
         raise InputError(f"{who}: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
     if x.is_floating_point():
@@ -420,74 +492,3 @@ def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> No
     if x.layout != torch.strided and not (sparse and constant):
         kind = str(x.layout).removeprefix("torch.")
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
-
-
-def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
-    """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
-    if is_finite(x):
-        return None
-    good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
-    return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
-
-
-def is_finite(x: Tensor) -> bool:
-    """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
-    summable = x.is_floating_point() and x.itemsize > 1
-    return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
-
-
-MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"
-NORM = "a norm meets a constant row with eps = 0: use eps > 0, or rows that are not constant"
-OTHER = (
-    "keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a "
-    "value overflows"
-)
-
-
-class _Found(BaseException):
-    """Ends the forward pass at the operation in question."""
-
-
-class _NonFiniteWatch(TorchDispatchMode):
-    def __init__(self, spoiled: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.spoiled = spoiled
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and stop where its result is spoiled and none of its inputs is."""
-        result = func(*args, **(kwargs or {}))
-        if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
-            raise _Found(_reason(func, args))
-        return result
-
-    def _any_spoiled(self, tree: Any) -> bool:
-        tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
-        return any(bool(self.spoiled(x).any()) for x in tensors)
-
-
-def first_spoiled(run: Callable[[], Any]) -> str:
-    """Return a phrase that names the first operation of a run to return NaN or infinity, and what to do; "" if there is none.
-
-    An entry of -inf counts only where there is no other: it masks.
-
-    >>> first_spoiled(lambda: torch.zeros(2) / 0).rpartition("aten")[2][:38]
-    '.div.Tensor is the first to return NaN'
-    """
-    for spoiled in (lambda x: x.isnan() | (x == torch.inf), lambda x: ~x.isfinite()):
-        try:
-            with torch.no_grad(), _NonFiniteWatch(spoiled):
-                run()
-        except _Found as found:
-            line = source_line(found)
-            return f"{f'at {line}: ' if line else ''}{found}"
-    return ""
-
-
-def _reason(func: Any, args: Any) -> str:
-    name = str(func)
-    first = next((x for x in args if isinstance(x, Tensor)), None)
-    if "softmax" in name and first is not None and bool((first == -torch.inf).all(-1).any()):
-        return MASKED
-    if "norm" in name and "weight_norm" not in name:
-        return NORM
-    return f"{name} is the first to return NaN or infinity; {OTHER}"

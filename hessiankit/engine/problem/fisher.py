@@ -38,13 +38,13 @@ def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> T
     >>> bool((both[:, 2:, :3] == uniforms(0, 2, [2], 3)).all())
     True
     """
-    found = np.empty((draws, len(numbers), positions))
+    drawn = np.empty((draws, len(numbers), positions))
     for draw in range(draws):
         for k, number in enumerate(numbers):
             key, counter = np.array([seed, draw], dtype=np.uint64), np.array([0, number, 0, 0], dtype=np.uint64)
             raw = np.random.Philox(key=key, counter=counter).random_raw(positions)
-            found[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
-    return torch.from_numpy(found)
+            drawn[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    return torch.from_numpy(drawn)
 
 
 def wide(device: torch.device) -> torch.dtype:
@@ -71,14 +71,14 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
     B, T, C = logits.shape
     own = uniforms(seed, draws, numbers, T).reshape(draws, B * T).T  # (B T, draws)
     rows = logits.detach().reshape(B * T, C)
-    found = torch.empty(B * T, draws, dtype=torch.int64, device=logits.device)
+    labels = torch.empty(B * T, draws, dtype=torch.int64, device=logits.device)
     step = max(1, CHUNK // C)
     for first in range(0, B * T, step):
         part = slice(first, first + step)
         cumulative = torch.softmax(rows[part].to(wide(logits.device)), -1).cumsum_(-1)
         levels = own[part].to(cumulative) * cumulative[:, -1:]  # whose rounding would else reach beyond the last class
-        found[part] = torch.searchsorted(cumulative, levels.contiguous(), right=True).clamp_(max=C - 1)
-    return found.T.reshape(draws, B, T)
+        labels[part] = torch.searchsorted(cumulative, levels.contiguous(), right=True).clamp_(max=C - 1)
+    return labels.T.reshape(draws, B, T)
 
 
 def sample_residuals(output: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:

@@ -98,14 +98,14 @@ class Handshake:
             if any(isinstance(step, NUMBER) for course in self._courses for step in course):
                 self._check_course()
             return
-        if self._differences(own, self._left):
+        if self._differences(own, self._unsettled):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
             verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
 
     def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
-        found = own_gradient(self._task, parameters)
-        return found.loss, found.gradient
+        own = own_gradient(self._task, parameters)
+        return own.loss, own.gradient
 
     def _compare(self, own: OwnGradient) -> None:
         again = own_gradient(self._task)
@@ -123,8 +123,8 @@ class Handshake:
                 "reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
-        noise, floor = _noise(self._task, self._left, eps), ROUNDING * eps * _scale(self._task, again)
-        different = self._differences(again, self._left, noise, floor)
+        noise, floor = _noise(self._task, self._unsettled, eps), ROUNDING * eps * _scale(self._task, again)
+        different = self._differences(again, self._unsettled, noise, floor)
         if different:
             raise TraceError(self._message(again, different))
 
@@ -153,8 +153,8 @@ class Handshake:
         return _largest_difference(before, now) > (OWN + ROUNDING * self._eps) * self._largest
 
     @property
-    def _left(self) -> tuple[str, ...]:
-        """What has not been found to agree: the loss, under "", and parameters."""
+    def _unsettled(self) -> tuple[str, ...]:
+        """What has not yet agreed: the loss, under "", and parameters."""
         return ("", *(name for name in self._task.parameters if name not in self._agreed))
 
     def _differences(
@@ -165,7 +165,7 @@ class Handshake:
         With the noise of the module's own gradient, and a size below which all of it is rounding, also what torch's own formulas
         lose is no difference.
         """
-        found: dict[str, float] = {}
+        different: dict[str, float] = {}
         for name in names:
             mine, theirs = self._gradient.get(name), own.gradient[name] if name else None
             if not name:
@@ -181,8 +181,8 @@ class Handshake:
             if noise is not None:
                 allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
             if not difference <= allowed:
-                found[name] = difference / size if size else math.inf  # where the module's own is NaN
-        return found
+                different[name] = difference / size if size else math.inf  # where the module's own is NaN
+        return different
 
     def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
         name = max(different, key=lambda n: (n != "", different[n]))
@@ -227,21 +227,21 @@ def _largest(x: Tensor | None) -> float:
 def _largest_difference(x: Tensor, y: Tensor) -> float:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
-    found = [_largest(a - b) for a, b in parts]
-    return next((d for d in found if d != d), max(found, default=0.0))
+    differences = [_largest(a - b) for a, b in parts]
+    return next((d for d in differences if d != d), max(differences, default=0.0))
 
 
 def _scale(task: Task, own: OwnGradient) -> float:
     """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
     rng = torch.Generator().manual_seed(0)
-    alone, sizes = replace(task, reference=None), [0.0]
+    unchecked, sizes = replace(task, reference=None), [0.0]
     drawn = {name: torch.randn(x.shape, generator=rng).to(x) for name, x in task.parameters.items()}
     points = (
         {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
         drawn,
         {name: 0.1 * x for name, x in drawn.items()},
     )
-    for gradient in (own.gradient, *(own_gradient(alone, point).gradient for point in points)):
+    for gradient in (own.gradient, *(own_gradient(unchecked, point).gradient for point in points)):
         largest = [float(g.abs().max()) for g in gradient.values() if g is not None and g.numel()]
         sizes += [size for size in largest if math.isfinite(size)]
     return max(sizes)
@@ -256,8 +256,8 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
     Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
     """
     rng = torch.Generator().manual_seed(0)
-    alone, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
-    found: dict[str, float] = {}
+    unchecked, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
+    noise: dict[str, float] = {}
     for _ in range(2):
         along = {}
         for name, x in task.parameters.items():
@@ -265,7 +265,7 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
             along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
         sixth: dict[str, Tensor] = {}
         for k in range(7):
-            at = own_gradient(alone, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
+            at = own_gradient(unchecked, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
             terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {
                 n: g for n in names if (g := at.gradient.get(n)) is not None
             }
@@ -273,5 +273,5 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
                 weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
                 sixth[name] = sixth[name] + weighted if name in sixth else weighted
         for name, difference in sixth.items():
-            found[name] = min(found.get(name, math.inf), _largest(difference) / 924**0.5)
-    return found
+            noise[name] = min(noise.get(name, math.inf), _largest(difference) / 924**0.5)
+    return noise

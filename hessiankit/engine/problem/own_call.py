@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
-    MASKED,
     QUADRATIC_MODEL,
     arguments,
     as_one_argument,
+    call,
     check_arguments,
+    check_labels,
     check_module,
+    check_same_shape,
     check_tensor,
-    first_spoiled,
-    is_finite,
     loss_module,
     map_tensors,
     member,
@@ -31,14 +31,14 @@ from hessiankit.engine.problem.calling import (
     ordinary,
     read_outputs,
     same_as,
-    spoiled_at,
 )
-from hessiankit.engine.problem.selection import ParameterSelection, select
+from hessiankit.engine.problem.non_finite import MASKED, first_spoiled, first_spoiled_module, is_finite
+from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, same_values, write_values
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.source_line import at_line, first_line
 
 
@@ -48,13 +48,13 @@ def make_task(
     inputs: Any,
     target: Any,
     loss: Loss,
-    params: Params | ParameterSelection = None,
+    params: Params = None,
     *,
     handshake: bool = True,
     share: bool = False,
     before: Task | None = None,
 ) -> Task:
-    """Check everything that can be checked before computing, and return the request for what is, or has been, selected.
+    """Check everything that can be checked before computing, and return the request for what is selected.
 
     The module is called once, as it is, and differentiated once if ``handshake``; it is left as it was.
 
@@ -64,7 +64,7 @@ def make_task(
         inputs: What it is called with.
         target: What the loss compares with.
         loss: The loss.
-        params: Which parameters, or what has been selected.
+        params: Which parameters, see :func:`select`.
         handshake: Whether results are compared with the module's own loss and gradient.
         share: Whether the module's own parameters are read later, and no copies.
         before: An earlier request for the same module, whose state counts.
@@ -77,62 +77,54 @@ def make_task(
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
     check_module(who, module)
     inputs, target = as_one_argument(module, ordinary(inputs)), ordinary(target)
-    parameters = dict(params if isinstance(params, ParameterSelection) else select(who, module, params))
+    parameters = select(who, module, params)
     dtype, device = one_kind(who, module, parameters, dtypes=True)
     check_arguments(who, module, inputs, target, loss, dtype, device)
     if loss == "cross_entropy" and not target.is_floating_point():
         target = target if target.dtype == torch.bool else target.long()  # labels of any integer type, as torch's loss takes one
-    positional, keyword = arguments(inputs)
+    positional, keywords = arguments(inputs)
     state = ModuleState(module, loss, share=share) if before is None else before.state
     values = {name: state.values[name] for name in parameters}
-    data = (tuple(positional) + tuple(keyword.values()), target)
+    data = (keywords or positional, target)
 
     def copied(x: Tensor) -> Tensor:
         return x if state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
 
-    given, labels = map_tensors(copied, data)
-    task = Task(module, given, labels, loss, values, state, tuple(keyword))
-    return own_call(who, task, data, inputs, device, handshake=handshake, later=before is not None)
+    copies, labels = map_tensors(copied, data)
+    task = Task(module, copies, labels, loss, values, state)
+    _check_constant_rows(who, task, inputs)
+    if before is not None and next(chain(state.changed_parameters(), state.changed_buffers()), None) is not None:
+        with task.at():  # training may have moved the module since the earlier batch
+            return _called(who, task, inputs, handshake=handshake)[0]
+    return _own_call(who, task, data, inputs, handshake=handshake)
 
 
-def own_call(
-    who: str, task: Task, data: tuple[Any, Any], inputs: Any, device: torch.device, *, handshake: bool, later: bool
-) -> Task:
-    """Call the module as its user does, check what it returns and leaves behind, and return the request with what was found.
-
-    Args:
-        who: What an error message starts with.
-        task: The request, with copies of the data.
-        data: The user's own inputs, the keyword arguments last, and target.
-        inputs: The inputs as they were given, for messages.
-        device: Where the parameters lie.
-        handshake: Whether results are compared with the gradient of this call.
-        later: Whether an earlier batch was asked about, so that training may have moved the module since.
+def _own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, *, handshake: bool) -> Task:
+    """Call the module as its user does, on the user's own ``data``, and check what the call returns and leaves behind.
 
     Raises:
         InputError: If the call fails, a value is not finite, output and target do not fit the loss, or the module is not a
             function: a call changes its parameters, buffers or inputs, or another call gives another loss.
     """
-    _check_constant_rows(who, task, inputs)
-    if later and next(chain(task.state.changed_parameters(), task.state.changed_buffers()), None) is not None:
-        with task.at():
-            return called(who, task, inputs, device, handshake=handshake)[0]
-    random, own = RandomStates(task.module), _Data(task, data)
+    pairs = zip(named_tensors(data, ""), named_tensors((task.inputs, task.target), ""), strict=True)
+    own = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
+    random = RandomStates(task.module)
     user = replace(task, inputs=data[0], target=data[1])
     with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
         try:
-            made, value = called(who, user, inputs, device, handshake=handshake)
+            checked, value = _called(who, user, inputs, handshake=handshake)
             if (changed := own.changed()) is not None:
+                kind = "inputs" if changed.startswith("[0]") else "target"
                 raise InputError(
-                    f"{who}: a call of the module or the loss changes its {changed}, so that the next call would see other data; "
+                    f"{who}: a call of the module or the loss changes its {kind}, so that the next call would see other data; "
                     "let it work on a clone() or a copy"
                 )
-            _check_function(who, made, value, random)
+            _check_function(who, checked, value, random)
         finally:
             random.restore()
             task.state.restore()
             own.restore()
-    return replace(made, inputs=task.inputs, target=task.target)
+    return replace(checked, inputs=task.inputs, target=task.target)
 
 
 def own_gradient(task: Task, parameters: Mapping[str, Tensor] | None = None) -> OwnGradient:
@@ -167,10 +159,10 @@ def own_loss(task: Task, outputs: Any) -> Tensor:
 def reached(task: Task) -> set[str]:
     """Return the parameters that the loss depends on, whatever the values are; all of them where autograd cannot tell."""
     try:
-        found = task.reference or own_gradient(task)
+        own = task.reference or own_gradient(task)
     except Exception:  # whatever a module may raise when it is differentiated
         return set(task.parameters)
-    return {name for name in task.parameters if found.gradient[name] is not None}
+    return {name for name in task.parameters if own.gradient[name] is not None}
 
 
 def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
@@ -179,11 +171,13 @@ def _gradient(task: Task, value: Tensor) -> dict[str, Tensor | None]:
         return dict.fromkeys(leaves)
     reachable = [p for p in leaves.values() if p.requires_grad]  # a forward may have turned one off
     slopes = dict(zip(map(id, reachable), torch.autograd.grad(value, reachable, allow_unused=True), strict=True))
-    found = {name: slopes.get(id(p)) for name, p in leaves.items()}
-    return {n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in found.items()}
+    gradient = {name: slopes.get(id(p)) for name, p in leaves.items()}
+    return {
+        n: x if x is None else x.detach().to_dense() if x.layout != torch.strided else x.detach() for n, x in gradient.items()
+    }
 
 
-def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake: bool) -> tuple[Task, float]:
+def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task, float]:
     """Call the module and the loss as they are now; check the inputs, what the two return, and the target.
 
     Returns:
@@ -198,25 +192,21 @@ def called(who: str, task: Task, inputs: Any, device: torch.device, *, handshake
             f"{who}: loss=None means that the module returns the loss, but it returns shape {tuple(out.shape)}; pass loss=..."
         )
     if isinstance(task.loss, str):
-        _check_target(who, task, out, device)
-        value = own_loss(task, outputs)
-    elif task.loss is not None:
-        value = _value_of_callable(who, task, out)
-    else:
-        value = out.reshape(())
-    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
+        _check_target(who, task, out)
+    value = _value_of_callable(who, task, out) if callable(task.loss) else own_loss(task, outputs)
     if any(function.name() == "CheckpointFunctionBackward" for function in _functions_behind(value)):
         raise InputError(
             f"{who}: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
             "torch.utils.checkpoint, or turn checkpointing off"
         )
-    found = float(value.detach())
-    reference = OwnGradient(found, _own_slopes(who, task, value)) if handshake else None
+    loss = float(value.detach())
+    reference = OwnGradient(loss, _own_slopes(who, task, value)) if handshake else None
     if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
         _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
+    named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
     whole = callable(task.loss) and not isinstance(out, Tensor)
     by_logits = (whole or task.loss is None) and _depends_by_alone(member(outputs, "logits"), value)
-    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), found
+    return replace(task, loss=named or task.loss, whole=whole, by_logits=by_logits, reference=reference), loss
 
 
 def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
@@ -255,34 +245,6 @@ def _own_slopes(who: str, task: Task, value: Tensor) -> dict[str, Tensor | None]
         ) from error
 
 
-class _Data:
-    """The user's own inputs and target, which a call must leave alone, and copies of them."""
-
-    def __init__(self, task: Task, data: tuple[Any, Any]) -> None:
-        self._held = {"inputs": Held(data[0]), "target": Held(data[1])}
-        self._given, self._copies = data, (task.inputs, task.target)
-
-    def changed(self) -> str | None:
-        """Return "inputs" or "target" if a call has written into them."""
-        return next((kind for kind, held in self._held.items() if held.changed() is not None or self._moved(kind)), None)
-
-    def _pairs(self, kind: str) -> list[tuple[Tensor, Tensor]]:
-        at = list(self._held).index(kind)
-        both = (named_tensors(self._given[at]), named_tensors(self._copies[at]))
-        return [(x, copy) for (_, x), (_, copy) in zip(*both, strict=False) if x is not copy]
-
-    def _moved(self, kind: str) -> bool:
-        return any(not same_values(x, copy) for x, copy in self._pairs(kind))
-
-    def restore(self) -> None:
-        """Put back what a call has written."""
-        for kind, held in self._held.items():
-            held.restore()
-            for x, copy in self._pairs(kind):
-                if not same_values(x, copy):
-                    write_values(x, copy)
-
-
 def _check_function(who: str, task: Task, first: float, random: RandomStates) -> None:
     """Refuse a call that changed its parameters, or after which another call gives another loss.
 
@@ -313,39 +275,22 @@ def _not_finite(who: str, task: Task, inputs: Any) -> InputError:
     reason = first_spoiled(lambda: _run(who, task, inputs))
     if MASKED not in reason:
         _check_inputs(who, inputs)
-    bad: list[str] = []
-    handles = [m.register_forward_hook(_watch(n, bad)) for n, m in task.module.named_modules()]
-    try:
-        task.run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    place = bad[0] if bad else "the module's output"
+    place = first_spoiled_module(task.module, task.run) or "the module's output"
     return InputError(f"{who}: {place} is NaN or infinite{f' ({reason})' if reason else ''}")
-
-
-def _watch(name: str, bad: list[str]) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if not bad and isinstance(output, Tensor) and output.is_floating_point():
-            where = spoiled_at(output, mask=True)
-            if where is not None:
-                bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
-
-    return hook
 
 
 def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
     """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
-    found: list[str] = []
+    constant: list[str] = []
 
     def hook(name: str) -> Callable[[nn.Module, Any], None]:
         def look(module: nn.Module, inputs: Any) -> None:
             x = inputs[0]
             scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
             floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
-            if not found and bool((scale <= floor).any()):
+            if not constant and bool((scale <= floor).any()):
                 row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
-                found.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
+                constant.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
 
         return look
 
@@ -356,60 +301,27 @@ def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
         for name, norm in norms:
             norm.register_forward_pre_hook(hook(name))
         _run(who, task, inputs)
-    if found:
-        raise InputError(f"{who}: {found[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant.")
+    if constant:
+        raise InputError(
+            f"{who}: {constant[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant."
+        )
 
 
 def _run(who: str, task: Task, inputs: Any) -> Any:
-    try:
-        return task.run()
-    except HessiankitError:
-        raise
-    except Exception as error:
-        tensors = [x for _, x in named_tensors(inputs)]
-        shown = [f"{name} {tuple(x.shape)}" if task.keywords else str(tuple(x.shape)) for name, x in named_tensors(inputs)]
-        where = f"{first_line(error)}{at_line(error)}"
-        given = f"inputs of shape {', '.join(shown)}" if shown else "these inputs"
-        embeds = any(isinstance(m, (nn.Embedding, nn.EmbeddingBag)) for m in task.module.modules())
-        of_types = isinstance(error, RuntimeError) and any(word in str(error) for word in ("dtype", "scalar type", "type_as"))
-        hint = ""
-        if tensors and of_types and not embeds and not any(x.is_floating_point() for x in tensors):
-            dtype = next(iter(task.parameters.values())).dtype
-            hint = f"; inputs are {tensors[0].dtype} but the module has no embedding to look them up in, pass {dtype}"
-        raise InputError(f"{who}: the module, called on {given}, raised {type(error).__name__}: {where}{hint}") from error
+    return call(who, task.module, inputs, task.run)
 
 
-def _check_target(who: str, task: Task, out: Tensor, device: torch.device) -> None:
+def _check_target(who: str, task: Task, out: Tensor) -> None:
     target = task.target
     if task.loss == "mse":
-        _check_same_shape(who, target, out, "squared error")
-        check_tensor(who, "target", target, out.dtype, device, other="the module's output is")
+        check_same_shape(who, target, out.shape)
+        check_tensor(who, "target", target, out.dtype, task.device, other="the module's output is")
         if not target.is_floating_point():
             raise InputError(f"{who}: target is {target.dtype}; squared error needs {out.dtype} (one-hot encode class labels)")
     elif task.loss == "cross_entropy":
-        if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
-            raise InputError(f"{who}: target is {target.dtype}; cross entropy needs integer class labels")
-        if target.shape != out.shape[:-1]:
-            raise InputError(
-                f"{who}: target has shape {tuple(target.shape)}, expected {tuple(out.shape[:-1])}: one label for each row of the "
-                f"logits {tuple(out.shape)}, whose last axis holds the classes"
-            )
-        kept = target[target != IGNORE_INDEX]
-        if kept.numel() == 0:
+        check_labels(who, target, out.shape)
+        if not bool((target != IGNORE_INDEX).any()):
             raise InputError(f"{who}: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
-        if int(kept.min()) < 0 or int(kept.max()) >= out.shape[-1]:
-            raise InputError(
-                f"{who}: labels lie in [{int(kept.min())}, {int(kept.max())}], expected 0 to {out.shape[-1] - 1} "
-                f"for {out.shape[-1]} classes (or {IGNORE_INDEX} to ignore)"
-            )
-
-
-def _check_same_shape(who: str, target: Tensor, out: Tensor, what: str) -> None:
-    if target.shape != out.shape:
-        raise InputError(
-            f"{who}: target has shape {tuple(target.shape)}, the module's output has {tuple(out.shape)}; "
-            f"{what} needs equal shapes (nothing is broadcast)"
-        )
 
 
 def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
@@ -417,15 +329,15 @@ def _value_of_callable(who: str, task: Task, outputs: Any) -> Tensor:
     assert callable(task.loss)
     known = loss_module(task.loss)
     if isinstance(known, ELEMENTWISE) and isinstance(outputs, Tensor) and isinstance(task.target, Tensor):
-        _check_same_shape(who, task.target, outputs, type(known).__name__)
+        check_same_shape(who, task.target, outputs.shape, type(known).__name__)
     try:
         value = task.loss(outputs, task.target)
     except HessiankitError:
         raise
     except Exception as error:
-        given = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+        seen = f"outputs of shape {tuple(outputs.shape)}" if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
         where = f"{first_line(error)}{at_line(error)}"
-        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {given}, raised: {where}") from error
+        raise InputError(f"{who}: the loss, called as loss(outputs, target) with {seen}, raised: {where}") from error
     if not isinstance(value, Tensor) or value.numel() != 1:
         seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{who}: the loss returned {seen}, expected a scalar tensor; reduce it, e.g. with .mean() or .sum()")

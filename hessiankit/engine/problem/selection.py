@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 from types import EllipsisType
 from typing import TypeAlias, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -36,10 +37,10 @@ def check_surroundings(who: str, module: nn.Module) -> None:
             f"{who}: called within torch.autocast({lowered!r}, {torch.get_autocast_dtype(lowered)}), which would lower the "
             "precision of the derivatives too; call it outside, on a module in one dtype"
         )
-    given = torch.get_default_device()
-    if first is not None and given.type not in (here.type, "cpu"):
+    default = torch.get_default_device()
+    if first is not None and default.type not in (here.type, "cpu"):
         raise InputError(
-            f"{who}: torch's default device is {given} (torch.device as a context, or set_default_device), but the parameters "
+            f"{who}: torch's default device is {default} (torch.device as a context, or set_default_device), but the parameters "
             f"are on {here}, and tensors made on the way would lie apart; call it within torch.device({str(here)!r})"
         )
 
@@ -53,21 +54,9 @@ _INTEGER = re.compile(r"[+-]?[0-9]+")
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
 
 
-def repeatable(params: Params | ParameterSelection) -> Params | ParameterSelection:
+def repeatable(params: Params) -> Params:
     """Return what can be read more than once: a list in place of an iterator."""
     return list(params) if isinstance(params, Iterator) else params
-
-
-class ParameterSelection(dict[str, Tensor]):
-    """The chosen parameters, name -> value, in the order of ``named_parameters()``.
-
-    Attributes:
-        parts: The parts that were asked for: text -> (name of the whole parameter, index).
-    """
-
-    def __init__(self, chosen: Iterable[tuple[str, Tensor]] = (), parts: dict[str, tuple[str, Index]] | None = None) -> None:
-        super().__init__(chosen)
-        self.parts: dict[str, tuple[str, Index]] = dict(parts or {})
 
 
 class ByName(dict[str, T]):
@@ -77,8 +66,8 @@ class ByName(dict[str, T]):
         also: The other names of tied parameters -> the listed one.
     """
 
-    def __init__(self, found: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
-        super().__init__(found)
+    def __init__(self, items: Iterable[tuple[str, T]] = (), also: Mapping[str, str] | None = None) -> None:
+        super().__init__(items)
         self.also = dict(also or {})
 
 
@@ -111,27 +100,22 @@ def parse_part(text: str, who: str = "parse_part") -> tuple[str, Index | None]:
 
 def _parse_index(inside: str) -> Index | None:
     parsed = [_parse_basic(part) for part in inside.split(";")]
-    known = tuple(index for index in parsed if index is not None)
-    return known if len(known) == len(parsed) else None
+    return None if None in parsed else tuple(parsed)  # type: ignore[arg-type]
 
 
 def _parse_basic(text: str) -> BasicIndex | None:
-    found: list[int | slice | EllipsisType] = []
+    items: list[int | slice | EllipsisType] = []
     for item in (t.strip() for t in text.split(",")):
         bounds = [b.strip() for b in item.split(":")]
-        if item == "..." and Ellipsis not in found:
-            found.append(Ellipsis)
+        if item == "..." and Ellipsis not in items:
+            items.append(Ellipsis)
         elif len(bounds) == 1 and _INTEGER.fullmatch(item):
-            found.append(int(item))
-        elif 2 <= len(bounds) <= 3 and all(not b or _INTEGER.fullmatch(b) for b in bounds) and not _is_zero(bounds[2:]):
-            found.append(slice(*(int(b) if b else None for b in bounds)))
+            items.append(int(item))
+        elif 2 <= len(bounds) <= 3 and all(not b or _INTEGER.fullmatch(b) for b in bounds):
+            items.append(slice(*(int(b) if b else None for b in bounds)))
         else:
             return None
-    return tuple(found)
-
-
-def _is_zero(step: list[str]) -> bool:
-    return bool(step and step[0]) and int(step[0]) == 0
+    return None if any(isinstance(item, slice) and item.step == 0 for item in items) else tuple(items)
 
 
 def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of_part") -> Tensor:
@@ -166,27 +150,22 @@ def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of
 
 
 def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tensor:
-    given = len(index) - (Ellipsis in index)
-    if given > len(shape):
-        raise InputError(f"{what}: the index has {given} axes, but the parameter has shape {shape}; drop {given - len(shape)}")
+    axes = len(index) - (Ellipsis in index)
+    if axes > len(shape):
+        raise InputError(f"{what}: the index has {axes} axes, but the parameter has shape {shape}; drop {axes - len(shape)}")
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
-    full = [*index[:at], *[slice(None)] * (len(shape) - given), *index[at + 1 :]]
+    full = [*index[:at], *[slice(None)] * (len(shape) - axes), *index[at + 1 :]]
     flat = torch.zeros(1, dtype=torch.int64)
     for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
-        flat = (flat[:, None] * size + _along_axis(size, item, f"{what}: axis {axis} of shape {shape}")).reshape(-1)
-    return flat
-
-
-def _along_axis(size: int, item: object, what: str) -> Tensor:
-    if isinstance(item, slice):
-        beyond = [b for b in (item.start, item.stop) if b is not None and not -size <= b <= size]
+        here = f"{what}: axis {axis} of shape {shape} has {size} entries"
+        bounds = (item.start, item.stop) if isinstance(item, slice) else ()
+        beyond = [b for b in bounds if b is not None and not -size <= b <= size]
         if beyond:
-            raise InputError(f"{what} has {size} entries, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
-        return torch.tensor(list(range(size)[item]), dtype=torch.int64)
-    assert isinstance(item, int)
-    if not -size <= item < size:
-        raise InputError(f"{what} has {size} entries, the index is {item}; expected {-size} to {size - 1}")
-    return torch.tensor([item % size])
+            raise InputError(f"{here}, the slice reaches to {beyond[0]}; expected bounds of {-size} to {size}")
+        if isinstance(item, int) and not -size <= item < size:
+            raise InputError(f"{here}, the index is {item}; expected {-size} to {size - 1}")
+        flat = (flat[:, None] * size + torch.from_numpy(np.arange(size)[item].reshape(-1).copy())).reshape(-1)
+    return flat
 
 
 def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
@@ -213,7 +192,7 @@ def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tup
     return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")
 
 
-def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelection:
+def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tensor]:
     """Return the parameters that ``params`` means, detached, in the order of ``named_parameters()``.
 
     Args:
@@ -222,16 +201,15 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
         params: None, all that require grad; or one of these, or an iterable of them: a name; a pattern (``"*.attn.*"``,
             ``"layers.[01].*"``, case matters), which means the parameters that require grad among its matches; a
             parameter object of the module; ``"name[index]"`` (see :func:`parse_part`; the name may be a pattern), which
-            chooses the whole parameter and remembers the part. A tied parameter has one entry, under the name that
-            ``named_parameters()`` gives it; every other name of it is understood too.
+            chooses the whole parameter. A tied parameter has one entry, under the name that ``named_parameters()`` gives it;
+            every other name of it is understood too.
 
     Raises:
         InputError: If something that was asked for is not there, does not require grad, or cannot be read.
 
     >>> layer = nn.Linear(2, 3)
-    >>> chosen = select("example", layer, ["weight[0]", layer.bias])
-    >>> list(chosen), chosen.parts
-    (['weight', 'bias'], {'weight[0]': ('weight', ((0,),))})
+    >>> list(select("example", layer, ["weight[0]", layer.bias]))
+    ['weight', 'bias']
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"{who}: expected a torch.nn.Module, got {type(module).__name__}")
@@ -249,16 +227,17 @@ def select(who: str, module: nn.Module, params: Params = None) -> ParameterSelec
     if not trained:
         raise InputError(f"{who}: the module has no parameters that require grad; call requires_grad_(True) on those of interest")
     if params is None:
-        return ParameterSelection((name, every[name].detach()) for name in trained)
+        return {name: every[name].detach() for name in trained}
     finder = _Finder(who, module, every)
-    wanted: set[str] = set()
-    for item in _items(who, params):
-        wanted.update(finder.names(item))
+    wanted = {name for item in _items(who, params) for name in finder.names(item)}
     if finder.unknown:
-        raise InputError(finder.unknown_message())
+        known = [name for name, listed in finder.first.items() if every[listed].requires_grad]
+        raise InputError(
+            f"{who}: params={finder.unknown}: this {finder.kind} has no such parameter; {_close(finder.unknown[0], known)}"
+        )
     if not wanted:
         raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
-    return ParameterSelection(((name, every[name].detach()) for name in trained if name in wanted), finder.parts)
+    return {name: every[name].detach() for name in trained if name in wanted}
 
 
 def _items(who: str, params: Params) -> Iterator[object]:
@@ -274,19 +253,21 @@ def _items(who: str, params: Params) -> Iterator[object]:
 
 
 class _Finder:
-    """Looks up one item of ``params`` after the other in a module."""
+    """Looks up one item of ``params`` after the other in a module.
+
+    Attributes:
+        first: Every name that the module has for a parameter -> the one that is listed.
+        unknown: What is no parameter, so that one message names all of it.
+    """
 
     def __init__(self, who: str, module: nn.Module, every: dict[str, nn.Parameter]) -> None:
-        self.who, self.every = who, every
-        self.kind = type(module).__name__
+        self.who, self.every, self.kind = who, every, type(module).__name__
         self.of_object = {id(p): name for name, p in every.items()}
-        # every name that the module has for a parameter -> the one that is listed
         self.first = {name: self.of_object[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-        self.parts: dict[str, tuple[str, Index]] = {}
         self.unknown: list[str] = []
 
     def names(self, item: object) -> list[str]:
-        """Return the listed names that an item means; note what is unknown, so that one message tells all of it."""
+        """Return the listed names that an item means."""
         if isinstance(item, str):
             return self._of_text(item.strip())
         if not isinstance(item, Tensor):
@@ -302,59 +283,49 @@ class _Finder:
                 f"{self.who}: params holds {kind} of shape {tuple(item.shape)} that is not a parameter of this "
                 f"{self.kind}{hint}; pass the module's own parameter (not a copy or a view of it), or its name"
             )
-        return [self._trained(self.of_object[id(item)])]
+        return self._trained([self.of_object[id(item)]])
 
     def _of_text(self, text: str) -> list[str]:
         if text in self.first:
-            return [self._trained(self.first[text])]
+            return self._trained([self.first[text]])
         if text.endswith("]") and (name := text.partition("[")[0].strip()) in self.first:
-            return [self._part(self._trained(self.first[name]), text, text)]
-        if not _is_pattern(text):
-            return self._note(text)
-        found = self._matches(text)
-        name, bracket, inside = text[:-1].rpartition("[")
-        if not found and bracket and text.endswith("]") and _parse_index(inside) is not None:
-            found = [self._part(match, f"{match}[{inside}]", text) for match in self._matches(name.strip())]
-        return found or self._note(text)
-
-    def _note(self, text: str) -> list[str]:
-        self.unknown.append(text)
-        return []
+            return self._parts([self.first[name]], text[text.index("[") + 1 : -1], text)
+        matches: list[str] = []
+        if _is_pattern(text):
+            matches = self._matches(text)
+            name, bracket, inside = text[:-1].rpartition("[")
+            if not matches and bracket and text.endswith("]") and _parse_index(inside) is not None:
+                matches = self._parts(self._matches(name.strip()), inside, text)
+        self.unknown += [] if matches else [text]
+        return matches
 
     def _matches(self, pattern: str) -> list[str]:
-        found = dict.fromkeys(first for name, first in self.first.items() if fnmatchcase(name, pattern))
-        trained = [name for name in found if self.every[name].requires_grad and self.every[name].numel()]
-        if found and not trained and any(self.every[name].requires_grad for name in found):
-            raise InputError(f"{self.who}: what the pattern {pattern!r} matches has no entries; leave it out of params")
-        if found and not trained:
-            raise InputError(
-                f"{self.who}: all that the pattern {pattern!r} matches ({_some([repr(n) for n in found])}) does not "
-                "require grad; call requires_grad_(True) on what is of interest"
+        return self._trained(list(dict.fromkeys(x for name, x in self.first.items() if fnmatchcase(name, pattern))), pattern)
+
+    def _trained(self, names: list[str], pattern: str = "") -> list[str]:
+        """Return those of some names that can be differentiated with respect to; an error if none of them can."""
+        trained = [name for name in names if self.every[name].requires_grad and self.every[name].numel()]
+        if trained or not names:
+            return trained
+        shape = tuple(self.every[names[0]].shape)
+        if any(self.every[name].requires_grad for name in names):
+            seen = (
+                f"what the pattern {pattern!r} matches has no entries"
+                if pattern
+                else f"{names[0]!r} has shape {shape}, no entries"
             )
+            raise InputError(f"{self.who}: {seen}; leave it out of params")
+        shown = f"all that the pattern {pattern!r} matches ({_some([repr(n) for n in names])})" if pattern else f"{names[0]!r}"
+        raise InputError(f"{self.who}: {shown} does not require grad; call requires_grad_(True) on it, or leave it out of params")
+
+    def _parts(self, names: list[str], inside: str, asked: str) -> list[str]:
+        """Return those of some names that can be differentiated with respect to, after a check of a part of each."""
+        if (index := _parse_index(inside)) is None:
+            raise InputError(f"{self.who}: cannot read the index in {asked!r}; {_FORM}")
+        trained = self._trained(names)
+        for name in trained:
+            rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
         return trained
-
-    def _trained(self, name: str) -> str:
-        if not self.every[name].requires_grad:
-            raise InputError(
-                f"{self.who}: {name!r} does not require grad; call requires_grad_(True) on it, or leave it out of params"
-            )
-        if not self.every[name].numel():
-            raise InputError(
-                f"{self.who}: {name!r} has shape {tuple(self.every[name].shape)}, no entries; leave it out of params"
-            )
-        return name
-
-    def _part(self, name: str, text: str, asked: str) -> str:
-        index = parse_part(text, self.who)[1]
-        assert index is not None
-        rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
-        self.parts[text] = (name, index)
-        return name
-
-    def unknown_message(self) -> str:
-        """Return one line about everything that was not found."""
-        trained = [name for name, listed in self.first.items() if self.every[listed].requires_grad]
-        return f"{self.who}: params={self.unknown}: this {self.kind} has no such parameter; {_close(self.unknown[0], trained)}"
 
 
 def _is_pattern(text: str) -> bool:

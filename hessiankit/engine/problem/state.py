@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy as shallow
 from functools import partial
 from itertools import chain
 from operator import is_
@@ -36,7 +35,6 @@ class ModuleState:
 
     Attributes:
         values: Copies of the values of parameters and buffers, by name.
-        modes: Whether each submodule is in training mode, by name.
         written: The buffers that a call of the module gives other values, such as the running statistics of a batch norm.
         is_present: Whether the module is as it was, now.
 
@@ -57,7 +55,6 @@ class ModuleState:
         named = {**parameters, **buffers}
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
         self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
-        self.modes = {name: m.training for name, m in module.named_modules()}
         self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
@@ -110,32 +107,17 @@ class ModuleState:
         for name, (x, values) in self._tensors.items():
             yield name, x, values
 
-    def refresh(self) -> None:
-        """Take over the values that the module's tensors have now, in the memory of the copies."""
-        with torch.no_grad():
-            for _, x, values in self.tensors():
-                write_values(values, x)
-        self._held.refresh({id(x) for _, x, _ in self.tensors()})
-
-    def copied(self) -> ModuleState:
-        """Return the same state with copies of its own."""
-        other = shallow(self)
-        other._tensors = {name: (x, values.clone()) for name, x, values in self.tensors()}
-        other.values = {name: other._tensors[name][1] for name in self.values}
-        other.is_present = False
-        return other
-
     def holds(self, x: Tensor) -> bool:
         """Tell whether a tensor is one of the module's own."""
         return any(x is own for own, _ in self._tensors.values())
 
     def changed_parameters(self) -> Iterator[str]:
         """Yield the names of parameters that have been given other values since."""
-        yield from self._changed(self.module.named_parameters())
+        return self._changed(self.module.named_parameters())
 
     def changed_buffers(self) -> Iterator[str]:
         """Yield the names of buffers that have been given other values since."""
-        yield from self._changed(self.module.named_buffers())
+        return self._changed(self.module.named_buffers())
 
     def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
         for name, x in tensors:
@@ -161,13 +143,15 @@ class ModuleState:
     def restore(self) -> None:
         """Undo what a call of the module has changed."""
         self._held.restore()
-        for x, copy in self._tensors.values():
-            if not same_values(x, copy):
-                write_values(x, copy)
+        _write_back(self._tensors.values())
 
 
 class Held:
     """What modules, containers and closures hold, found by following them from some objects.
+
+    Args:
+        *roots: The objects.
+        copies: Tensors whose values count too: name, tensor, and a copy of its values.
 
     >>> kept = [1, {"a": 2}, [], [3]]
     >>> held = Held(kept)
@@ -179,9 +163,9 @@ class Held:
     [1, {'a': 2}, [], [3]]
     """
 
-    def __init__(self, *roots: Any) -> None:
-        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-        self._containers: list[tuple[str, Any, Any]] = []
+    def __init__(self, *roots: Any, copies: Iterable[tuple[str, Tensor, Tensor]] = ()) -> None:
+        self._copies = list(copies)
+        self._containers: list[tuple[str, Any, Any]] = []  # the attributes of a module are a dict
         self._cells: list[tuple[str, CellType, Any]] = []
         self._generators: list[tuple[str, torch.Generator, Tensor]] = []
         self._tensors: list[tuple[str, Tensor, int, bool]] = []
@@ -194,19 +178,14 @@ class Held:
             return
         self._seen.add(id(x))
         if isinstance(x, (nn.Module, SimpleNamespace)):
-            self._attributes.append((path, x.__dict__, dict(x.__dict__)))
-            for key, value in x.__dict__.items():
-                if not isinstance(value, FIXED):
-                    self._follow(path if key in ("_parameters", "_buffers", "_modules") else f"{path}.{key}".lstrip("."), value)
+            self._follow(path, x.__dict__)
         elif type(x) in (dict, OrderedDict):
             self._containers.append((path, x, dict(x)))
             for key, value in x.items():
-                self._follow(f"{path}.{key}".lstrip("."), value)
-        elif type(x) in (list, set, deque):
-            self._containers.append((path, x, x.copy()))
-            for n, value in enumerate(x):
-                self._follow(f"{path}[{n}]", value)
-        elif isinstance(x, tuple):
+                self._follow(path if key in OF_MODULES else f"{path}.{key}".lstrip("."), value)
+        elif type(x) in (list, set, deque, tuple):
+            if not isinstance(x, tuple):
+                self._containers.append((path, x, x.copy()))
             for n, value in enumerate(x):
                 self._follow(f"{path}[{n}]", value)
         elif isinstance(x, FunctionType):
@@ -228,32 +207,24 @@ class Held:
 
     def changed(self) -> str | None:
         """Return the path of the first thing that holds something else now, or None."""
-        for path, now, before in self._attributes:
-            for key in () if _identical(now, before) else {**before, **now}:
-                if key not in before or key not in now or not _same(now[key], before[key]):
-                    return f"{path}.{key}".lstrip(".")
-        found = chain(
-            (_entry(path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy)),
+        paths = chain(
+            (_entry(path, x, copy) for path, x, copy in self._moved()),
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
+            (name for name, x, copy in self._copies if not same_values(x, copy)),
         )
-        return next(found, None)
+        return next(paths, None)
 
-    def refresh(self, tensors: Collection[int]) -> None:
-        """Take over that the tensors of these ids have been written into."""
-        self._tensors = [(path, x, x._version if id(x) in tensors else n, flag) for path, x, n, flag in self._tensors]
+    def _moved(self) -> Iterator[tuple[str, Any, Any]]:
+        """Yield the containers that hold something else now; most of a module's are empty."""
+        yield from ((path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy))
 
     def restore(self) -> None:
-        """Let everything hold what it did; the values of tensors are left as they are."""
-        for _, now, before in self._attributes:
-            if not _identical(now, before):
-                now.clear()
-                now.update(before)
-        for _, x, copy in self._containers:
-            if (x or copy) and not _same_entries(x, copy):
-                x.clear()
-                x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
+        """Let everything hold what it did; the values of tensors without a copy are left as they are."""
+        for _, x, copy in self._moved():
+            x.clear()
+            x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)
         for _, cell, content in self._cells:
             cell.cell_contents = content
         for _, x, state in self._generators:
@@ -261,6 +232,18 @@ class Held:
         for _, x, _, flag in self._tensors:
             if x.is_leaf and x.requires_grad is not flag:
                 x.requires_grad_(flag)
+        _write_back((x, copy) for _, x, copy in self._copies)
+
+
+OF_MODULES = ("_parameters", "_buffers", "_modules")
+"""Dicts of a module whose entries are its attributes, as a user writes them."""
+
+
+def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Write copies back into the tensors that have other values."""
+    for x, copy in pairs:
+        if not same_values(x, copy):
+            write_values(x, copy)
 
 
 def _mark(x: Tensor) -> int:
@@ -277,11 +260,6 @@ def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{name}.{key}".lstrip("."), x
 
 
-def _identical(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Tell whether two dicts hold the same objects under the same keys in the same order."""
-    return len(a) == len(b) and all(map(is_, a, b)) and all(map(is_, a.values(), b.values()))
-
-
 def _same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (int, float, str)) and a == b)
 
@@ -289,15 +267,17 @@ def _same(a: Any, b: Any) -> bool:
 def _entry(path: str, x: Any, copy: Any) -> str:
     """Return the path of the first entry of a dict that is another than in its copy, else that of the container."""
     both = {**copy, **x} if isinstance(x, dict) else {}
-    found = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
-    return f"{path}.{next(found, '')}".strip(".")
+    changed = (key for key in both if isinstance(key, str) and not (key in x and key in copy and _same(x[key], copy[key])))
+    return f"{path}.{next(changed, '')}".strip(".")
 
 
 def _same_entries(x: Any, copy: Any) -> bool:
+    """Tell whether a container holds what its copy does; a dict in the same order."""
     if len(x) != len(copy):
         return False
     if isinstance(x, dict):
-        return all(a is b and _same(x[a], copy[b]) for a, b in zip(x, copy, strict=True))
+        values, before = x.values(), copy.values()
+        return all(map(is_, x, copy)) and (all(map(is_, values, before)) or all(map(_same, values, before)))
     if isinstance(x, set):
         return all(a in x for a in copy)
     return all(map(_same, x, copy))

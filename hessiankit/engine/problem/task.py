@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, map_tensors, named_tensors, read_outputs
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, arguments, named_tensors, read_outputs, samples
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.errors import OutOfMemoryError
@@ -46,12 +46,11 @@ class Task:
 
     Attributes:
         module: The function under study.
-        inputs: What it is called with, the keyword arguments last.
+        inputs: What it is called with: a tuple of positional arguments, or a dict of keyword arguments.
         target: What the loss compares with, if anything.
         loss: A name, a callable, or None where the module returns its loss.
         parameters: Name -> value, in the order of ``named_parameters()``.
         state: The module as it was.
-        keywords: The names of the last inputs, which are passed by keyword.
         whole: The loss, a callable, reads an output object, so that the two are one function.
         by_logits: The loss, of the module's own or of the whole output, depends on the parameters by the logits alone.
         reference: Loss and gradient of the module's own call, which every result is compared with; None where that is off.
@@ -59,12 +58,11 @@ class Task:
     """
 
     module: nn.Module
-    inputs: tuple[Any, ...]
+    inputs: tuple[Any, ...] | dict[str, Any]
     target: Any
     loss: Loss
     parameters: dict[str, Tensor]
     state: ModuleState
-    keywords: tuple[str, ...] = ()
     whole: bool = False
     by_logits: bool = False
     reference: OwnGradient | None = None
@@ -73,11 +71,11 @@ class Task:
     @property
     def slices(self) -> dict[str, slice]:
         """Columns of each parameter in the Hessian, in the order of ``named_parameters()``."""
-        found, start = {}, 0
+        columns, start = {}, 0
         for name, value in self.parameters.items():
-            found[name] = slice(start, start + value.numel())
+            columns[name] = slice(start, start + value.numel())
             start += value.numel()
-        return found
+        return columns
 
     @property
     def shapes(self) -> ByName[tuple[int, ...]]:
@@ -103,8 +101,8 @@ class Task:
         """The rows of embeddings that torch leaves out of the gradient, by the name of the parameter."""
         with self.at():
             padded = {id(m.weight): m.padding_idx for m in self.module.modules() if isinstance(m, nn.Embedding)}
-        found = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
-        return {name: row for name, row in found.items() if row is not None}
+        rows = {name: padded.get(id(leaf)) for name, leaf in self.leaves.items()}
+        return {name: row for name, row in rows.items() if row is not None}
 
     @property
     def dtype(self) -> torch.dtype:
@@ -140,10 +138,9 @@ class Task:
 
     def run(self) -> Any:
         """Call the module on the inputs, as it is now."""
-        split = len(self.inputs) - len(self.keywords)
-        keywords = dict(zip(self.keywords, self.inputs[split:], strict=True))
+        positional, keywords = arguments(self.inputs)
         with ordinary_path(self.module):
-            return self.module(*self.inputs[:split], **keywords)
+            return self.module(*positional, **keywords)
 
     def read(self) -> Any:
         """Call the module as it is now, and return what the loss reads."""
@@ -151,12 +148,8 @@ class Task:
 
     def part(self, rows: slice | Tensor) -> Task:
         """Return the same request for some samples."""
-        batch = self.batch
-
-        def cut(x: Tensor) -> Tensor:
-            return x[rows] if x.ndim and x.shape[0] == batch else x
-
-        return replace(self, inputs=map_tensors(cut, self.inputs), target=map_tensors(cut, self.target), reference=None)
+        inputs, target = samples((self.inputs, self.target), rows, self.batch)
+        return replace(self, inputs=inputs, target=target, reference=None)
 
     @cached_property
     def batch(self) -> int:
@@ -173,12 +166,12 @@ def available_memory(device: torch.device) -> int:
         return int(torch.cuda.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
-            found = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
+            line = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
     except OSError:
-        found = None
-    if found is None:
+        line = None
+    if line is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(found[1]) * 1024
+    return int(line[1]) * 1024
 
 
 def check_memory(

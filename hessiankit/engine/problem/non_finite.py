@@ -1,0 +1,104 @@
+"""Where NaN and infinity arise: the first entry of a tensor, the first operation of a run, the first submodule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hessiankit.tracing.source_line import at_line
+
+
+def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
+    """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
+    if is_finite(x):
+        return None
+    good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
+    return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
+
+
+def is_finite(x: Tensor) -> bool:
+    """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
+    summable = x.is_floating_point() and x.itemsize > 1
+    return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
+
+
+MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"
+NORM = "a norm meets a constant row with eps = 0: use eps > 0, or rows that are not constant"
+OTHER = (
+    "keep its inputs away from where it is not defined (a division by 0, a norm of a constant row), or use a wider dtype if a "
+    "value overflows"
+)
+
+
+class _Found(BaseException):
+    """Ends the forward pass at the operation in question."""
+
+
+class _NonFiniteWatch(TorchDispatchMode):
+    def __init__(self, spoiled: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.spoiled = spoiled
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and stop where its result is spoiled and none of its inputs is."""
+        result = func(*args, **(kwargs or {}))
+        if self._any_spoiled(result) and not self._any_spoiled((args, kwargs)):
+            raise _Found(_reason(func, args))
+        return result
+
+    def _any_spoiled(self, tree: Any) -> bool:
+        tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
+        return any(bool(self.spoiled(x).any()) for x in tensors)
+
+
+def first_spoiled(run: Callable[[], Any]) -> str:
+    """Return a phrase that names the first operation of a run to return NaN or infinity, and what to do; "" if there is none.
+
+    An entry of -inf counts only where there is no other: it masks.
+
+    >>> first_spoiled(lambda: torch.zeros(2) / 0).rpartition("aten")[2][:38]
+    '.div.Tensor is the first to return NaN'
+    """
+    for spoiled in (lambda x: x.isnan() | (x == torch.inf), lambda x: ~x.isfinite()):
+        try:
+            with torch.no_grad(), _NonFiniteWatch(spoiled):
+                run()
+        except _Found as stop:
+            return f"{at_line(stop, 'at {}: ')}{stop}"
+    return ""
+
+
+def _reason(func: Any, args: Any) -> str:
+    name = str(func)
+    first = next((x for x in args if isinstance(x, Tensor)), None)
+    if "softmax" in name and first is not None and bool((first == -torch.inf).all(-1).any()):
+        return MASKED
+    if "norm" in name and "weight_norm" not in name:
+        return NORM
+    return f"{name} is the first to return NaN or infinity; {OTHER}"
+
+
+def first_spoiled_module(module: nn.Module, run: Callable[[], Any]) -> str:
+    """Return the name of the first submodule of a run to return NaN or infinity, with the row; "" if none does."""
+    bad: list[str] = []
+
+    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if not bad and isinstance(output, Tensor) and output.is_floating_point():
+                where = spoiled_at(output, mask=True)
+                if where is not None:
+                    bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
+
+        return look
+
+    with ExitStack() as hooks:
+        for name, m in module.named_modules():
+            hooks.callback(m.register_forward_hook(watch(name)).remove)
+        run()
+    return "".join(bad)
