@@ -236,7 +236,8 @@ def block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
             size = "{} x {}".format(*K.block(i, j).shape)
             shown = (c.shown if c else "" for c in cells)
             rows.append((f"{i} x {j}", *(loss for _ in own), size, *(f"{n:.3g}" for n in norms), *shown))
-            rank.append(max((c.max_rel_error if c.passed else math.inf) for c in cells if c is not None))
+            errors = [c.max_rel_error if c.passed else math.inf for c in cells if c is not None]
+            rank.append(max(errors, default=math.inf))  # where no reference is healthy, nothing is shown right
     of = "the losses" if own else f"the {LOSS_NAMES[next(iter(pairs))]}"
     return table(
         ("block pair", *own, "size", "init. 2-norm", "init. F-norm", "trained 2-norm", "trained F-norm", *references),

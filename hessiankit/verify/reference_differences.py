@@ -129,10 +129,11 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
-    directions = torch.randn(3, problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
-    for direction in directions / directions.norm(dim=1, keepdim=True):
+    for _ in range(3):
+        direction = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
+        direction /= direction.norm()
         gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):
             gradients = gradients[1:] - gradients[:-1]
