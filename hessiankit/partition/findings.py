@@ -129,35 +129,32 @@ CONFLICT, UNKNOWN = "!", "?"
 """Types of a part for which the modules and the flow of data contradict each other, and of one that is not recognised."""
 
 
-def merged(structural: list[Finding], flowing: list[Finding], p: Tensor, *, in_block: bool) -> list[Finding]:
-    """Return the findings of both routes combined, or one of type :data:`CONFLICT` that names both.
+def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list[Finding]:
+    """Return the findings of the flow of data where there are any, completed by those of the modules.
 
-    Two certain findings must have one type wherever they overlap. A certain one precedes an inference. Of two inferences, that
-    of the modules counts within a block, that of the flow outside.
+    A certain finding of the modules precedes an inference of the flow. Two certain ones must have one type wherever they overlap;
+    else the result is one finding of type :data:`CONFLICT` that names both.
 
     >>> import torch
     >>> norm, scale = Finding("Norm", "gain", "LayerNorm"), Finding("FFN", "up", "flow: ...")
-    >>> merged([norm], [scale], torch.ones(2), in_block=True)[0].reason
+    >>> merged([scale], [norm], torch.ones(2))[0].reason
     'by its module Norm (LayerNorm), by the flow of data FFN (...)'
     """
-    if not structural or not flowing:
-        return _whole(structural or flowing, [], p)
-    if {f.type for f in structural} == {"Emb", "Head"} or {f.type for f in flowing} == {"Emb", "Head"}:
+    if not flowing:
+        return structural
+    if structural and {f.type for f in structural + flowing} == {"Emb", "Head"}:  # of one parameter: it is tied
         return structural if len(structural) > 1 else [*structural, *(f for f in flowing if f.type != structural[0].type)]
-    if structural[0].certain and flowing[0].certain:
-        for one in structural:
-            for other in flowing:
-                if one.type != other.type and _overlap(one, other):
-                    both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({_short(other)})"
-                    return [Finding(CONFLICT, one.role, both)]
-        return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
-    if structural[0].certain:
-        return structural
-    if flowing[0].certain:
+    if not structural or not structural[0].certain:
         return _whole(flowing, structural, p)
-    if in_block or {f.type for f in flowing} == {"FFN"}:  # which lies in blocks
+    if not flowing[0].certain:
         return structural
-    return _whole(flowing, structural, p)
+    for one in structural:
+        for other in flowing:
+            if one.type != other.type and _overlap(one, other):
+                said = other.reason.removeprefix("flow: ")
+                both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({said})"
+                return [Finding(CONFLICT, one.role, both)]
+    return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
 
 
 def _whole(found: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
@@ -177,10 +174,6 @@ def _overlap(one: Finding, other: Finding) -> bool:
     if one.axis is None or other.axis is None or one.axis != other.axis:
         return True
     return any(a < d and c < b for a, b in one.segments for c, d in other.segments)
-
-
-def _short(finding: Finding) -> str:
-    return finding.reason.removeprefix("flow: ")
 
 
 _CHOICES = {"biases": ("layer", "Other"), "final_norm": ("Norm", "Other", "Head"), "tied": ("Emb", "Head")}

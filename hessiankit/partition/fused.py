@@ -7,7 +7,7 @@ role, [q heads][k heads][v heads] (torch, GPT-2, ViT, Phi-3, with fewer key head
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,22 +18,13 @@ from hessiankit.partition.part import indexed
 from hessiankit.support.arguments import checked
 
 Layout: TypeAlias = "dict[str, list[tuple[int, int]]]"  # role -> (first, after last) output of each head
+Fused: TypeAlias = "tuple[Tensor, str, int, Layout]"  # parameter, "weight" or "bias", axis of the outputs, their layout
 
 _ROLES = ("query", "key", "value")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_heads_kv")
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
 _SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"))
-
-
-@dataclass(frozen=True)
-class _Fused:
-    """A parameter, ``weight`` or ``bias``, with a layout of the outputs along its axis ``axis``."""
-
-    parameter: Tensor
-    kind: str
-    axis: int
-    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -70,10 +61,10 @@ def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[Fused
     """Yield the slices of a module's fused parameters; with ``separate``, also of query, key and value layers of their own."""
     names = {id(p): name for name, p in module.named_parameters()}
     for path, child in module.named_modules():
-        for fused in [*_fused(child), *(_separate(child) if separate else ())]:
-            if (name := names.get(id(fused.parameter))) is not None:  # else it is computed from other parameters
-                for role, segments in fused.layout.items():
-                    yield FusedSlice(path, role, fused.kind, name, fused.axis, tuple(segments))
+        for parameter, kind, axis, layout in [*_fused(child), *(_separate(child) if separate else ())]:
+            if (name := names.get(id(parameter))) is not None:  # else it is computed from other parameters
+                for role, segments in layout.items():
+                    yield FusedSlice(path, role, kind, name, axis, tuple(segments))
 
 
 @checked("named_slices")
@@ -124,28 +115,32 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     return found
 
 
-def _by_role(heads: int, key_heads: int, head_dim: int) -> Layout:
-    """[q heads][k heads][v heads], each head ``head_dim`` wide."""
+def _layout(blocks: Iterable[tuple[str, int]]) -> Layout:
+    """Return the segments of blocks, each with its role and width, that follow one another.
+
+    >>> _layout([("key", 2), ("value", 3)] * 2)
+    {'key': [(0, 2), (5, 7)], 'value': [(2, 5), (7, 10)]}
+    """
     layout: Layout = {}
     start = 0
-    for role, count in zip(_ROLES, (heads, key_heads, key_heads), strict=True):
-        layout[role] = [(start + h * head_dim, start + (h + 1) * head_dim) for h in range(count)]
-        start += count * head_dim
+    for role, width in blocks:
+        layout.setdefault(role, []).append((start, start + width))
+        start += width
     return layout
+
+
+def _by_role(heads: int, key_heads: int, head_dim: int) -> Layout:
+    """[q heads][k heads][v heads], each head ``head_dim`` wide."""
+    counts = zip(_ROLES, (heads, key_heads, key_heads), strict=True)
+    return _layout((role, head_dim) for role, count in counts for _ in range(count))
 
 
 def _by_group(heads: int, groups: int, head_dim: int) -> Layout:
     """[group][its q heads, k, v], each head ``head_dim`` wide."""
-    layout: Layout = {role: [] for role in _ROLES}
-    each = heads // groups
-    for group in range(groups):
-        for place, role in enumerate(["query"] * each + ["key", "value"]):
-            first = (group * (each + 2) + place) * head_dim
-            layout[role].append((first, first + head_dim))
-    return layout
+    return _layout([*[("query", head_dim)] * (heads // groups), ("key", head_dim), ("value", head_dim)] * groups)
 
 
-def _fused(module: nn.Module) -> Iterator[_Fused]:
+def _fused(module: nn.Module) -> Iterator[Fused]:
     if isinstance(module, nn.MultiheadAttention):
         layout = _by_role(module.num_heads, module.num_heads, module.head_dim)
         yield from _of_parameter(module.in_proj_weight, "weight", 0, layout)
@@ -168,7 +163,7 @@ def _fused(module: nn.Module) -> Iterator[_Fused]:
     yield from _gate_up(module)
 
 
-def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> Iterator[_Fused]:
+def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> Iterator[Fused]:
     conv = type(layer).__name__ == "Conv1D" and isinstance(getattr(layer, "nf", None), int)
     if conv and heads and isinstance(weight := getattr(layer, "weight", None), Tensor) and weight.ndim == 2:
         width = weight.shape[1]  # (in, out), the transpose of nn.Linear's
@@ -176,7 +171,6 @@ def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> I
         size, rest = divmod(width, (2 if cross else 3) * heads)
         if rest == 0 and width in (2 * weight.shape[0], 3 * weight.shape[0]):
             layout = _by_role(0 if cross else heads, heads, size)
-            layout = {role: segments for role, segments in layout.items() if segments}
             yield from _of_parameter(weight, "weight", 1, layout)
             yield from _of_parameter(getattr(layer, "bias", None), "bias", 0, layout)
     elif isinstance(multi_query := getattr(module, "multi_query", None), bool) and heads and head_dim:
@@ -202,53 +196,42 @@ def _megatron(module: nn.Module, heads: int, head_dim: int) -> Layout:
 
 def _codegen(heads: int, head_dim: int) -> Layout:
     """[group][its q heads, v heads, k heads] of four groups: the order in which CodeGen's weights were made."""
-    layout: Layout = {role: [] for role in _ROLES}
-    each = heads // 4 * head_dim
-    for group in range(4):
-        for place, role in enumerate(("query", "value", "key")):
-            first = (3 * group + place) * each
-            layout[role] += [(at, at + head_dim) for at in range(first, first + each, head_dim)]
-    return layout
+    found = _layout((role, head_dim) for _ in range(4) for role in ("query", "value", "key") for _ in range(heads // 4))
+    return {role: found[role] for role in _ROLES}
 
 
-def _latent(module: nn.Module, heads: int) -> Iterator[_Fused]:
+def _latent(module: nn.Module, heads: int) -> Iterator[Fused]:
     """Multi-head latent attention: [latent][rotated key], and [head][key, value] made of the latent."""
     rank, rotated, plain, value = (
         _own(module, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
     if heads and rank and rotated and plain and value:
-        both = plain + value
-        layout = {
-            "key": [(h * both, h * both + plain) for h in range(heads)],
-            "value": [(h * both + plain, (h + 1) * both) for h in range(heads)],
-        }
-        yield from _of_linear(getattr(module, "kv_b_proj", None), layout)
-        layout = {"latent": [(0, rank)], "shared_key": [(rank, rank + rotated)]}
-        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), layout)
+        yield from _of_linear(getattr(module, "kv_b_proj", None), _layout([("key", plain), ("value", value)] * heads))
+        both = _layout([("latent", rank), ("shared_key", rotated)])
+        yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), both)
 
 
-def _gate_up(module: nn.Module) -> Iterator[_Fused]:
+def _gate_up(module: nn.Module) -> Iterator[Fused]:
     fused, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if isinstance(down, nn.Linear):
-        width = down.in_features
-        yield from _of_linear(fused, {"gate": [(0, width)], "up": [(width, 2 * width)]})
+        yield from _of_linear(fused, _layout([("gate", down.in_features), ("up", down.in_features)]))
     elif isinstance(fused, Tensor) and isinstance(down, Tensor) and fused.ndim == down.ndim == 3:
         experts, rows, width = down.shape
         if fused.shape == (experts, 2 * width, rows):  # (experts, in, out), as in GPT-OSS, interleaves them
-            yield from _of_parameter(fused, "weight", 1, {"gate": [(0, width)], "up": [(width, 2 * width)]})
+            yield from _of_parameter(fused, "weight", 1, _layout([("gate", width), ("up", width)]))
 
 
-def _separate(module: nn.Module) -> Iterator[_Fused]:
+def _separate(module: nn.Module) -> Iterator[Fused]:
     """The heads of queries, keys and values that have a layer, or a parameter, each."""
     if isinstance(module, Attention):
         for letter, role in zip("QKV", _ROLES, strict=True):
-            width = getattr(module, f"W_{letter}").shape[1]
-            layout = {role: _equal(module.n_heads if letter == "Q" else module.n_kv_heads, width)}
-            yield from _of_parameter(getattr(module, f"W_{letter}"), "weight", 1, layout)
+            weight, heads = getattr(module, f"W_{letter}"), module.n_heads if letter == "Q" else module.n_kv_heads
+            layout = _equal(role, heads, weight.shape[1])
+            yield from _of_parameter(weight, "weight", 1, layout)
             yield from _of_parameter(getattr(module, f"b_{letter}"), "bias", 0, layout)
     elif isinstance(module, nn.MultiheadAttention):
         for letter, role in zip("qkv", _ROLES, strict=True):
-            layout = {role: _equal(module.num_heads, module.embed_dim)}
+            layout = _equal(role, module.num_heads, module.embed_dim)
             yield from _of_parameter(getattr(module, f"{letter}_proj_weight"), "weight", 0, layout)
     else:
         for names in _SEPARATE:
@@ -257,7 +240,7 @@ def _separate(module: nn.Module) -> Iterator[_Fused]:
                 yield from _grouped_heads(module, layers)
 
 
-def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[_Fused]:
+def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[Fused]:
     widths = [layer.out_features for layer in layers]
     heads = _count(module, _HEADS)
     if not heads or widths[0] % heads:
@@ -268,25 +251,24 @@ def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[_Fuse
         return
     if widths == [heads * head_dim, key_heads * head_dim, key_heads * head_dim]:
         for layer, role, count in zip(layers, _ROLES, (heads, key_heads, key_heads), strict=True):
-            yield from _of_linear(layer, {role: _equal(count, layer.out_features)})
+            yield from _of_linear(layer, _equal(role, count, layer.out_features))
 
 
-def _equal(count: int, width: int) -> list[tuple[int, int]]:
-    each = width // count
-    return [(h * each, (h + 1) * each) for h in range(count)]
+def _equal(role: str, heads: int, width: int) -> Layout:
+    return _layout([(role, width // heads)] * heads)
 
 
-def _of_linear(layer: object, layout: Layout) -> Iterator[_Fused]:
+def _of_linear(layer: object, layout: Layout) -> Iterator[Fused]:
     if isinstance(layer, nn.Linear):
         yield from _of_parameter(layer.weight, "weight", 0, layout)
         yield from _of_parameter(layer.bias, "bias", 0, layout)
 
 
-def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> Iterator[_Fused]:
+def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> Iterator[Fused]:
     """Yield the parameter if the layout covers the axis exactly."""
     ends = [after for segments in layout.values() for _, after in segments]
     if isinstance(parameter, Tensor) and ends and parameter.ndim > axis and parameter.shape[axis] == max(ends):
-        yield _Fused(parameter, kind, axis, layout)
+        yield parameter, kind, axis, layout
 
 
 def _own(module: nn.Module, names: tuple[str, ...]) -> int:

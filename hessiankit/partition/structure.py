@@ -96,26 +96,12 @@ def _is_block(path: str, module: nn.Module, units: list[AttentionUnit], complete
 _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts", "n_experts")
 
 
-@dataclass(frozen=True)
-class ModelStructure:
-    """A model's attentions and blocks, and the findings of its modules by parameter name."""
-
-    units: list[AttentionUnit]
-    layers: Layers
-    findings: dict[str, list[Finding]]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the model is a block by itself."""
-        return not self.layers.paths and bool(self.units)
-
-
-def structure(model: nn.Module, places: dict[str, list[Owner]]) -> ModelStructure:
-    """Return what the modules of a model say about its parameters.
+def structure(model: nn.Module, places: dict[str, list[Owner]]) -> tuple[Layers, dict[str, list[Finding]]]:
+    """Return a model's blocks, and the findings of its modules by parameter name.
 
     >>> from hessiankit.partition.findings import owners
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6)
-    >>> found = structure(layer, owners(layer)).findings
+    >>> _, found = structure(layer, owners(layer))
     >>> [(f.type, f.role, f.segments) for f in found["self_attn.in_proj_bias"]][1:]
     [('QK', 'key bias', ((4, 8),)), ('VO', 'value bias', ((8, 12),))]
     """
@@ -126,7 +112,7 @@ def structure(model: nn.Module, places: dict[str, list[Owner]]) -> ModelStructur
     for name, parameter in model.named_parameters():
         said = [reader.of(owner, parameter) for owner in places[name]]
         findings[name] = _of_ties([found for found in said if found])
-    return ModelStructure(units, layers, findings)
+    return layers, findings
 
 
 def _of_ties(said: list[list[Finding]]) -> list[Finding]:

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hessiankit.partition.findings import CONFLICT, UNKNOWN, Finding, Owner, Policy, merged, override, owners
+from hessiankit.partition.findings import CONFLICT, UNKNOWN, Finding, Policy, merged, override, owners
 from hessiankit.partition.flow_findings import flow
 from hessiankit.partition.modules import by_name
 from hessiankit.partition.part import BlockTypes, Part
-from hessiankit.partition.structure import ModelStructure, structure
+from hessiankit.partition.structure import Layers, structure
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 
@@ -29,9 +29,10 @@ def model_parts(
     """Return the parts of a model: every entry of every parameter in exactly one part, with one block type.
 
     The types are those of The Sharpness Disparity Principle (Sec. 3.2): Emb, QK, VO, FFN, Norm; and Head and Other for what it
-    leaves out. Module types, attributes and sizes decide first; with ``inputs``, the flow of data through one run as well, which
-    reads no names: what feeds a softmax of products is QK, whatever the order of a fused weight or of additions. A vector that
-    is added to one sum of layers of several types, as in a parallel block, is the bias of none of them. Names are last.
+    leaves out. With ``inputs``, the flow of data through one run decides first, which reads no names: what feeds a softmax of
+    products is QK, whatever the order of a fused weight or of additions. A vector that is added to one sum of layers of several
+    types, as in a parallel block, is the bias of none of them. For the rest, and without ``inputs``, module types, attributes and
+    sizes decide, then names.
 
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
@@ -61,11 +62,16 @@ def model_parts(
     """
     policy = Policy(biases, final_norm, tied)
     places = owners(model)
-    read = structure(model, places)
+    layers, findings = structure(model, places)
     flowing = flow(model, inputs) if inputs is not None else {}
     parts: list[Part] = []
     for name, p in model.named_parameters():
-        parts += _of_parameter(name, p, places[name], read, flowing.get(name, []), policy)
+        known = [f for f in flowing.get(name, []) if f.type != UNKNOWN or f.axis is not None]
+        found = policy.of_tie(merged(known, findings[name], p))
+        if not found:
+            unknown = Finding(UNKNOWN, "", type(places[name][0].module).__name__)
+            found = [by_name(places[name][0]) or next(iter(flowing.get(name, [])), unknown)]
+        parts += _of_parameter(name, p, found, places[name][0].path, layers, policy)
     typed = override(parts, overrides)
     if contradicted := [part for part in typed if part.type == CONFLICT]:
         listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
@@ -101,20 +107,12 @@ def block_types(
     return BlockTypes(model_parts(model, inputs=inputs, overrides=overrides, biases=biases, final_norm=final_norm, tied=tied))
 
 
-def _of_parameter(
-    name: str, p: Tensor, places: list[Owner], read: ModelStructure, flowing: list[Finding], policy: Policy
-) -> list[Part]:
-    layer = read.layers.index(places[0].path)
-    known = [f for f in flowing if f.type != UNKNOWN or f.axis is not None]
-    findings = policy.of_tie(merged(read.findings[name], known, p, in_block=layer is not None or read.alone))
-    if not findings:
-        findings = [by_name(places[0]) or next(iter(flowing), Finding(UNKNOWN, "", type(places[0].module).__name__))]
-    after = read.layers.is_final(places[0].path)
+def _of_parameter(name: str, p: Tensor, found: list[Finding], path: str, layers: Layers, policy: Policy) -> list[Part]:
     parts = []
-    for f in findings:
+    for f in found:
         cut = sum(b - a for a, b in f.segments)
         size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * cut
-        part = Part(name, f.type, f.role, layer, f.reason, size, f.axis, f.segments)
-        parts.append(policy.of_part(part, after=after))
+        part = Part(name, f.type, f.role, layers.index(path), f.reason, size, f.axis, f.segments)
+        parts.append(policy.of_part(part, after=layers.is_final(path)))
     assert sum(part.size for part in parts) == p.numel(), f"the parts of {name} are not all of it"
     return parts

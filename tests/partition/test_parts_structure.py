@@ -161,7 +161,7 @@ def test_attention_sinks_and_biases_of_experts() -> None:
             "Other",
             "attention sink",
         )
-        assert parts["model.layers.0.mlp.experts.gate_up_proj_bias"].role == "feed-forward bias"
+        assert parts["model.layers.0.mlp.experts.gate_up_proj_bias"].role == ("up bias" if inputs else "feed-forward bias")
         assert parts["model.layers.0.mlp.router.bias"].role == "router bias"
 
 
