@@ -11,7 +11,7 @@ from torch.utils import _pytree
 
 from hessiankit.engine.problem.calling import arguments, map_tensors
 from hessiankit.partition.findings import TYPE_OF_ROLE, UNKNOWN, Finding, segments_of, uncovered_segments
-from hessiankit.partition.flow_reader import RunRecord, read
+from hessiankit.partition.flow_reader import Run
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 from hessiankit.tracing.recording import record
@@ -57,7 +57,7 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
             # with no parameter to differentiate, an autograd.Function runs as the operations that its forward consists of
             leaves = [p.requires_grad_(False) for p in model.parameters()]
             recording = record(lambda: _main_output(model(*args, **kwargs)), [*leaves, *data], {})
-            run = read(recording, parameters, data)
+            run = Run(recording, parameters, data)
     except HessiankitError:
         raise
     except Exception as error:  # whatever the model raises
@@ -84,7 +84,7 @@ def _main_output(outputs: Any) -> Tensor:
 class _FlowFindings:
     """The findings that one run supports."""
 
-    def __init__(self, run: RunRecord, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, run: Run, parameters: dict[str, Tensor]) -> None:
         self.run = run
         self.consumers: dict[int, set[int]] = {}
         for number, m in run.multiplications.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -78,11 +78,6 @@ def factors(name: str, args: tuple[Any, ...]) -> tuple[list[Any], Any, bool] | N
         operands = list(args[1])
         return (operands, None, False) if len(operands) == 2 else None
     return None
-
-
-def attention_of(name: str, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """Return the queries, keys and values of a fused attention operation, or None."""
-    return args[:3] if "scaled_dot_product" in name and "attention" in name else None
 
 
 def storage(x: Any) -> int | None:
@@ -158,9 +153,13 @@ class Multiplication:
     expert: bool
 
 
-@dataclass
-class RunRecord:
-    """Uses of the parameters in one run.
+class Run:
+    """Uses of the parameters in one recorded run.
+
+    Args:
+        recording: Of a function of the parameters, then the data (:func:`hessiankit.tracing.recording.record`).
+        parameters: Their values by name, in that order.
+        data: The other arguments.
 
     Attributes:
         multiplications: By the number of the operation.
@@ -174,31 +173,14 @@ class RunRecord:
         output: Provenance of the model's output.
     """
 
-    multiplications: dict[int, Multiplication] = field(default_factory=dict)
-    masks: dict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
-    uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    biases: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    gains: set[int] = field(default_factory=set)
-    residual: set[int] = field(default_factory=set)
-    routers: set[int] = field(default_factory=set)
-    product_factors: set[int] = field(default_factory=set)
-    output: FlowValue = field(default_factory=FlowValue)
-
-
-def read(recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> RunRecord:
-    """Return the uses of the parameters in a recorded run.
-
-    Args:
-        recording: Of a function of the parameters, then the data (:func:`hessiankit.tracing.recording.record`).
-        parameters: Their values by name, in that order.
-        data: The other arguments.
-    """
-    return _RunReader(recording, parameters, data).record
-
-
-class _RunReader:
     def __init__(self, recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
-        self.record = RunRecord()
+        self.multiplications: dict[int, Multiplication] = {}
+        self.masks: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self.uses: dict[str, set[str]] = defaultdict(set)
+        self.biases: dict[str, set[int]] = defaultdict(set)
+        self.gains: set[int] = set()
+        self.routers: set[int] = set()
+        self.product_factors: set[int] = set()
         self.leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
         self.known: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}
@@ -222,16 +204,14 @@ class _RunReader:
                     inside = self._opaque(number, self._of(node.args))
                     self.known[node], self.values[node] = recording.unseen[node].root.detach(), inside
                 elif node.op == "output":
-                    self.record.output = self._opaque(number, self._of(torch.utils._pytree.tree_leaves(node.args)))
+                    self.output = self._opaque(number, self._of(torch.utils._pytree.tree_leaves(node.args)))
                     continue
                 elif node.target is not torch._C._set_grad_enabled:
                     self.values[node] = self._operation(number, node)
-                self._remember(node)
+                if (place := storage(self.known.get(node))) is not None:
+                    self.at[place].append(node)
+        self.residual = self.sums.residual()
         self._assign()
-
-    def _remember(self, node: Node) -> None:
-        if (place := storage(self.known.get(node))) is not None:
-            self.at[place].append(node)
 
     def _of(self, nodes: Any) -> list[FlowValue]:
         return [self.values[n] for n in torch.utils._pytree.tree_leaves(nodes) if isinstance(n, Node) and n in self.values]
@@ -276,14 +256,14 @@ class _RunReader:
         return self._by_weight(number, node, weight, other, bias)
 
     def _by_weight(self, number: int, node: Node, weight: Node, other: Node, bias: Any) -> FlowValue:
-        record, read_from = self.record, self.values[other]
+        read_from = self.values[other]
         if read_from.is_weight:
             self._use(read_from, "joined")
         chosen = self.values[weight].rank is Rank.CHOSEN
         if chosen:
             self._use(self.values[weight], "of an expert")  # not an embedding
         expert = chosen or name_of(node)[0] == "_grouped_mm"
-        record.multiplications[number] = Multiplication(self.values[weight].params, read_from, expert)
+        self.multiplications[number] = Multiplication(self.values[weight].params, read_from, expert)
         self._read(read_from)
         self.sums.sources[number] = frozenset({number})
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
@@ -291,7 +271,7 @@ class _RunReader:
         value = FlowValue(Rank.DATA, sources=frozenset({number}), summands=summand(number), weighted=True)
         if added_to.is_weight and all(self._fits(name, number, _is_vector(self.known[bias])) for name in added_to.params):
             for name in added_to.params:
-                record.biases[name].add(number)
+                self.biases[name].add(number)
             return value
         return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
 
@@ -306,7 +286,7 @@ class _RunReader:
             self.contexts.add(number)
             value = FlowValue(Rank.DATA, products=products, context=products, summands=summand(number), weighted=weighted)
         else:
-            self.record.product_factors |= a.sources | b.sources
+            self.product_factors |= a.sources | b.sources
             value = FlowValue(
                 Rank.DATA,
                 products=products | a.products | b.products,
@@ -318,15 +298,15 @@ class _RunReader:
         return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
 
     def _attention(self, number: int, node: Node, name: str) -> FlowValue | None:
-        made_of = attention_of(name, node.args)
-        if made_of is not None:
+        if "scaled_dot_product" in name and "attention" in name:
+            made_of: tuple[Any, ...] = node.args[:3]
             for role, operand in zip(("query", "key", "value"), made_of, strict=True):
                 self._mask(role, self.known[operand])
                 self._read(self.values[operand])
             for extra in self._of([*node.args[3:], *node.kwargs.values()]):
                 self._use(extra, "added to scores")
                 for _, name, _ in extra.summands:
-                    self.record.uses[name].add("added to scores")
+                    self.uses[name].add("added to scores")
             self._run(node, cut=made_of)
             self.contexts.add(number)
             one = frozenset({number})
@@ -352,8 +332,8 @@ class _RunReader:
         found = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(leaves, found, strict=True):
             if gradient is not None and bool((gradient != 0).any()):
-                before = self.record.masks[name].get(role)
-                self.record.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)
+                before = self.masks[name].get(role)
+                self.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)
 
     # -- everything else ---------------------------------------------------------------------------------------------------
 
@@ -374,7 +354,7 @@ class _RunReader:
             self._use(inputs[0], "chosen")
             return replace(inputs[0], rank=Rank.CHOSEN)
         if name in ROUTING:
-            self.record.routers |= value.sources
+            self.routers |= value.sources
         if name in RESHAPING and inputs:
             cut = frozenset({number} if name in CUTS else ())
             pieces = frozenset((at, of, cuts | cut) for at, of, cuts in inputs[0].summands)
@@ -399,7 +379,7 @@ class _RunReader:
             if place is not None and place < len(node.args):
                 for value in self._of([node.args[place]]):
                     self._use(value, use)
-        self.record.gains.add(number)
+        self.gains.add(number)
         value = self._opaque(number, [self.values[node.args[0]]])  # type: ignore[index]
         return replace(value, rank=Rank.DATA, params=frozenset())
 
@@ -414,7 +394,7 @@ class _RunReader:
             else:
                 self._use(weight, use if name in JOINS else "other")
         if name in SCALINGS:
-            self.record.gains.add(number)
+            self.gains.add(number)
         if name in JOINS:
             self.sums.joins[number] = value.summands
         return replace(self._opaque(number, data), rank=Rank.DATA, params=frozenset())
@@ -451,22 +431,21 @@ class _RunReader:
         return replace(value, params=params, context=context)
 
     def _of_experts(self, bias: FlowValue, sources: Ids) -> bool:
-        return any(self.record.multiplications[n].expert and self._is_stacked(name, n) for name in bias.params for n in sources)
+        return any(self.multiplications[n].expert and self._is_stacked(name, n) for name in bias.params for n in sources)
 
     def _is_stacked(self, bias: str, number: int) -> bool:
         """Whether a parameter has a row for each of the stacked weights of a multiplication."""
-        p, weights = self.leaves[bias], self.record.multiplications[number].weight
+        p, weights = self.leaves[bias], self.multiplications[number].weight
         return p.ndim == 2 and any(w.ndim == 3 and len(w) == len(p) for w in (self.leaves[name] for name in weights))
 
     def _fits(self, bias: str, number: int, is_vector: bool) -> bool:
         """Whether a parameter has the axes of the bias of a multiplication by a weight, or of a gain."""
         if is_vector or sum(n > 1 for n in self.leaves[bias].shape) <= 1:
             return True
-        return number in self.record.multiplications and self._is_stacked(bias, number)
+        return number in self.multiplications and self._is_stacked(bias, number)
 
     def _assign(self) -> None:
         """Say what parameters that were added are biases of: of the multiplications or gains in the same contribution to sums."""
-        self.record.residual = self.sums.residual()
         for members in self.sums.contributions():
             makers = self.sums.makers(members)
             for number, name, _ in members:
@@ -474,21 +453,21 @@ class _RunReader:
                     self._assign_one(name, self.vectors[number, name], makers)
 
     def _assign_one(self, name: str, is_vector: bool, makers: Ids) -> None:
-        owners = {n for n in makers if n in self.record.multiplications or n in self.record.gains}
+        owners = {n for n in makers if n in self.multiplications or n in self.gains}
         if makers & self.seen:
-            self.record.uses[name].add("added to scores")
+            self.uses[name].add("added to scores")
         elif makers & self.contexts and not owners:
-            self.record.uses[name].add("added to values")
+            self.uses[name].add("added to values")
         elif owners and all(self._fits(name, n, is_vector) for n in owners):
-            self.record.biases[name] |= owners
-            if any(n in self.record.multiplications and self._is_stacked(name, n) for n in owners):
-                self.record.uses[name].add("of an expert")
+            self.biases[name] |= owners
+            if any(n in self.multiplications and self._is_stacked(name, n) for n in owners):
+                self.uses[name].add("of an expert")
         else:
-            self.record.uses[name].add("added")
+            self.uses[name].add("added")
 
     def _use(self, value: FlowValue, use: str) -> None:
         for name in value.params if value.is_weight else ():
-            self.record.uses[name].add(use)
+            self.uses[name].add(use)
 
 
 def _is_vector(x: Tensor) -> bool:

@@ -69,8 +69,8 @@ def model_parts(
         known = [f for f in flowing.get(name, []) if f.type != UNKNOWN or f.axis is not None]
         found = policy.of_tie(merged(known, findings[name], p))
         if not found:
-            unknown = Finding(UNKNOWN, "", type(places[name][0].module).__name__)
-            found = [by_name(places[name][0]) or next(iter(flowing.get(name, [])), unknown)]
+            nothing = Finding(UNKNOWN, "", type(places[name][0].module).__name__)
+            found = [by_name(places[name][0]) or next(iter(flowing.get(name, [])), nothing)]
         parts += _of_parameter(name, p, found, places[name][0].path, layers, policy)
     typed = override(parts, overrides)
     if contradicted := [part for part in typed if part.type == CONFLICT]:
