@@ -41,7 +41,7 @@ from figures._kit import (
     write_rows,
 )
 from hessiankit.landscape import LossSlice, Spectrum
-from hessiankit.landscape.slice_plot import draw_slice
+from hessiankit.landscape.plots import draw_slice
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
@@ -203,7 +203,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         draw_ratios(figure.add_axes((0.415, 0.085, 0.225, 0.365)), measured, settings)
         last = figure.add_axes((0.745, 0.085, 0.235, 0.365))
         heading(last, f"loss along $v_1$; {line.tolerance:.0%}")
-        draw_slice(last, line.t.numpy(), line.losses.numpy(), line.quadratic.numpy(), line.radius)
+        draw_slice(last, line)
         last.legend(fontsize=6)
         picture = save(figure, out / f"{NAME}{suffix}")
     values = [

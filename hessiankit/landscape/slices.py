@@ -79,11 +79,16 @@ class LossSlice(Printed, WithDict):
         """The quadratic model q at the steps, (n,)."""
         return self.loss + self.slope * self.t + 0.5 * self.curvature * self.t**2
 
+    @property
+    def range(self) -> str:
+        """The steps in which the quadratic model holds, in words."""
+        return f"|t| <= {self.radius:.3g}" + ("" if self.bounded else ", the end")
+
     def _headline(self) -> str:
         return f"loss along {self.name}: {len(self.t)} steps, slope {self.slope:.4g}, curvature {self.curvature:.4g}"
 
     def _parts(self) -> Iterator[Piece]:
-        yield f"{self._headline()}; the quadratic model holds for {_radius(self)}"
+        yield f"{self._headline()}; the quadratic model holds for {self.range}"
         columns = zip(*(x.tolist() for x in (self.t, self.losses, self.quadratic)), strict=True)
         yield table(("t", "loss", "quadratic model"), ([f"{x:.4g}" for x in row] for row in columns), left=0, spread=True)
 
@@ -151,13 +156,9 @@ class LossSlices(Printed, WithDict):
         Raises:
             InputError: The file cannot be written.
         """
-        from hessiankit.landscape.slice_plot import plot  # only here: Matplotlib
+        from hessiankit.landscape.plots import plot_slices  # only here: Matplotlib
 
-        titles = [f"{one.name}: model within {one.tolerance:.0%} for {_radius(one)}" for one in self.slices]
-        curves = [(one.t.numpy(), one.losses.numpy(), one.quadratic.numpy()) for one in self.slices]
-        p = self.plane
-        plane = None if p is None else (p.t.numpy(), p.losses.numpy(), p.quadratic.numpy())
-        return plot(titles, curves, [one.radius for one in self.slices], plane, [one.name for one in self.slices], path)
+        return plot_slices(self, path)
 
     def _headline(self) -> str:
         first = self.slices[0]
@@ -170,16 +171,12 @@ class LossSlices(Printed, WithDict):
         rows = []
         for one in self.slices:
             numbers = (one.slope, one.curvature, float(one.losses.min()), float(one.losses.max()))
-            rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), _radius(one)))
+            rows.append((one.name, f"{one.length:.4g}", *(f"{x:.4g}" for x in numbers), one.range))
         yield table(("direction", "length", "slope", "curvature", "smallest loss", "largest loss", "model holds for"), rows)
         yield f"the model holds where it is off by at most {self.slices[0].tolerance:.0%} of its largest change up to |t|"
         if self.plane is not None:
             yield self.plane._headline()
         yield from self.notes
-
-
-def _radius(one: LossSlice) -> str:
-    return f"|t| <= {one.radius:.3g}" + ("" if one.bounded else ", the end")
 
 
 @checked(WHO, leave=("along",))
@@ -265,10 +262,8 @@ def loss_slices(
         losses = _Around(tasks, factors, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64)
         slope, curvature = float(slopes[k]), float(curvatures[k, k])
-        model = _Model(losses(0.0), slope, curvature, tolerance, ROUNDING * eps)
-        sides = [
-            model.extent(losses, [float(t) for t in side]) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)
-        ]
+        holds = _model(losses, slope, curvature, tolerance, ROUNDING * eps)
+        sides = [_extent(holds, side.tolist()) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)]
         radius = min(extent for extent, _ in sides)
         bounded = any(over and extent == radius for extent, over in sides)
         found.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
@@ -309,36 +304,32 @@ class _Around:
         return self.known[t]
 
 
-@dataclass(frozen=True)
-class _Model:
-    """The quadratic model of a line, and how far it holds."""
+def _model(
+    losses: Callable[[float], float], slope: float, curvature: float, tolerance: float, rounding: float
+) -> Callable[[float], bool]:
+    """Return a function that says whether the quadratic model of a line holds at a step."""
+    loss = losses(0.0)
 
-    loss: float
-    slope: float
-    curvature: float
-    tolerance: float
-    rounding: float
+    def holds(t: float) -> bool:
+        value, linear, quadratic = losses(t), slope * t, 0.5 * curvature * t * t
+        largest = abs(linear) + abs(quadratic)  # of |q(s) - L(theta)| for |s| <= |t|
+        return abs(value - loss - (linear + quadratic)) <= tolerance * largest + rounding * max(abs(loss), abs(value))
 
-    def change(self, t: float) -> float:
-        return self.slope * t + 0.5 * self.curvature * t * t
+    return holds
 
-    def holds(self, t: float, value: float) -> bool:
-        off = abs(value - self.loss - self.change(t))
-        largest = abs(self.slope * t) + 0.5 * abs(self.curvature) * t * t  # of |q(s) - L(theta)| for |s| <= |t|
-        return off <= self.tolerance * largest + self.rounding * max(abs(self.loss), abs(value))
 
-    def extent(self, losses: Callable[[float], float], steps: list[float]) -> tuple[float, bool]:
-        """Return the largest |t| up to which it holds along steps of one sign, and whether it was seen not to hold beyond."""
-        good = 0.0
-        for t in steps:
-            if not self.holds(t, losses(t)):
-                bad = t
-                for _ in range(HALVINGS):
-                    middle = (good + bad) / 2
-                    good, bad = (middle, bad) if self.holds(middle, losses(middle)) else (good, middle)
-                return abs(good), True
-            good = t
-        return abs(good), False
+def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, bool]:
+    """Return the largest |t| up to which a model holds along steps of one sign, and whether it was seen not to hold beyond."""
+    good = 0.0
+    for t in steps:
+        if not holds(t):
+            bad = t
+            for _ in range(HALVINGS):
+                middle = (good + bad) / 2
+                good, bad = (middle, bad) if holds(middle) else (good, middle)
+            return abs(good), True
+        good = t
+    return abs(good), False
 
 
 def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
@@ -351,12 +342,10 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
                 f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {task.size}; pass the same params"
             )
         return [f"eigenvalue {value:.4g}" for value in along.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
-    if isinstance(along, Mapping):
-        d, notes = _to_checkpoint(along, task)
-        return ["to the checkpoint"], d.unsqueeze(1), notes
-    if isinstance(along, list | tuple) and along and all(isinstance(there, Mapping) for there in along):
-        found = [_to_checkpoint(there, task) for there in along]
-        names = [f"to checkpoint {k + 1}" for k in range(len(along))]
+    others = [along] if isinstance(along, Mapping) else along
+    if isinstance(others, list | tuple) and others and all(isinstance(there, Mapping) for there in others):
+        found = [_to_checkpoint(there, task) for there in others]
+        names = ["to the checkpoint"] if others is not along else [f"to checkpoint {k + 1}" for k in range(len(others))]
         notes = tuple(dict.fromkeys(note for _, several in found for note in several))
         return names, torch.stack([d for d, _ in found], dim=1), notes
     plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()

@@ -38,7 +38,7 @@ TOGETHER = 2**24  # entries of all vectors of the directions that are treated to
 
 @dataclass(frozen=True)
 class SpectrumPlan:
-    """What is computed of one matrix."""
+    """What is computed of a matrix, and of each of its blocks where these are large enough."""
 
     top: int
     bottom: int
@@ -47,7 +47,13 @@ class SpectrumPlan:
     tol: float
     most: int
     seed: int
-    full: bool
+    method: str
+
+    def of(self, size: int) -> SpectrumPlan:
+        """Return the plan for a block of that size, with the method chosen."""
+        top = min(self.top, size)
+        full = self.method == "full" or (self.method == "auto" and size <= self.directions * self.steps)
+        return replace(self, top=top, bottom=min(self.bottom, size - top), method="full" if full else "lanczos")
 
 
 class SciPyOperator(SymmetricOperator):
@@ -149,17 +155,14 @@ def spectrum(
         TOLERANCE.get(matrix.torch_dtype, 1e-4) if tol is None else tol,
         max(500, 40 * (k + bottom)) if max_products is None else max_products,
         seed,
-        method == "full" or (method == "auto" and size <= directions * steps),
+        method,
     )
     groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
     point = float(getattr(operator, "loss", math.nan))
     with progress_bar() if progress else nullcontext(silent) as tell:
         found = _one("whole", matrix, plan, tell)
-        named: dict[str, Spectrum] = {}
-        for name, rows in groups.items():
-            part = replace(plan, top=min(k, len(rows)), bottom=min(bottom, len(rows) - min(k, len(rows))))
-            part = replace(part, full=method == "full" or (method == "auto" and len(rows) <= directions * steps))
-            named[name] = replace(_one(f"block {name}", SubOperator(matrix, rows, rows), part, tell), kind=kind, loss=point)
+        blocks = {name: _one(f"block {name}", SubOperator(matrix, rows, rows), plan, tell) for name, rows in groups.items()}
+    named = {name: replace(block, kind=kind, loss=point) for name, block in blocks.items()}
     return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
 
 
@@ -190,12 +193,15 @@ def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> S
     """Return the spectrum of one matrix."""
     start = time.perf_counter()
     eps = torch.finfo(matrix.torch_dtype).eps
-    if plan.full:
+    plan = plan.of(matrix.shape[0])
+    if plan.method == "full":
         return _full(matrix, plan, eps, start)
     wanted, size = plan.top + plan.bottom, matrix.shape[0]
     basis = min(size, 2 * wanted + SPARE)
     together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
-    _check_memory(matrix, max(basis + wanted, plan.steps * together + wanted))
+    vectors = max(basis + wanted, plan.steps * together + wanted)
+    what = f"{vectors} vectors of {size:,} parameters"
+    _check_memory(matrix, vectors * size, what, "pass a smaller k, bottom or steps, or fewer params=[...]")
     pairs = _search(name, matrix, plan, basis, tell)
     nodes, weights = _quadrature(name, matrix, plan, pairs, together, tell)
     measure = SpectralMeasure(size, pairs.values, nodes, weights, eps)
@@ -209,12 +215,8 @@ def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> S
 
 def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) -> Spectrum:
     size = matrix.shape[0]
-    one, free = size**2 * matrix.torch_dtype.itemsize, available_memory(matrix.device)
-    if 3 * one > free:
-        raise OutOfMemoryError(
-            f"{WHO}: all eigenvalues of {size:,} parameters take {gib(3 * one)}, but only {gib(free)} are free on "
-            f"{matrix.device}; pass method='lanczos', or fewer params=[...]"
-        )
+    what = f"all eigenvalues of {size:,} parameters"
+    _check_memory(matrix, 3 * size**2, what, "pass method='lanczos', or fewer params=[...]")
     H = matrix.to_matrix().double()
     if not bool(torch.isfinite(H).all()):
         raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
@@ -268,10 +270,7 @@ def _quadrature(
     return nodes, weights
 
 
-def _check_memory(matrix: TensorOperator, vectors: int) -> None:
-    need, free = vectors * matrix.shape[0] * matrix.torch_dtype.itemsize, available_memory(matrix.device)
+def _check_memory(matrix: TensorOperator, numbers: int, what: str, remedy: str) -> None:
+    need, free = numbers * matrix.torch_dtype.itemsize, available_memory(matrix.device)
     if need > free:
-        raise OutOfMemoryError(
-            f"{WHO}: {vectors} vectors of {matrix.shape[0]:,} parameters take {gib(need)}, but only {gib(free)} are free on "
-            f"{matrix.device}; pass a smaller k, bottom or steps, or fewer params=[...]"
-        )
+        raise OutOfMemoryError(f"{WHO}: {what} take {gib(need)}, but only {gib(free)} are free on {matrix.device}; {remedy}")

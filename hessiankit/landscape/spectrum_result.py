@@ -130,10 +130,9 @@ class Spectrum(Printed, WithDict):
         Raises:
             InputError: The file cannot be written, or an argument cannot be used.
         """
-        from hessiankit.landscape.spectrum_plot import FoundValues, plot  # only here: Matplotlib
+        from hessiankit.landscape.plots import plot_spectrum  # only here: Matplotlib
 
-        found = FoundValues(self.eigenvalues.numpy(), self.top, self.outliers)
-        return plot(found, self.density(width=width), self.density(scale="log"), path, title or self._headline())
+        return plot_spectrum(self, self.density(width=width), self.density(scale="log"), path, title or self._headline())
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but vectors and nodes as plain Python data."""
