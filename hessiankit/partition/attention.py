@@ -32,18 +32,14 @@ class AttentionUnit:
     roles: dict[int, list[Finding]] = field(default_factory=dict)  # by the parameter's id
 
 
-def attention_units(model: nn.Module) -> list[AttentionUnit]:
+def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]) -> list[AttentionUnit]:
     """Return every attention of a model, recognised by module types, attributes, sizes and names of children."""
-    fused = _fused(model)
-    parameters = dict(model.named_parameters())
     units = []
     for path, module in model.named_modules():
         if isinstance(module, Attention):  # hessiankit's own, whose parameters say it themselves
             units.append(AttentionUnit(path, path, "Attention"))
             continue
-        unit = AttentionUnit(path, path, type(module).__name__)
-        for name, findings in fused.get(path, {}).items():
-            unit.roles[id(parameters[name])] = findings
+        unit = AttentionUnit(path, path, type(module).__name__, dict(fused.get(path, {})))
         for child, layer in module.named_children():
             role = _ROLE_OF.get(child.lower())
             if role is not None and not is_norm(layer):
@@ -60,17 +56,15 @@ def attention_units(model: nn.Module) -> list[AttentionUnit]:
     return units
 
 
-def _fused(model: nn.Module) -> dict[str, dict[str, list[Finding]]]:
-    """Return the findings on slices of fused weights, by the attention's path and the parameter's name."""
-    found: dict[str, dict[str, list[Finding]]] = {}
+def fused_findings(model: nn.Module) -> dict[str, dict[int, list[Finding]]]:
+    """Return the findings on slices of fused weights, by the path of the module that holds them and the parameter's id."""
+    found: dict[str, dict[int, list[Finding]]] = {}
     for one in fused_slices(model):
         role = one.role.replace("_", " ")
-        if role in TYPE_OF_ROLE:
-            kind = type(model.get_submodule(one.owner)).__name__
-            reason = f"slice of {one.parameter.removeprefix(one.owner + '.')} of {kind}"
-            named = f"{role} bias" if one.kind == "bias" else role
-            finding = Finding(TYPE_OF_ROLE[role], named, reason, one.axis, one.merged)
-            found.setdefault(one.owner, {}).setdefault(one.parameter, []).append(finding)
+        reason = f"slice of {one.parameter.removeprefix(one.owner + '.')} of {type(model.get_submodule(one.owner)).__name__}"
+        named = f"{role} bias" if one.kind == "bias" else role
+        finding = Finding(TYPE_OF_ROLE[role], named, reason, one.axis, one.merged)
+        found.setdefault(one.owner, {}).setdefault(id(model.get_parameter(one.parameter)), []).append(finding)
     return found
 
 

@@ -18,11 +18,13 @@ TYPE_OF_ROLE = {
     "shared key": "QK",
     "value": "VO",
     "output": "VO",
+    "gate": "FFN",
+    "up": "FFN",
     "latent": "Other",
     "router": "Other",
     "attention sink": "Other",
 }
-"""Block type by role in attention. A latent shared by keys and values, and a router, are none of the paper's types."""
+"""Block type by role. A latent shared by keys and values, and a router, are none of the paper's types."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -127,45 +126,36 @@ def by_name(owner: Owner) -> Finding | None:
     return None
 
 
-_LETTERED = (Attention, PatchEmbedding, TokenEmbedding, TokenHead, MeanPoolHead, ClassHead)
-_OF_LETTER = {
-    "W_Q": ("QK", "query"),
-    "W_K": ("QK", "key"),
-    "b_Q": ("QK", "query bias"),
-    "b_K": ("QK", "key bias"),
-    "W_V": ("VO", "value"),
-    "W_O": ("VO", "output"),
-    "b_V": ("VO", "value bias"),
-    "b_O": ("VO", "output bias"),
-    "b_E": ("Emb", "patch embedding bias"),
-    "P": ("Emb", "position embedding"),
-    "W_C": ("Head", "head"),
-    "b_C": ("Head", "head bias"),
+def _with_biases(**roles: tuple[str, str]) -> dict[str, tuple[str, str]]:
+    """Return (type, role) of weights ``W_x`` and biases ``b_x`` by the letter x."""
+    named = {f"W_{letter}": said for letter, said in roles.items()}
+    return named | {f"b_{letter}": (kind, f"{role} bias") for letter, (kind, role) in roles.items()}
+
+
+_POSITIONS = {"P": ("Emb", "position embedding")}
+_OWN = {  # type and role of hessiankit's parameters
+    Attention: _with_biases(Q=("QK", "query"), K=("QK", "key"), V=("VO", "value"), O=("VO", "output")),
+    FeedForward: _with_biases(**{"1": ("FFN", "up"), "2": ("FFN", "down"), "G": ("FFN", "gate")}),
+    GroupNorm: {"weight": ("Norm", "gain"), "bias": ("Norm", "norm bias")},
+    TokenEmbedding: {"W_E": ("Emb", "token embedding")} | _POSITIONS,
+    PatchEmbedding: _with_biases(E=("Emb", "patch embedding")) | _POSITIONS,
+    TokenHead: _with_biases(C=("Head", "head"), E=("Head", "head")),
+    MeanPoolHead: _with_biases(C=("Head", "head")),
+    ClassHead: _with_biases(C=("Head", "head")),
 }
-_OF_FEEDFORWARD = {"W_1": "up", "W_2": "down", "W_G": "gate", "b_1": "up bias", "b_2": "down bias", "b_G": "gate bias"}
 
 
-def own_types(module: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, block type, role) of the parameters that one module owns itself; nothing for a module of another library.
+def own_type(owner: Owner) -> tuple[str, str] | None:
+    """Return block type and role of a parameter of hessiankit's own modules; None for a module of another library.
 
     The models of The Sharpness Disparity Principle have no learnable scales beside the norms' gains; those of a placement
     (LayerScale's lambda, Admin's omega) count as ``Norm``.
 
-    >>> [found for found in own_types(FeedForward(2, 3))][0]
-    ('W_1', 'FFN', 'up')
+    >>> own_type(Owner("", FeedForward(2, 3), "W_1"))
+    ('FFN', 'up')
     """
-    placed = module.own_placement.scales if isinstance(module, TransformerBlock) else ()
-    scales = {f"{scale.name}_{k}" for scale in placed for k in (1, 2)}
-    for letter, _ in module.named_parameters(recurse=False):
-        if isinstance(module, GroupNorm):
-            yield letter, "Norm", "gain" if letter == "weight" else "norm bias"
-        elif isinstance(module, FeedForward):
-            yield letter, "FFN", _OF_FEEDFORWARD[letter]
-        elif isinstance(module, TokenHead) and letter == "W_E":
-            yield letter, "Head", "head"
-        elif isinstance(module, (PatchEmbedding, TokenEmbedding)) and letter == "W_E":
-            yield letter, "Emb", "token embedding" if isinstance(module, TokenEmbedding) else "patch embedding"
-        elif isinstance(module, _LETTERED):
-            yield letter, *_OF_LETTER[letter]
-        elif letter in scales:
-            yield letter, "Norm", "scale"
+    module = owner.module
+    if isinstance(module, TransformerBlock):
+        scales = {f"{scale.name}_{k}" for scale in module.own_placement.scales for k in (1, 2)}
+        return ("Norm", "scale") if owner.leaf in scales else None
+    return next((said.get(owner.leaf) for kind, said in _OWN.items() if isinstance(module, kind)), None)

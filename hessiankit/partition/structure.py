@@ -12,10 +12,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hessiankit.partition.attention import AttentionUnit, attention_units, unit_of
+from hessiankit.partition.attention import AttentionUnit, attention_units, fused_findings, unit_of
 from hessiankit.partition.findings import Finding, Owner, child_path, is_within
-from hessiankit.partition.fused import fused_slices
-from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_types
+from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_type
 
 
 @dataclass(frozen=True)
@@ -105,9 +104,10 @@ def structure(model: nn.Module, places: dict[str, list[Owner]]) -> tuple[Layers,
     >>> [(f.type, f.role, f.segments) for f in found["self_attn.in_proj_bias"]][1:]
     [('QK', 'key bias', ((4, 8),)), ('VO', 'value bias', ((8, 12),))]
     """
-    units = attention_units(model)
+    fused = fused_findings(model)
+    units = attention_units(model, fused)
     layers = find_layers(model, units)
-    reader = _PlaceReader(model, units, layers)
+    reader = _PlaceReader(model, units, layers, fused)
     findings: dict[str, list[Finding]] = {}
     for name, parameter in model.named_parameters():
         said = [reader.of(owner, parameter) for owner in places[name]]
@@ -125,36 +125,31 @@ def _of_ties(said: list[list[Finding]]) -> list[Finding]:
 class _PlaceReader:
     """Findings on a parameter through one of its owners."""
 
-    def __init__(self, model: nn.Module, units: list[AttentionUnit], layers: Layers) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[AttentionUnit], layers: Layers, fused: dict[str, dict[int, list[Finding]]]
+    ) -> None:
         self.model, self.units, self.layers = model, units, layers
         self.norms = {path for path, module in model.named_modules() if is_norm(module)}
         self.alone = not layers.paths and bool(units)  # the model is a block by itself
         self.head = _output_embedding(model)
         self.width = _width(model, layers)
         self.usual = self._usual()
-        self.gated: dict[str, list[Finding]] = {}
-        for one in fused_slices(model):
-            if one.role in ("gate", "up"):
-                role = f"{one.role} bias" if one.kind == "bias" else one.role
-                reason = f"slice of {one.parameter.split('.')[-2]}" if one.kind in one.parameter else "slice of stacked experts"
-                self.gated.setdefault(one.parameter, []).append(Finding("FFN", role, reason, one.axis, one.merged))
+        self.known = {i: said for path, roles in fused.items() for i, said in roles.items() if said[0].type == "FFN"}
+        for unit in reversed(units):  # of nested ones, the outer first
+            self.known |= unit.roles
 
     def of(self, owner: Owner, p: Tensor) -> list[Finding]:
         module, kind = owner.module, type(owner.module).__name__
-        for leaf, block_type, role in own_types(module):
-            if leaf == owner.leaf:
-                return [Finding(block_type, role, f"{leaf} of hessiankit's {kind}")]
+        if (own := own_type(owner)) is not None:
+            return [Finding(*own, f"{owner.leaf} of hessiankit's {kind}")]
         if is_lookup(module):
             return [Finding("Emb", _lookup_role(owner), kind)]
         if owner.path in self.norms:
             return [Finding("Norm", "gain" if owner.leaf != "bias" else "norm bias", kind)]
         if is_scale(module):
             return [Finding("Norm", "scale", f"{kind} scales rows by a vector")]
-        for unit in self.units:
-            if id(p) in unit.roles:
-                return unit.roles[id(p)]
-        if owner.name in self.gated:
-            return self.gated[owner.name]
+        if id(p) in self.known:
+            return self.known[id(p)]
         if module is self.head:
             return [Finding("Head", _role("head", owner), "get_output_embeddings()")]
         if self.layers.index(owner.path) is not None or self.alone:
