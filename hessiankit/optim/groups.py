@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hessiankit.optim.guard import MODES, remember, watch
-from hessiankit.optim.ratios import CAP, POWER, Ratio, SharpnessByType, by_type, measured_ratios, preset
+from hessiankit.optim.ratios import CAP, POWER, PRESETS, Ratio, by_type, measured_ratios
 from hessiankit.partition import TYPES, Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -71,9 +71,7 @@ def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePoli
         "lr": base * ratio.value,
         "weight_decay": policy.decay_of(first, p, ratio.value),
         "block_type": "+".join(types),
-        "ratio": ratio.value,
-        "ratio_low": ratio.low,
-        "ratio_high": ratio.high,
+        **_keys(ratio),
         "base_lr": base,
         "expected_lr": base * ratio.value,
     }
@@ -84,16 +82,14 @@ def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePoli
     pieces = []
     for part in parts:
         own = ratios[part.type]
-        piece = {
-            "block_type": part.type,
-            "ratio": own.value,
-            "ratio_low": own.low,
-            "ratio_high": own.high,
-            "factor": own.value / ratio.value,
-            "weight_decay": policy.decay_of(part.type, p, own.value),
-        }
+        decay = policy.decay_of(part.type, p, own.value)
+        piece = {"block_type": part.type, **_keys(own), "factor": own.value / ratio.value, "weight_decay": decay}
         pieces += [{**piece, "start": start, "stop": stop} for start, stop in part.segments]
     return {**group, "slices": [{"shape": list(p.shape), "axis": parts[0].axis, "pieces": pieces}]}
+
+
+def _keys(ratio: Ratio) -> dict[str, float | None]:
+    return {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high}
 
 
 def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, list[Part]]:
@@ -129,10 +125,6 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
 
 HEADERS = ("block type", "tensors", "entries", "ratio", "interval", "lr", "weight decay", "lr x decay")
 _ALIGNED = ("param_names", "slices")
-_KEYS = (
-    *("lr", "weight_decay", "block_type", "ratio", "ratio_low", "ratio_high", "base_lr", "expected_lr"),
-    *("use_muon", "guard", "param_names", "slices"),
-)
 
 
 class ParameterGroups(Printed, list[dict[str, Any]]):
@@ -212,9 +204,8 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
                     "parameter."
                 )
             source, order = self[sources.pop()], [place[id(p)][1] for p in group["params"]]
-            for key in _KEYS:
-                if key in source:
-                    group[key] = [source[key][i] for i in order] if key in _ALIGNED else source[key]
+            for key in source.keys() - {"params", "name"}:
+                group[key] = [source[key][i] for i in order] if key in _ALIGNED else source[key]
         return optimizer
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -262,7 +253,7 @@ def blockwise_lr(
     decay: str | Mapping[str, float] = "matrices",
     couple_decay: bool = True,
     head_ratio: float | None = None,
-    sharpness: SharpnessByType | None = None,
+    sharpness: Any = None,
     power: float = POWER,
     cap: float = CAP,
     parts: Iterable[Part] | None = None,
@@ -370,7 +361,7 @@ def _checked(
 
 
 def _ratios(
-    ratios: str | Mapping[str, float | Ratio], optimizer: str, sharpness: SharpnessByType | None, power: float, cap: float
+    ratios: str | Mapping[str, float | Ratio], optimizer: str, sharpness: Any, power: float, cap: float
 ) -> tuple[str, dict[str, Ratio], set[str]]:
     """Return (a title, a ratio for every type, the types that these ratios are meant for)."""
     if ratios == "measured":
@@ -380,10 +371,15 @@ def _ratios(
         return f"ratios measured: (S_Norm / S)^{power:g} within [{1 / cap:.3g}, {cap:g}]", by_type(measured), set(measured)
     if sharpness is not None:
         raise InputError("blockwise_lr: sharpness= is for ratios='measured'.")
-    if isinstance(ratios, str):
-        name, table = preset(ratios, optimizer)
-        return f"ratios {name!r}", by_type(table), set(TYPES)
-    return "ratios given", by_type(ratios), set(TYPES)
+    if not isinstance(ratios, str):
+        return "ratios given", by_type(ratios), set(TYPES)
+    name = "adam-mini" if ratios == "paper" and optimizer == "adam_mini" else ratios
+    if name not in PRESETS:
+        raise InputError(
+            f"blockwise_lr: ratios={name!r} is no preset; expected one of {', '.join(PRESETS)}, 'measured', or a mapping from "
+            "block type to ratio."
+        )
+    return f"ratios {name!r}", by_type(PRESETS[name]), set(TYPES)
 
 
 def _merged(groups: Iterable[dict[str, Any]], guard: str, *, one_each: bool) -> list[dict[str, Any]]:

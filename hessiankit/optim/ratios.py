@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from hessiankit.partition import TYPES
 from hessiankit.support.arguments import checked
@@ -58,25 +58,6 @@ other two settings of Fig. 10 (Emb/QK/FFN/VO), ``adam-mini`` of Sec. 6.3 is for 
 is about the square roots of Eq. 5. ``none`` is plain training with the same groups."""
 
 
-def preset(name: str, optimizer: str = "adamw") -> tuple[str, Mapping[str, float]]:
-    """Return (name, ratios) of a preset; ``"paper"`` is what the paper used for that optimizer.
-
-    Raises:
-        InputError: If there is no such preset.
-
-    >>> preset("paper")[1]["QK"], preset("paper", "lion")[1]["QK"], preset("paper", "adam_mini")[1]["QK"]
-    (8.0, 8.0, 1.0)
-    """
-    if name == "paper" and optimizer == "adam_mini":
-        name = "adam-mini"
-    if name not in PRESETS:
-        raise InputError(
-            f"blockwise_lr: ratios={name!r} is no preset; expected one of {', '.join(PRESETS)}, 'measured', or a mapping from "
-            "block type to ratio."
-        )
-    return name, PRESETS[name]
-
-
 def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
     """Return a ratio for every block type; 1 where the mapping has none.
 
@@ -100,21 +81,8 @@ def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
 POWER, CAP = 0.5, 4.0
 
 
-class SharpnessByType(Protocol):
-    """Block types and quotients of a :class:`~hessiankit.diagnostics.sharpness.SharpnessReport`."""
-
-    @property
-    def types(self) -> Mapping[str, Any]:
-        """The sharpness by block type."""
-
-    def ratio(self, type: str, base: str = "Norm") -> Any:
-        """Return S_base / S_type: ``value`` and its interval from ``low`` to ``high``."""
-
-
 @checked("measured_ratios")
-def measured_ratios(
-    sharpness: SharpnessByType, *, power: float = POWER, cap: float = CAP, base: str = "Norm"
-) -> dict[str, Ratio]:
+def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, base: str = "Norm") -> dict[str, Ratio]:
     r"""Return :math:`r = (S_{base} / S)^{power}`, clipped to [1 / cap, cap], for every block type of a report.
 
     *The Sharpness Disparity Principle* (Wang et al.), Sec. 5, suggests :math:`r\propto S_{\mathrm{Norm}}/S` and then sets r by
