@@ -165,21 +165,12 @@ def approximations(
 class Point:
     """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed.
 
-    Attributes:
-        module: The module.
-        data: Its batches.
-        options: Of :func:`hessiankit.hessian_operator`.
-        batch_size: Samples treated at once.
-        method: One of :data:`METHODS`.
-        damping: None: the default.
-        products: Products for each estimate.
-        minibatch: Samples of a mini-batch.
-        rank: Eigenpairs kept.
+    The fields are arguments of :func:`approximations`.
     """
 
     module: nn.Module
     data: Any
-    options: dict[str, Any]
+    options: dict[str, Any]  # of hessian_operator
     batch_size: int | None
     method: str
     damping: float | None

@@ -90,10 +90,9 @@ class DenseTruth:
         self.matrix, self.gradient, self.slices = matrix.double().cpu(), gradient.double().cpu(), slices
         values = torch.linalg.eigvalsh(self.matrix)
         self.least, self.spectral = float(values[0]), float(values.abs().max())
-        if not self.spectral:
-            raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
+        default = default_damping(self.spectral, self.least)
+        self.damping = default if damping is None else damping
         self.frobenius = float(self.matrix.norm())
-        self.damping = default_damping(self.spectral, self.least) if damping is None else damping
         self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64)
         self.step = torch.linalg.solve(self.damped, self.gradient)
         self.pairs = block_norms(self.matrix, slices)
@@ -136,28 +135,29 @@ class DenseTruth:
 def default_damping(spectral: float, least: float) -> float:
     """Return 1 % of the spectral norm, and what makes the matrix positive semidefinite.
 
+    Raises:
+        InputError: The matrix is zero.
+
     >>> default_damping(100.0, 2.0), default_damping(100.0, -3.0)
     (1.0, 4.0)
     """
+    if not spectral:
+        raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
     return 0.01 * spectral + max(0.0, -least)
 
 
 class ProductTruth:
     """The exact matrix A by its products: norms with intervals, the step by conjugate gradients, ends of spectra by Lanczos.
 
+    Attributes as in :class:`DenseTruth`, from Ritz values (the spectral norm is a lower bound) and estimates; ``notes`` say what
+    has not converged.
+
     Args:
         operator: A.
         damping: As in :class:`DenseTruth`.
         products: Products with A for each estimate.
         seed: Of random vectors.
-        positive: Whether A is known to have no negative eigenvalue.
-
-    Attributes:
-        least: The least Ritz value of A, or 0 where A is known to be positive semidefinite.
-        spectral: Its largest magnitude of a Ritz value, a lower bound of the spectral norm.
-        frobenius: An estimate of the Frobenius norm.
-        damping: The number that is added to the diagonal.
-        notes: What has not converged.
+        positive: Whether A is known to have no negative eigenvalue, so that ``least`` is 0.
     """
 
     def __init__(self, operator: HessianOperator, damping: float | None, products: int, seed: int, *, positive: bool) -> None:
@@ -171,11 +171,10 @@ class ProductTruth:
         if not positive:
             bottom = -self._largest(lambda v: -(operator @ v), "-A")
         self.least, self.spectral = bottom, max(top, -bottom)
-        if not self.spectral:
-            raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
+        default = default_damping(self.spectral, self.least)
+        self.damping = default if damping is None else damping
         self._squares = self._norm(operator.__matmul__)
         self.frobenius = self._squares.value
-        self.damping = default_damping(self.spectral, self.least) if damping is None else damping
         self.gradient = operator.gradient
         self.step = self._solve()
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.suboperators import positions
-from hessiankit.partition.attention import attention_units, fused_findings
 from hessiankit.partition.findings import owners
 from hessiankit.partition.part import BlockTypes, Part
-from hessiankit.partition.structure import find_layers
+from hessiankit.partition.structure import structure
 from hessiankit.partition.types import model_parts
 from hessiankit.support.errors import InputError, check_name
 
@@ -73,8 +72,9 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
 
 def _layers(module: nn.Module, operator: HessianOperator) -> dict[str, str]:
     """Return the layer of each parameter: its block, or where the model has no blocks with an attention the module it is of."""
-    layers = find_layers(module, attention_units(module, fused_findings(module)))
-    paths = {name: places[0].path for name, places in owners(module).items() if name in operator.slices}
+    places = owners(module)
+    layers, _ = structure(module, places)
+    paths = {name: of_one[0].path for name, of_one in places.items() if name in operator.slices}
     if not layers.paths:
         return {name: path or "outside" for name, path in paths.items()}
     found = {name: layers.index(path) for name, path in paths.items()}

@@ -24,20 +24,10 @@ HIDDEN = ("QK", "VO", "FFN")
 
 @dataclass(frozen=True)
 class RatePolicy:
-    """Learning rates and weight decays by block type.
+    """Learning rates and weight decays by block type; the fields are arguments of :func:`blockwise_lr`."""
 
-    Attributes:
-        ratios: Ratio by block type, for every type.
-        muon_ratios: The same for the matrices that Muon takes; None where it takes none.
-        lr: Learning rate at ratio 1.
-        muon_lr: That of Muon.
-        weight_decay: Of the parameters that decay.
-        decay: ``"matrices"``, ``"all"`` or weight decay by block type.
-        couple_decay: Whether r multiplies the shrinkage lr x weight decay.
-    """
-
-    ratios: Mapping[str, Ratio]
-    muon_ratios: Mapping[str, Ratio] | None
+    ratios: Mapping[str, Ratio]  # for every type
+    muon_ratios: Mapping[str, Ratio] | None  # for the matrices that Muon takes; None where it takes none
     lr: float
     muon_lr: float
     weight_decay: float

@@ -29,16 +29,10 @@ TYPE_OF_ROLE = {
 
 @dataclass(frozen=True)
 class Finding:
-    """Type and role of a parameter, or of a slice of it, by one route.
+    """Type and role of a parameter, or of a slice of it, by one route; the fields are those of a :class:`Part`.
 
-    Attributes:
-        type: One of :data:`hessiankit.partition.part.TYPES`.
-        role: Its function: ``"query"``, ``"gain"``, ...
-        reason: How this was found, for the reader.
-        axis: Axis that ``segments`` cut; None for the whole parameter.
-        segments: (first, after last) along that axis.
-        certain: Whether module types or the flow of data imply it, so that a contradiction is an error; False where only the
-            place in the model, or a name, suggests it.
+    It is ``certain`` where module types or the flow of data imply it, so that a contradiction is an error, and not where only the
+    place in the model, or a name, suggests it.
     """
 
     type: str

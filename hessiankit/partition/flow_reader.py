@@ -96,29 +96,17 @@ class Rank(IntEnum):
 
 @dataclass(frozen=True)
 class FlowValue:
-    """The provenance of one tensor.
-
-    Attributes:
-        rank: Its dependence.
-        params: Names of the parameters that it is computed from; empty for data.
-        sources: Multiplications by weights that it comes from with no other such multiplication between.
-        products: Products of two activations since the last multiplication by a weight.
-        scores: Those products that no softmax has followed.
-        probs: Softmaxes of such scores that it comes from.
-        context: Applications of attention whose output it is part of.
-        summands: What it is the sum of, up to reshaping and constant factors.
-        weighted: Whether any multiplication by a weight precedes it.
-    """
+    """The provenance of one tensor."""
 
     rank: Rank = Rank.CONSTANT
-    params: frozenset[str] = frozenset()
-    sources: Ids = frozenset()
-    products: Ids = frozenset()
-    scores: Ids = frozenset()
-    probs: Ids = frozenset()
-    context: Ids = frozenset()
-    summands: frozenset[Summand] = frozenset()
-    weighted: bool = False
+    params: frozenset[str] = frozenset()  # names of the parameters that it is computed from; empty for data
+    sources: Ids = frozenset()  # multiplications by weights that it comes from with no other such multiplication between
+    products: Ids = frozenset()  # products of two activations since the last multiplication by a weight
+    scores: Ids = frozenset()  # those products that no softmax has followed
+    probs: Ids = frozenset()  # softmaxes of such scores that it comes from
+    context: Ids = frozenset()  # applications of attention whose output it is part of
+    summands: frozenset[Summand] = frozenset()  # what it is the sum of, up to reshaping and constant factors
+    weighted: bool = False  # whether any multiplication by a weight precedes it
 
     @property
     def is_weight(self) -> bool:
@@ -160,27 +148,19 @@ class Run:
         recording: Of a function of the parameters, then the data (:func:`hessiankit.tracing.recording.record`).
         parameters: Their values by name, in that order.
         data: The other arguments.
-
-    Attributes:
-        multiplications: By the number of the operation.
-        masks: Query, key and value entries of a parameter, by its name and the role.
-        uses: Other uses of a parameter, by its name: ``"gain"``, ``"lookup"``, ``"joined"``, ...
-        biases: Multiplications and gains that a parameter is the bias of, by its name.
-        gains: Operations that multiply activations by a gain.
-        residual: Multiplications whose output is added to other activations.
-        routers: Multiplications of whose output the largest entries are taken.
-        product_factors: Multiplications whose output is a factor of a product of activations.
-        output: Provenance of the model's output.
     """
 
+    output: FlowValue  # provenance of the model's output
+    residual: set[int]  # multiplications whose output is added to other activations
+
     def __init__(self, recording: Recording, parameters: Mapping[str, Tensor], data: Sequence[Tensor]) -> None:
-        self.multiplications: dict[int, Multiplication] = {}
-        self.masks: dict[str, dict[str, Tensor]] = defaultdict(dict)
-        self.uses: dict[str, set[str]] = defaultdict(set)
-        self.biases: dict[str, set[int]] = defaultdict(set)
-        self.gains: set[int] = set()
-        self.routers: set[int] = set()
-        self.product_factors: set[int] = set()
+        self.multiplications: dict[int, Multiplication] = {}  # by the number of the operation
+        self.masks: dict[str, dict[str, Tensor]] = defaultdict(dict)  # query, key and value entries, by parameter and role
+        self.uses: dict[str, set[str]] = defaultdict(set)  # other uses of a parameter: "gain", "lookup", "joined", ...
+        self.biases: dict[str, set[int]] = defaultdict(set)  # multiplications and gains that a parameter is the bias of
+        self.gains: set[int] = set()  # operations that multiply activations by a gain
+        self.routers: set[int] = set()  # multiplications of whose output the largest entries are taken
+        self.product_factors: set[int] = set()  # multiplications whose output is a factor of a product of activations
         self.leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
         self.known: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}

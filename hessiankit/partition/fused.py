@@ -29,23 +29,14 @@ _SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k
 
 @dataclass(frozen=True)
 class FusedSlice:
-    """One role of a fused parameter.
+    """One role of a fused parameter."""
 
-    Attributes:
-        owner: Path of the module that holds the fused layer.
-        role: ``"query"``, ``"key"``, ``"value"``, ``"gate"``, ``"up"``, ``"latent"`` or ``"shared_key"``.
-        kind: ``"weight"`` or ``"bias"``.
-        parameter: The parameter's name.
-        axis: The axis that the segments cut.
-        segments: (first, after last) along that axis, of each head.
-    """
-
-    owner: str
-    role: str
-    kind: str
+    owner: str  # path of the module that holds the fused layer
+    role: str  # "query", "key", "value", "gate", "up", "latent" or "shared_key"
+    kind: str  # "weight" or "bias"
     parameter: str
     axis: int
-    segments: tuple[tuple[int, int], ...]
+    segments: tuple[tuple[int, int], ...]  # (first, after last) along the axis, of each head
 
     @property
     def merged(self) -> tuple[tuple[int, int], ...]:

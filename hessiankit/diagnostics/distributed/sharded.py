@@ -37,21 +37,13 @@ from hessiankit.support.errors import InputError
 
 @dataclass(frozen=True)
 class LocalShard:
-    """This rank's shard of a parameter.
-
-    Attributes:
-        shape: Of the shard.
-        offset: The shard's first entry in the whole parameter, along each axis.
-        copies: How many ranks hold the same shard.
-        first: Whether this rank is the first among them; it counts the entries.
-        sharded: Whether the parameter is a DTensor; False where every rank holds a plain tensor.
-    """
+    """This rank's shard of a parameter."""
 
     shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    copies: int = 1
-    first: bool = True
-    sharded: bool = True
+    offset: tuple[int, ...]  # of its first entry in the whole parameter, along each axis
+    copies: int = 1  # how many ranks hold the same shard
+    first: bool = True  # whether this rank is the first among them, which counts the entries
+    sharded: bool = True  # False where every rank holds a plain tensor
 
     def of(self, part: Part, local: Tensor) -> tuple[Tensor, ...]:
         """Return the views of a shard, or of a tensor of its shape, that belong to a part.
@@ -71,9 +63,8 @@ class LocalShard:
     def squared_norm(self, part: Part, local: Tensor) -> Tensor:
         """Return this rank's share of the sum of the part's squared entries, in double precision; the ranks' shares add up."""
         squares = [view.double().square().sum() for view in self.of(part, local)]
-        return (
-            torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=local.device)
-        ) / self.copies
+        none = torch.zeros((), dtype=torch.float64, device=local.device)
+        return (torch.stack(squares).sum() if squares else none) / self.copies
 
 
 def local_shard(who: str, name: str, parameter: Tensor, size: int, rank: int) -> LocalShard:
@@ -131,15 +122,11 @@ class ShardedSquares(SquaredGradients):
         return found
 
     def part_squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        zero = torch.zeros((), dtype=torch.float64)
-        return torch.stack(
-            [
-                self.shards[part.parameter].squared_norm(part, gradients[part.parameter]).cpu()
-                if part.parameter in gradients
-                else zero
-                for part in self.parts
-            ]
-        )
+        squares = torch.zeros(len(self.parts), dtype=torch.float64)
+        for k, part in enumerate(self.parts):
+            if (gradient := gradients.get(part.parameter)) is not None:
+                squares[k] = self.shards[part.parameter].squared_norm(part, gradient)
+        return squares
 
     def histograms(self) -> dict[str, Histogram]:
         """Return the histograms by type over all ranks; of several copies of a shard the first one counts."""
