@@ -1,7 +1,7 @@
 """Learning rates for each block type of a transformer: parameter groups, schedules, and checks of the groups at every step."""
 
 from hessiankit.optim.groups import ParameterGroups, blockwise_lr
-from hessiankit.optim.guard import check_groups, watch
+from hessiankit.optim.guard import check_groups
 from hessiankit.optim.ratios import PRESETS, Ratio, measured_ratios
 from hessiankit.optim.schedules import BlockwiseSchedule, blockwise_schedule
 from hessiankit.partition import TYPES, block_types
@@ -18,5 +18,3 @@ __all__ = [
     "check_groups",
     "measured_ratios",
 ]
-
-watch()  # also where groups come from a state dict and blockwise_lr is not called

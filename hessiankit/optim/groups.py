@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hessiankit.optim.guard import MODES, remember, watch
+from hessiankit.optim.guard import MODES, remember
 from hessiankit.optim.ratios import CAP, POWER, PRESETS, Ratio, by_type, measured_ratios
 from hessiankit.partition import TYPES, Part, model_parts
 from hessiankit.support.arguments import checked
@@ -317,7 +317,6 @@ def blockwise_lr(
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     for name, p in trainable:
         remember(p, name)
-    watch()
     merged = _merged(groups, guard, one_each=optimizer == "adam_mini")
     return ParameterGroups(merged, title=f"{title}, base lr {lr:g}", frozen=frozen)
 

@@ -124,17 +124,12 @@ def _report(optimizer: Optimizer, first: dict[str, Any], second: dict[str, Any])
         raise InputError(text)
 
 
-_watching: list[Any] = []
-
-
-def watch() -> None:
-    """Register the hooks, once a process. Optimizers without blockwise groups are passed over."""
-    if not _watching:
-        _watching.append(register_optimizer_step_pre_hook(_before))
-        _watching.append(register_optimizer_step_post_hook(lambda optimizer, *_: rescale_slices(optimizer)))
-
-
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if blockwise_groups(optimizer):
         check_groups(optimizer)
         save_slices(optimizer)
+
+
+# Once a process, at import: groups may come from a state dict. Optimizers without blockwise groups are passed over.
+register_optimizer_step_pre_hook(_before)
+register_optimizer_step_post_hook(lambda optimizer, *_: rescale_slices(optimizer))
