@@ -270,20 +270,20 @@ def top_eigenvalues(
     >>> round(float(top_eigenvalues(hk.hessian_operator(layer, x, torch.zeros_like(x[:, :1]))).values), 9)
     4.0
     """
-    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks.alone(LANCZOS)
-    ranks.together(lambda: _check_lanczos(operator, k, which))
+    ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks(LANCZOS, alone=True)
+    size = operator.shape[0]
+
+    def check() -> None:
+        if which not in _ENDS:
+            raise InputError(f"{LANCZOS}: which={which!r} is not known; pass one of {', '.join(map(repr, _ENDS))}")
+        if not 1 <= k < size:
+            raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
+
+    ranks.together(check)
     ranks.agree(k=k, which=which, tol=tol, max_restarts=max_restarts, seed=seed)
     if ranks.rank == 0:
         return _lead(ranks, operator, k, which, tol, max_restarts, seed)
     return _follow(ranks, operator)
-
-
-def _check_lanczos(operator: HessianOperator, k: int, which: str) -> None:
-    size = operator.shape[0]
-    if which not in _ENDS:
-        raise InputError(f"{LANCZOS}: which={which!r} is not known; pass one of {', '.join(map(repr, _ENDS))}")
-    if not 1 <= k < size:
-        raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
 
 
 def _lead(

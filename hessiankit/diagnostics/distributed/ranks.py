@@ -29,6 +29,7 @@ from hessiankit.support.package import __version__
 R = TypeVar("R")
 _ARRIVED: dict[str, int] = {}  # exchanges that this process has reached, by group
 _PATIENCE = 5.0  # seconds for asking the store who is missing: it may have been on the machine that is gone
+_SILENT = "the store of the process group, which knows who is missing, does not answer"
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
 
@@ -42,26 +43,20 @@ class Ranks:
     Attributes:
         who: The function, the prefix of every message.
         group: The process group; None for all processes.
+        active: Whether torch.distributed is in use, and this process is not meant ``alone``.
         rank: The number of this process in the group; 0 where torch.distributed is not in use.
         size: The number of processes; 1 where torch.distributed is not in use.
     """
 
-    def __init__(self, who: str, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, who: str, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.who, self.group = who, group
-        self.active = dist.is_available() and dist.is_initialized()
+        self.active = not alone and dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank(group) if self.active else 0
         self.size = dist.get_world_size(group) if self.active else 1
         if self.rank < 0:
             raise InputError(f"{who}: this process is not in the process group it was given; call it on the group's ranks only")
         members = dist.get_process_group_ranks(group or dist.group.WORLD) if self.active else [0]  # torch 2.6 wants a group
         self._key = f"hessiankit/{zlib.crc32(str(members).encode())}"
-
-    @classmethod
-    def alone(cls, who: str) -> Ranks:
-        """Return this process as the only one, whether or not there are others."""
-        made = cls.__new__(cls)
-        made.who, made.group, made.active, made.rank, made.size, made._key = who, None, False, 0, 1, ""
-        return made
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks."""
@@ -175,7 +170,7 @@ class Ranks:
         asking = threading.Thread(target=lambda: found.append(self._ask(_store())), daemon=True)
         asking.start()
         asking.join(_PATIENCE)
-        return found[0] if found else "the store of the process group, which knows who is missing, does not answer"
+        return found[0] if found else _SILENT
 
     def _ask(self, store: Any) -> str:
         now = _ARRIVED[self._key]
@@ -188,7 +183,7 @@ class Ranks:
                 elif int(_get(store, f"{self._key}/arrived/{rank}") or 0) < now:
                     absent.append(str(rank))
         except (RuntimeError, AttributeError):
-            return "the store of the process group, which knows who is missing, does not answer"
+            return _SILENT
         if stopped:
             return "; ".join(stopped)
         if absent:
