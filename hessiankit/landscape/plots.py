@@ -1,11 +1,14 @@
-"""Pictures of a spectrum, over a linear and a logarithmic axis, and of loss slices with the steps in which their model holds."""
+"""Pictures of a spectrum, over a linear and a logarithmic axis, and of loss slices with the steps in which their model holds.
+
+Results come as ``Any``: their modules import this one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -14,10 +17,6 @@ from matplotlib.ticker import MaxNLocator
 
 from hessiankit.curvature.plot_frame import FAINT, INK, STYLE, Picture, check_suffix, write_picture
 from hessiankit.landscape.density import Density
-
-if TYPE_CHECKING:
-    from hessiankit.landscape.slices import LossPlane, LossSlice, LossSlices
-    from hessiankit.landscape.spectrum_result import Spectrum
 
 ORANGE, BLUE, GREEN, BULK = "#d55e00", "#0072b2", "#009e73", "#8c8c8c"
 DECADES = 6  # of a density, below its largest value
@@ -36,7 +35,7 @@ def picture(who: str, wide: float, high: float, path: Path | str | None) -> Iter
             write_picture(who, figure, Path(path))
 
 
-def plot_spectrum(found: Spectrum, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:
+def plot_spectrum(found: Any, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:
     """Draw both densities of a spectrum; see :meth:`hessiankit.landscape.Spectrum.plot`."""
     with picture("Spectrum.plot", 8.6, 3.3, path) as figure:
         figure.text(0.07, 0.955, title, fontsize=8.5, color=INK, va="top")
@@ -45,7 +44,7 @@ def plot_spectrum(found: Spectrum, linear: Density, log: Density, path: Path | s
     return figure
 
 
-def draw_linear(axes: Axes, found: Spectrum, density: Density) -> None:
+def draw_linear(axes: Axes, found: Any, density: Density) -> None:
     """Draw the density over the eigenvalues, in log scale upwards, with marks at those found."""
     top = float(density.values.max())
     floor = top * 10.0**-DECADES
@@ -57,7 +56,7 @@ def draw_linear(axes: Axes, found: Spectrum, density: Density) -> None:
     _marks(axes, found, found.eigenvalues.numpy(), floor)
 
 
-def draw_log(axes: Axes, found: Spectrum, density: Density) -> None:
+def draw_log(axes: Axes, found: Any, density: Density) -> None:
     """Draw the densities of positive and of negative eigenvalues per decade of their size."""
     assert density.negative is not None
     assert density.negative_errors is not None
@@ -85,7 +84,7 @@ def _curve(
     axes.plot(x, np.maximum(y, floor), color=colour, linewidth=1.0, **style)
 
 
-def _marks(axes: Axes, found: Spectrum, x: np.ndarray, floor: float) -> None:
+def _marks(axes: Axes, found: Any, x: np.ndarray, floor: float) -> None:
     """Mark the eigenvalues at the foot of the axes, the outliers filled."""
     n, top = found.outliers, found.top
     for part, colour, face, label in (
@@ -99,7 +98,7 @@ def _marks(axes: Axes, found: Spectrum, x: np.ndarray, floor: float) -> None:
     axes.legend(fontsize=7, frameon=False)
 
 
-def plot_slices(found: LossSlices, path: Path | str | None) -> Picture:
+def plot_slices(found: Any, path: Path | str | None) -> Picture:
     """Draw the slices side by side, and the plane; see :meth:`hessiankit.landscape.LossSlices.plot`."""
     panels = len(found) + (found.plane is not None)
     across, down = min(ACROSS, panels), -(-panels // ACROSS)
@@ -118,7 +117,7 @@ def plot_slices(found: LossSlices, path: Path | str | None) -> Picture:
     return figure
 
 
-def draw_slice(axes: Axes, one: LossSlice) -> None:
+def draw_slice(axes: Axes, one: Any) -> None:
     """Draw one slice with its model and the radius in which that holds; the vertical axis is that of the loss."""
     t, loss = one.t.numpy(), one.losses.numpy()
     axes.axvspan(-one.radius, one.radius, color=GREEN, alpha=0.15, linewidth=0)
@@ -132,7 +131,7 @@ def draw_slice(axes: Axes, one: LossSlice) -> None:
     axes.tick_params(labelsize=7)
 
 
-def draw_plane(axes: Axes, plane: LossPlane) -> None:
+def draw_plane(axes: Axes, plane: Any) -> None:
     """Draw contours of loss and model at the same levels, t_1 on the horizontal axis."""
     t = plane.t.numpy()
     levels = MaxNLocator(8).tick_values(float(plane.losses.min()), float(plane.losses.max()))
