@@ -57,12 +57,12 @@ class SweepCost:
         return self.operations * CALL + self.multiplications / MATMUL + self.passes
 
 
-def sweep_cost(paths: Paths, *, alone: bool = False) -> SweepCost:
-    """Return the cost of all rows of a trace; ``alone``: of the curvature of places with themselves."""
+def sweep_cost(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> SweepCost:
+    """Return the cost of all rows of a trace; arguments as for :func:`hessiankit.engine.sections.sections`."""
     count = _Count(paths, alone=alone)
     kept = level = 0
     sizes: dict[tuple[str, int], int] = {}
-    for section in sections(paths, alone=alone):
+    for section in sections(paths, cut=cut, alone=alone):
         if not alone:
             sizes |= {key(u): u.size for place in section.places for u in place.jacobians}
         columns = sum(sizes.values())

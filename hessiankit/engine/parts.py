@@ -17,6 +17,9 @@ CHUNK = 64 * 2**20
 MOST = 8 * CHUNK
 """The same beside a large one: each part passes over the whole matrix once."""
 
+SEVERAL = 40
+"""Steps, those of two transformer blocks, from which it is worth a second forecast whether all cuts together take less."""
+
 LARGE = 4
 """Times that, from which a batch is cut where nobody asked for it."""
 
@@ -30,6 +33,7 @@ class BatchPart:
         traced: Its loss.
         paths: Of the trace.
         cost: Of its sweeps.
+        cut: Where these are cut; see :func:`hessiankit.engine.sections.sections`.
         stop: Samples of the batch up to its end.
         loss: Its share of the loss.
     """
@@ -38,6 +42,7 @@ class BatchPart:
     traced: LossTrace
     paths: Paths
     cost: SweepCost
+    cut: bool | None
     stop: int
     loss: float
 
@@ -80,7 +85,10 @@ def parts(
         traced = loss_trace(some, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        part = BatchPart(some, traced, paths, sweep_cost(paths, alone=alone), stop, loss)
+        cost, where = sweep_cost(paths, alone=alone), None
+        if len(paths.steps) >= SEVERAL and not alone and (other := sweep_cost(paths, cut=True)).work < cost.work:
+            cost, where = other, True
+        part = BatchPart(some, traced, paths, cost, where, stop, loss)
         if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue
