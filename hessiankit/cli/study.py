@@ -50,12 +50,8 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from hessiankit.support.environment import take_free_cores
-
-    take_free_cores()
-    report = run_study(
-        args.out, QUICK if args.quick else STANDARD, seed=args.seed, dtype=args.dtype, device=args.device, every=args.table
-    )
+    sizes = QUICK if args.quick else STANDARD
+    report = run_study(args.out, sizes, seed=args.seed, dtype=args.dtype, device=args.device, every=args.table)
     write_json("study", args.json, report)
     return int(not report["passed"])
 
