@@ -131,10 +131,8 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
         names = _files(path, ".py", STDLIB_EXCLUDED, "_sysconfigdata") if source == "stdlib" else _files(path, "", (), ".")
         texts = {name: _read(path / name) for name in names if held_out(name, seed) == (split == "validation")}
         texts = {name: text for name, text in texts.items() if b"\0" not in text}
-        why = (
-            f"has {len(names)} files, and none with text falls to {split!r} with seed={seed}; give more files, another seed, or "
-        )
-        why += "one file, which is cut"
+        why = f"has {len(names)} files, and none with text falls to {split!r} with seed={seed}; give more files, another seed, "
+        why += "or one file, which is cut"
     else:
         text = _read(path)
         at = len(text) - int(len(text) * HELD_OUT)
