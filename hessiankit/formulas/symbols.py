@@ -226,25 +226,15 @@ class Factor(float):
         return made
 
 
-@dataclass(frozen=True)
-class Spelling:
-    r"""How a block's factor is written.
-
-    Args:
-        letter: SymPy expression, alpha or 1/sqrt(ell).
-        known: LaTeX of its letter and of the letter's value.
-    """
-
-    letter: sympy.Expr
-    known: tuple[str, str]
-
-
-def spelling(block: TransformerBlock) -> Spelling | None:
+def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | None:
     r"""Return how a block's factor is written, or None if its equation has none.
 
-    >>> spelling(TransformerBlock(4, 5, placement="lns", layer=4)).known
+    Returns:
+        The SymPy expression, such as alpha or 1/sqrt(ell), and LaTeX of its letter and of the letter's value.
+
+    >>> spelling(TransformerBlock(4, 5, placement="lns", layer=4))[1]
     ('\\ell', '4')
-    >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8)).known
+    >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8))[1]
     ('\\alpha', '(2N)^{1/4} = 2')
     """
     value, own = block.factor, block.own_placement
@@ -258,7 +248,7 @@ def spelling(block: TransformerBlock) -> Spelling | None:
     letter = sympy.sympify(written, letters | {"c": sympy.Symbol("c", real=True)})
     (symbol,) = letter.free_symbols
     known = str(block.layer) if symbol == letters["ell"] else (f"{rule} = " if rule and usual else "") + f"{value:.6g}"
-    return Spelling(letter, (str(symbol), known))
+    return letter, (str(symbol), known)
 
 
 @dataclass(frozen=True, eq=False)
