@@ -105,19 +105,12 @@ class SizeName:
                 return str(sympy.latex(rest))
             name = self.scalar(number)
             return None if name is None else rf"{name}\,{sympy.latex(rest)}"
-        if c.is_Rational:
-            return self._fraction(Fraction(int(c.p), int(c.q)))
-        square = c**2
-        if square.is_Rational and square.p == 1 and self._is_size(int(square.q)):
-            sign = "-" if c.is_negative else ""
-            return sign + rf"\frac{{1}}{{\sqrt{{{self(int(square.q))}}}}}"
-        return None
-
-    def _fraction(self, c: Fraction) -> str | None:
-        if c.denominator == 1 or not self._is_size(c.denominator):
+        sign, number = "-" if c.is_negative else "", c if c.is_Rational else c**2
+        if not number.is_Rational or number.q == 1 or not self._is_size(int(number.q)):
             return None
-        sign = "-" if c < 0 else ""
-        return sign + rf"\frac{{{abs(c.numerator)}}}{{{self(c.denominator)}}}"
+        if c.is_Rational:
+            return sign + rf"\frac{{{abs(c.p)}}}{{{self(int(c.q))}}}"
+        return sign + rf"\frac{{1}}{{\sqrt{{{self(int(number.q))}}}}}" if number.p == 1 else None
 
     def _is_size(self, n: int) -> bool:
         for number, _ in self.letters:
