@@ -14,9 +14,11 @@ from typing import Any
 import griffe
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from formula_page import as_math, chapter_lines
 
 from hessiankit.formulas.chapters import CHAPTERS
-from hessiankit.formulas.page import as_math, chapter_lines
 from papers import PAPERS
 
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc|obj):`(~?)([\w.]+)(?:\(\))?`")

@@ -14,13 +14,13 @@ from typing import Any
 import tomllib
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
+from formula_page import as_math  # noqa: E402
 
 from derivations.matrix import Matrix, dimensions  # noqa: E402
 from hessiankit.formulas import Derivation  # noqa: E402
-from hessiankit.formulas.page import as_math  # noqa: E402
 from hessiankit.formulas.symbols import SizeName  # noqa: E402
 from hessiankit.formulas.theorems import find  # noqa: E402
 from papers import PAPERS, Claim, claims  # noqa: E402

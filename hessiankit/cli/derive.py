@@ -10,8 +10,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from hessiankit.cli.parsing import Parser, add_block_options, add_json
-from hessiankit.support.errors import InputError
+from hessiankit.cli.parsing import Parser, add_block_options, add_json, refuse
 from hessiankit.support.files import write_json, write_text
 
 EXAMPLES = (
@@ -53,11 +52,8 @@ def run(args: argparse.Namespace) -> None:
     if args.what is None:
         found = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
     else:
-        of_a_block = ("placement", *SHAPE_OF_A_BLOCK)
-        given = [name for name in of_a_block if getattr(args, name) != args.parser.get_default(name)]
-        if given:
-            named = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise InputError(f"derive: {named} describes a block and {args.what!r} is none; drop one of the two")
+        why = f"describes a block and {args.what!r} is none; drop one of the two"
+        refuse(args, ("placement", *SHAPE_OF_A_BLOCK), why)
         found = derive(args.what, wrt=args.wrt, loss=args.loss)
     if args.format == "text":
         text = f"{found.table()}\n" + "".join(f"    python -m papers show {name}\n" for name in found.claims)

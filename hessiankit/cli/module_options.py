@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.cli.hugging_face import one_line
-from hessiankit.cli.loading import load_model, text_batch
+from hessiankit.cli.loading import load_model, one_line, text_batch
 from hessiankit.cli.parsing import refuse
 from hessiankit.cli.text import load_text
 from hessiankit.support.errors import InputError, OutOfMemoryError

@@ -50,12 +50,8 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from hessiankit.support.environment import take_free_cores
-
-    take_free_cores()
-    report = run_study(
-        args.out, QUICK if args.quick else STANDARD, seed=args.seed, dtype=args.dtype, device=args.device, every=args.table
-    )
+    sizes = QUICK if args.quick else STANDARD
+    report = run_study(args.out, sizes, seed=args.seed, dtype=args.dtype, device=args.device, every=args.table)
     write_json("study", args.json, report)
     return int(not report["passed"])
 
@@ -221,20 +217,16 @@ def block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
     references = list(dict.fromkeys(r for both in pairs.values() for report in both for r in report.references))
     rows: list[tuple[str, ...]] = []
     rank: list[float] = []
-    names: list[str] = []
     own = ("loss",) if len(pairs) > 1 else ()
     for loss, (before, after) in pairs.items():
-        by_pair: dict[tuple[str, str], list[CheckRow]] = {}
-        for row in (*before.rows, *after.rows):
-            by_pair.setdefault((row.name, row.reference), []).append(row)
-        worst = {key: max(of, key=lambda row: (not row.passed, row.max_rel_error, not row.zero)) for key, of in by_pair.items()}
-        H, K = before.hessian, after.hessian
-        names += K.names
+        worst: dict[tuple[str, str], CheckRow] = {}
+        for row in sorted((*before.rows, *after.rows), key=lambda row: (row.passed, -row.max_rel_error, row.zero)):
+            worst.setdefault((row.name, row.reference), row)
+        K = after.hessian
         for i, j in K.pairs():
             cells = [worst.get((f"{i} x {j}", r)) for r in references]
-            norms = (H.spectral_norm(i, j), H.frobenius_norm(i, j), K.spectral_norm(i, j), K.frobenius_norm(i, j))
-            size = "{} x {}".format(*K.block(i, j).shape)
-            shown = (c.shown if c else "" for c in cells)
+            norms = [norm for H in (before.hessian, K) for norm in (H.spectral_norm(i, j), H.frobenius_norm(i, j))]
+            size, shown = "{} x {}".format(*K.block(i, j).shape), (c.shown if c else "" for c in cells)
             rows.append((f"{i} x {j}", *(loss for _ in own), size, *(f"{n:.3g}" for n in norms), *shown))
             errors = [c.max_rel_error if c.passed else math.inf for c in cells if c is not None]
             rank.append(max(errors, default=math.inf))  # where no reference is healthy, nothing is shown right
@@ -244,7 +236,7 @@ def block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
         rows,
         title=f"Hessian of {of}; largest error of both stages, relative to the block's largest entry",
         left=2 + len(own),
-        names=names,
+        names=[name for _, after in pairs.values() for name in after.hessian.names],
         drop=("size", "init. F-norm", "trained F-norm", "init. 2-norm", "trained 2-norm"),
         rank=rank,
         ranked="largest error",

@@ -121,16 +121,28 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
     (torch.uint8, 'stdlib train', set())
     """
     check_name("load_text", "split", split, SPLITS)
-    if source == "stdlib":
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        return _joined(folder, _files(folder, ".py", STDLIB_EXCLUDED, "_sysconfigdata"), "stdlib", split, seed)
-    path = Path(source).expanduser()
+    path = Path(sysconfig.get_paths()["stdlib"]) if source == "stdlib" else Path(source).expanduser()
     if not path.exists():
         raise InputError(
             f"load_text: {str(source)!r} is neither 'stdlib' nor an existing path; nothing is downloaded, so give a text file "
             "or a folder of them"
         )
-    return _joined(path, _files(path, "", (), "."), path.name, split, seed) if path.is_dir() else _cut(path, split)
+    if path.is_dir():
+        names = _files(path, ".py", STDLIB_EXCLUDED, "_sysconfigdata") if source == "stdlib" else _files(path, "", (), ".")
+        texts = {name: _read(path / name) for name in names if held_out(name, seed) == (split == "validation")}
+        texts = {name: text for name, text in texts.items() if b"\0" not in text}
+        why = f"has {len(names)} files, and none with text falls to {split!r} with seed={seed}; give more files, another seed, "
+        why += "or one file, which is cut"
+    else:
+        text = _read(path)
+        at = len(text) - int(len(text) * HELD_OUT)
+        texts = {path.name: text[:at] if split == "train" else text[at:]}
+        why = f"has {len(text)} bytes, which leaves none for {split!r}; give a longer text"
+    joined = b"".join(texts.values())
+    if not joined:
+        raise InputError(f"load_text: {path} {why}")
+    tokens = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    return TextDataset(tokens, tuple(texts), f"{source if source == 'stdlib' else path.name} {split}")
 
 
 def held_out(name: str, seed: int = 0) -> bool:
@@ -152,34 +164,8 @@ def _files(folder: Path, suffix: str, excluded: tuple[str, ...], skipped: str) -
     return sorted(path.relative_to(folder).as_posix() for path in found)
 
 
-def _joined(folder: Path, names: list[str], title: str, split: str, seed: int) -> TextDataset:
-    wanted = [name for name in names if held_out(name, seed) == (split == "validation")]
-    texts = {name: _read(folder / name) for name in wanted}
-    texts = {name: text for name, text in texts.items() if b"\0" not in text}
-    joined = b"".join(texts.values())
-    if not joined:
-        raise InputError(
-            f"load_text: {folder} has {len(names)} files, and none with text falls to {split!r} with seed={seed}; "
-            "give more files, another seed, or one file, which is cut"
-        )
-    return TextDataset(_tokens(joined), tuple(texts), f"{title} {split}")
-
-
-def _cut(path: Path, split: str) -> TextDataset:
-    text = _read(path)
-    at = len(text) - int(len(text) * HELD_OUT)
-    part = text[:at] if split == "train" else text[at:]
-    if not part:
-        raise InputError(f"load_text: {path} has {len(text)} bytes, which leaves none for {split!r}; give a longer text")
-    return TextDataset(_tokens(part), (path.name,), f"{path.name} {split}")
-
-
 def _read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
         raise InputError(f"load_text: cannot read {path}: {error.strerror}; give files that can be read") from error
-
-
-def _tokens(text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -33,7 +33,7 @@ from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation, Renamed, Shape, shape_of, size
 from derivations.rotary import angles
 from derivations.softmax import SoftmaxAt
-from derivations.stage import Names, Stage, leaf
+from derivations.stage import Names, Stage
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.formulas.recording import Parameter, StageValue, run
@@ -102,7 +102,7 @@ class BlockAt:
                 lambda symbol: self.norm(symbol, X.stage, part, name), lambda: marked("hat", X.stage.symbol), self.sums
             )
         if name == "factor" and self.spelt and (written := spelling(self.block)) is not None:
-            return Factor(part, written.letter)
+            return Factor(part, written[0])
         return part
 
     @property
@@ -326,8 +326,3 @@ def _gated(parts: BlockAt, name: str, Y: Stage) -> Stage:
 def block_stage(parts: BlockAt, X: Stage) -> Stage:
     """Return the output of a block as a stage on its parameters and its input."""
     return run(parts.block.equation, parts, StageValue(lambda name: X, lambda: X.symbol, parts.sums))
-
-
-def input_stage(X: Array) -> Stage:
-    """Return the tokens X."""
-    return leaf("X", X)

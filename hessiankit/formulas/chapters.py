@@ -128,12 +128,8 @@ class LayerNormOfThePaper(OperationAt):
         return self._objects.hessian
 
 
-def _norm(chapter: Make, *, eps: float, X: Array, **arrays: Array) -> Operation:
-    return chapter(X, **arrays, eps=Fraction(repr(eps)) if is_exact(X) else eps)
-
-
-def _group_norm(*, groups: int, kind: str, eps: float, X: Array, **arrays: Array) -> Operation:
-    return GroupNormRowsAt(X, groups, **arrays, eps=Fraction(repr(eps)) if is_exact(X) else eps, kind=kind)
+def _norm(chapter: Make, *, eps: float, X: Array, **given: Any) -> Operation:
+    return chapter(X, **given, eps=Fraction(repr(eps)) if is_exact(X) else eps)
 
 
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:
@@ -149,10 +145,6 @@ def _cross_entropy(Z: Array, target: Any = None) -> Operation:
 
 def _embedding(E: Array, tokens: Any = None, frozen: int | None = None) -> Operation:
     return TokenEmbeddingAt([i % int(E.shape[0]) for i in range(PRIMES["L"])] if tokens is None else tokens, E, frozen)
-
-
-def _activation(X: Array, kind: str, **slope: float) -> Operation:
-    return ActivationAt(kind, X, **slope)
 
 
 _GAINS = {"X": ("L", "d"), "gamma": ("d",), "beta": ("d",)}
@@ -184,7 +176,7 @@ CHAPTERS: dict[str, Chapter] = {
     ),
     "groupnorm": Chapter(
         "Y", r"\hat X\operatorname{diag}(\gamma) + \mathbf{1}\,\beta^\top,\quad \hat X = X\text{ normalised in groups of }d_g",
-        {"X": ("L", "g d_g"), "gamma": ("g d_g",), "beta": ("g d_g",)}, _group_norm, ("X", "X"), _GREEK,
+        {"X": ("L", "g d_g"), "gamma": ("g d_g",), "beta": ("g d_g",)}, partial(_norm, GroupNormRowsAt), ("X", "X"), _GREEK,
         values=(("s_i", r"\sqrt{\tfrac{1}{d_g}\|C_{d_g}\,x_i\|^2 + \varepsilon}\text{ for each group }x_i"),),
         options={"groups": 2, "kind": "layernorm", "eps": 1e-5},
     ),
@@ -209,7 +201,7 @@ CHAPTERS: dict[str, Chapter] = {
         extra={"b_1": (r"d_{ff}",), "b_2": (r"d_o",)}, values=(("U", r"Y\,W_1"),), options={"activation": "gelu"},
     ),
     "activation": Chapter(
-        "N", r"\sigma(X)", {"X": ("L", "d")}, _activation, ("X", "X"),
+        "N", r"\sigma(X)", {"X": ("L", "d")}, ActivationAt, ("X", "X"),
         options={"kind": "gelu"},
     ),
     "gain": Chapter(
@@ -263,13 +255,7 @@ def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor |
     if isinstance(inputs, Tensor) and inputs.ndim >= 2 and " " not in shapes[first][1]:
         sizes[shapes[first][1]] = int(inputs.shape[-1])
     point = drawn(shapes, sizes, seed)
-    options = dict(chapter.options)
-    if name == "embedding":
-        options["tokens"] = _tokens(inputs, length, SMALL["V"])
-    else:
-        point[first] = sequence(inputs, length, point[first].shape[1], seed, point[first])
-        options |= _target(name, target, point[first], seed)
-    return replace(chapter, options=options).subject(f"of the chapter {name}", point, seed)
+    return _at(name, chapter, point, point[first].shape[1], inputs, target, length, seed, f"of the chapter {name}")
 
 
 def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
@@ -279,21 +265,30 @@ def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, l
         InputError: If the module has no chapter, or the inputs do not fit.
     """
     name, chapter, arrays, options, width = _chapter_of(module)
-    parameters = dict(module.named_parameters())
-    if parameters:
+    if parameters := dict(module.named_parameters()):
         one_kind("derive", module, parameters)
-    like = next((p.detach() for p in parameters.values()), torch.zeros(0, dtype=torch.float64))
-    point: dict[str, Any] = {key: p.detach() for key, p in arrays.items() if p is not None}
+    if width is None:
+        width = 4 if not isinstance(inputs, Tensor) or inputs.ndim < 2 else int(inputs.shape[-1])
     chapter = replace(chapter, options={**chapter.options, **options})
+    point = {key: p.detach() for key, p in arrays.items() if p is not None}
+    return _at(name, chapter, point, width, inputs, target, length, seed, f"of {type(module).__name__}")
+
+
+def _at(
+    name: str, chapter: Chapter, point: dict[str, Tensor], width: int, inputs: Tensor | None, target: Tensor | None, length: int,
+    seed: int, title: str,
+) -> Subject:  # fmt: skip
+    """Return a chapter at parameters, on an input of this width and with a target."""
+    options, like = dict(chapter.options), next(iter(point.values()), torch.zeros(0, dtype=torch.float64))
     if name == "embedding":
-        chapter = replace(chapter, options={**chapter.options, "tokens": _tokens(inputs, length, like.shape[0])})
+        options["tokens"] = _tokens(inputs, length, like.shape[0])
     else:
         first = next(iter(chapter.shapes))
-        if width is None:
-            width = 4 if not isinstance(inputs, Tensor) or inputs.ndim < 2 else int(inputs.shape[-1])
-        point = {first: sequence(inputs, length, width, seed, like), **point}
-        chapter = replace(chapter, options={**chapter.options, **_target(name, target, point[first], seed)})
-    return chapter.subject(f"of {type(module).__name__}", point, seed)
+        X = sequence(inputs, length, width, seed, like)
+        point = {first: X, **{key: value for key, value in point.items() if key != first}}
+        if name in LOSSES and target is not None:
+            options["target"] = target_of(name, target, X, seed)
+    return replace(chapter, options=options).subject(title, point, seed)
 
 
 def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
@@ -311,11 +306,6 @@ def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
     return [int(token) for token in inputs.reshape(-1)]
 
 
-def _target(name: str, target: Tensor | None, Z: Tensor, seed: int) -> dict[str, Any]:
-    """Return the target of a loss as an option, {} where none is given."""
-    return {"target": target_of(name, target, Z, seed)} if name in LOSSES and target is not None else {}
-
-
 def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None]:
     """Return the chapter's name and row, parameters by argument, options, and the width of its input where it has one."""
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
@@ -327,7 +317,9 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         options: dict[str, Any] = {"eps": eps}
         if isinstance(module, GroupNorm):
             return "groupnorm", CHAPTERS["groupnorm"], arrays, {**options, "groups": groups, "kind": kind}, shape[0]
-        return kind, _without_missing(CHAPTERS[kind], arrays), arrays, options, shape[0]
+        rule = r"\hat X" + (r"\operatorname{diag}(\gamma)" if arrays["gamma"] is not None else "")
+        rule += r" + \mathbf{1}\,\beta^\top" if arrays["beta"] is not None else ""
+        return kind, replace(CHAPTERS[kind], rule=rule), arrays, options, shape[0]
     if isinstance(module, nn.Linear):
         chapter = CHAPTERS["linear"]
         rule = chapter.rule if module.bias is not None else r"X\,W"
@@ -355,10 +347,3 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         f"derive: {type(module).__name__} as it is set has no closed form by itself; pass a hessiankit.TransformerBlock, "
         f"a module of torch.nn ({MODULES}) or the name of a chapter ({', '.join(CHAPTERS)})"
     )
-
-
-def _without_missing(chapter: Chapter, arrays: Mapping[str, Any]) -> Chapter:
-    """Return the row of a norm without the gain or the shift that the module does not have."""
-    rule = r"\hat X" + (r"\operatorname{diag}(\gamma)" if arrays.get("gamma") is not None else "")
-    rule += r" + \mathbf{1}\,\beta^\top" if arrays.get("beta") is not None else ""
-    return replace(chapter, rule=rule)

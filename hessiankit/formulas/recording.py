@@ -9,10 +9,12 @@ gives the stages F, R = X + F, Y, M, S = Y + M and Z. A value that the equation 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
+from derivations.arrays import Array
 from derivations.gains import ColumnScaleAt, ScalarScaleAt
 from derivations.operation import Renamed, shape_of
 from derivations.stage import Names, Stage, total
@@ -48,41 +50,32 @@ class StageValue:
 
         return StageValue(make, lambda: own or f"({self.stage.symbol}+{other.stage.symbol})", self._sums)
 
-    def __rmul__(self, c: float) -> StageValue:
-        printed = sympy.latex(c.letter) if isinstance(c, Factor) else f"{float(c):.6g}"
-        return self.multiple(
-            lambda name, X: Stage(name, FactorAt(X.value, c), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
-        )
+    def __mul__(self, factor: Parameter | float) -> StageValue:
+        """Return this value times a number or a parameter; without a name it has a bar."""
+        return StageValue(lambda name: _scaled(name, self.stage, factor), lambda: bar(self.stage.symbol), self._sums)
 
-    def __mul__(self, factor: Parameter) -> StageValue:
-        return factor.times(self)
-
-    def multiple(self, make: Callable[[str, Stage], Stage]) -> StageValue:
-        """Return this value times something: (symbol, this stage) -> the stage; without a name it has a bar."""
-        return StageValue(lambda name: make(name, self.stage), lambda: bar(self.stage.symbol), self._sums)
+    __rmul__ = __mul__
 
 
+@dataclass(frozen=True)
 class Parameter:
     """A parameter of the block that an equation multiplies with: one entry for each feature, or a scalar."""
 
-    def __init__(self, name: str, value: Any) -> None:
-        self.name, self.value = name, value
+    name: str
+    value: Array
 
-    def times(self, value: StageValue) -> StageValue:
-        """Return value * parameter, as broadcasting has it."""
 
-        def make(name: str, X: Stage) -> Stage:
-            vector = bool(shape_of(self.value))
-            operation = ColumnScaleAt(X.value, self.value) if vector else ScalarScaleAt(X.value, self.value)
-            letter = "v" if vector else "a"
-            rule = rf"{X.symbol}\operatorname{{diag}}({self.name})" if vector else rf"{self.name}\,{X.symbol}"
-            alphabet = {"X": X.symbol, letter: self.name}
-            return Stage(name, Renamed(operation, {letter: self.name}), {"X": X}, alphabet=alphabet, rule=rule, index=index_of)
-
-        return value.multiple(make)
-
-    def __mul__(self, value: StageValue) -> StageValue:
-        return self.times(value)
+def _scaled(name: str, X: Stage, factor: Parameter | float) -> Stage:
+    """Return a stage times a number or a parameter, as broadcasting has it."""
+    if not isinstance(factor, Parameter):
+        printed = sympy.latex(factor.letter) if isinstance(factor, Factor) else f"{float(factor):.6g}"
+        return Stage(name, FactorAt(X.value, factor), {"X": X}, rule=rf"{printed}\,{X.symbol}", index=index_of)
+    vector = bool(shape_of(factor.value))
+    operation = ColumnScaleAt(X.value, factor.value) if vector else ScalarScaleAt(X.value, factor.value)
+    letter = "v" if vector else "a"
+    rule = rf"{X.symbol}\operatorname{{diag}}({factor.name})" if vector else rf"{factor.name}\,{X.symbol}"
+    alphabet = {"X": X.symbol, letter: factor.name}
+    return Stage(name, Renamed(operation, {letter: factor.name}), {"X": X}, alphabet=alphabet, rule=rule, index=index_of)
 
 
 def run(equation: Equation, parts: Any, X: StageValue) -> Stage:

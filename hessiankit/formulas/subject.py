@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from derivations.arrays import Array
-from derivations.stage import Stage
+from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
 from hessiankit.engine.problem.calling import one_kind
-from hessiankit.formulas.block_at import BlockAt, attention_stage, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, attention_stage, block_stage
 from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
 from hessiankit.support.errors import InputError, unknown
 
@@ -96,7 +96,7 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
 
     point = {name: p.detach() for name, p in block.named_parameters() if name in symbols} | {"X": X}
     written = spelling(block)
-    known = [written.known] if written else []
+    known = [written[1]] if written else []
     wrt, of = ("attention.W_Q", "attention.W_V"), _OfBlock(block, branch, seed)
     return Subject(point, symbols, wrt, of.stage, of.printed, known, title="of a transformer block")
 
@@ -120,7 +120,8 @@ class _OfBlock:
         return self._output(BlockAt(self.block, parameters, spelt=exact), point["X"])
 
     def _output(self, parts: BlockAt, tokens: Array) -> Stage:
-        return attention_stage(parts, "S", input_stage(tokens)) if self.branch else block_stage(parts, input_stage(tokens))
+        X = leaf("X", tokens)
+        return attention_stage(parts, "S", X) if self.branch else block_stage(parts, X)
 
 
 def _asked_block(block: nn.Module) -> TransformerBlock:

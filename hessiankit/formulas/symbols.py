@@ -105,19 +105,12 @@ class SizeName:
                 return str(sympy.latex(rest))
             name = self.scalar(number)
             return None if name is None else rf"{name}\,{sympy.latex(rest)}"
-        if c.is_Rational:
-            return self._fraction(Fraction(int(c.p), int(c.q)))
-        square = c**2
-        if square.is_Rational and square.p == 1 and self._is_size(int(square.q)):
-            sign = "-" if c.is_negative else ""
-            return sign + rf"\frac{{1}}{{\sqrt{{{self(int(square.q))}}}}}"
-        return None
-
-    def _fraction(self, c: Fraction) -> str | None:
-        if c.denominator == 1 or not self._is_size(c.denominator):
+        sign, number = "-" if c.is_negative else "", c if c.is_Rational else c**2
+        if not number.is_Rational or number.q == 1 or not self._is_size(int(number.q)):
             return None
-        sign = "-" if c < 0 else ""
-        return sign + rf"\frac{{{abs(c.numerator)}}}{{{self(c.denominator)}}}"
+        if c.is_Rational:
+            return sign + rf"\frac{{{abs(c.p)}}}{{{self(int(c.q))}}}"
+        return sign + rf"\frac{{1}}{{\sqrt{{{self(int(number.q))}}}}}" if number.p == 1 else None
 
     def _is_size(self, n: int) -> bool:
         for number, _ in self.letters:
@@ -226,25 +219,15 @@ class Factor(float):
         return made
 
 
-@dataclass(frozen=True)
-class Spelling:
-    r"""How a block's factor is written.
-
-    Args:
-        letter: SymPy expression, alpha or 1/sqrt(ell).
-        known: LaTeX of its letter and of the letter's value.
-    """
-
-    letter: sympy.Expr
-    known: tuple[str, str]
-
-
-def spelling(block: TransformerBlock) -> Spelling | None:
+def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | None:
     r"""Return how a block's factor is written, or None if its equation has none.
 
-    >>> spelling(TransformerBlock(4, 5, placement="lns", layer=4)).known
+    Returns:
+        The SymPy expression, such as alpha or 1/sqrt(ell), and LaTeX of its letter and of the letter's value.
+
+    >>> spelling(TransformerBlock(4, 5, placement="lns", layer=4))[1]
     ('\\ell', '4')
-    >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8)).known
+    >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8))[1]
     ('\\alpha', '(2N)^{1/4} = 2')
     """
     value, own = block.factor, block.own_placement
@@ -258,7 +241,7 @@ def spelling(block: TransformerBlock) -> Spelling | None:
     letter = sympy.sympify(written, letters | {"c": sympy.Symbol("c", real=True)})
     (symbol,) = letter.free_symbols
     known = str(block.layer) if symbol == letters["ell"] else (f"{rule} = " if rule and usual else "") + f"{value:.6g}"
-    return Spelling(letter, (str(symbol), known))
+    return letter, (str(symbol), known)
 
 
 @dataclass(frozen=True, eq=False)

@@ -25,7 +25,7 @@ from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
-from hessiankit.support.lanczos import EigenSearch, RitzPairs, quadrature
+from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature
 from hessiankit.support.progress import Tell, progress_bar, silent
 
 WHO = "spectrum"
@@ -237,13 +237,15 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) 
 
 def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, tell: Tell) -> RitzPairs:
     first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
-    options: dict[str, Any] = {"tol": plan.tol, "most": plan.most, "basis": basis, "seed": plan.seed}
-    search = EigenSearch(first.to(matrix.device, matrix.torch_dtype), top=plan.top, bottom=plan.bottom, **options)
+    first = first.to(matrix.device, matrix.torch_dtype)
 
     def after(products: int, converged: int) -> None:
         tell(f"{name}: eigenpairs, {products} products", converged, plan.top + plan.bottom)
 
-    return search.run(matrix.__matmul__, after)
+    return extreme_eigenpairs(
+        matrix.__matmul__, first, top=plan.top, bottom=plan.bottom, tol=plan.tol, most=plan.most, basis=basis, seed=plan.seed,
+        tell=after,
+    )  # fmt: skip
 
 
 def _quadrature(
@@ -262,7 +264,7 @@ def _quadrature(
         draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
         starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64) for g in draws])
         starts = starts.to(matrix.device, matrix.torch_dtype)
-        done += list(quadrature(matrix.__matmul__, starts, steps, against=U, together=count, norm=norm))
+        done += quadrature(matrix.__matmul__, starts, steps, against=U, norm=norm)
         tell(f"{name}: density, directions", len(done), plan.directions)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))
     for row, (t, w) in enumerate(done):

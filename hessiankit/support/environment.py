@@ -6,7 +6,6 @@ import hashlib
 import os
 import platform
 import subprocess
-import time
 from datetime import datetime, timezone
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -51,35 +50,6 @@ def code_version(*names: str) -> str:
         for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(file.read_bytes())
     return f"torch {torch.__version__}, code {digest.hexdigest()[:12]}"
-
-
-def take_free_cores() -> None:
-    """Let torch use the cores that are idle now, one at least, unless OMP_NUM_THREADS says how many.
-
-    Threads on cores that other programs hold wait for each other at every operation.
-    """
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, min(torch.get_num_threads(), _idle_cores())))
-
-
-def _idle_cores() -> int:
-    """Return how many cores of this process were idle for most of a fifth of a second; by the load average where none tells."""
-    try:
-        before = _ticks()
-        time.sleep(0.2)
-        after = _ticks()
-        mine = os.sched_getaffinity(0) & before.keys() & after.keys()
-        return sum(2 * (after[k][0] - before[k][0]) > after[k][1] - before[k][1] for k in mine)
-    except (OSError, AttributeError):
-        load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-        return (os.cpu_count() or 1) - round(load)
-
-
-def _ticks() -> dict[int, tuple[int, int]]:
-    """Return for every core its idle time and all its time so far."""
-    lines = Path("/proc/stat").read_text(encoding="utf-8").splitlines()
-    cores = (line.split() for line in lines if line.startswith("cpu") and line[3].isdigit())
-    return {int(name[3:]): (int(times[3]) + int(times[4]), sum(map(int, times))) for name, *times in cores}
 
 
 def processor() -> str:

@@ -10,7 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -98,11 +98,8 @@ def _why(error: Exception) -> str:
 
 def built() -> Path:
     """Return where the kernels for this machine are, once they are built."""
-    return _root() / f"hessiankit_{_key()}" / "hessiankit_kernels.so"
-
-
-def _root() -> Path:
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    return root / f"hessiankit_{_key()}" / "hessiankit_kernels.so"
 
 
 @cache
@@ -122,11 +119,8 @@ def _found() -> ctypes.CDLL | None:
 @cache
 def _key() -> str:
     parts = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
-    return _digest([*parts, *FLAGS, platform.machine(), _instructions()])
-
-
-def _digest(parts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    content = "\n".join([*parts, *FLAGS, platform.machine(), _instructions()])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def _instructions() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -140,30 +140,26 @@ class LanczosBasis:
         values, vectors = torch.linalg.eigh(self.T[: self.n, : self.n])
         return values, vectors
 
-    def vectors(self, weights: Tensor) -> Tensor:
-        """Return the combinations of the basis by the columns of ``weights`` (n, k), as rows (k, P)."""
-        out = self.Q.new_empty(weights.shape[1], self.Q.shape[1])
-        return self._combine(weights, out)
-
-    def _combine(self, weights: Tensor, out: Tensor) -> Tensor:
+    def combine(self, weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the combinations of the basis by the columns of ``weights`` (n, k), as rows (k, P); ``out`` may lie in Q."""
+        out = self.Q.new_empty(weights.shape[1], self.Q.shape[1]) if out is None else out
         rows = weights.T.to(self.Q)
-        for start in range(0, self.Q.shape[1], CHUNK):  # out may be the first rows of Q
+        for start in range(0, self.Q.shape[1], CHUNK):
             columns = slice(start, start + CHUNK)
             out[:, columns] = rows @ self.Q[: self.n, columns]
         return out
 
-    def restart(self, kept: Sequence[int]) -> None:
+    def restart(self, kept: list[int]) -> None:
         """Keep some Ritz vectors, by their places among the ascending values, and the next direction.
 
         (Wu and Simon, SIAM J. Matrix Anal. Appl. 22, 2000.)
         """
         values, vectors = self.ritz()
-        chosen = list(kept)
-        self._combine(vectors[:, chosen], self.Q[: len(chosen)])
+        self.combine(vectors[:, kept], self.Q[: len(kept)])
         self.T.zero_()
-        self.T.diagonal()[: len(chosen)] = values[chosen]
-        self.known = float(self.known[-1]) * vectors[-1, chosen]
-        self.n = len(chosen)
+        self.T.diagonal()[: len(kept)] = values[kept]
+        self.known = float(self.known[-1]) * vectors[-1, kept]
+        self.n = len(kept)
 
 
 @dataclass(frozen=True)
@@ -186,15 +182,29 @@ class RitzPairs:
     converged: bool
 
 
-class EigenSearch:
-    """Search for eigenpairs at both ends of a spectrum by thick-restart Lanczos; an iteration of products.
+def extreme_eigenpairs(
+    product: Product,
+    start: Tensor,
+    *,
+    top: int = 1,
+    bottom: int = 0,
+    tol: float = 1e-3,
+    most: int = 60,
+    basis: int = 20,
+    again: bool = True,
+    seed: int = 0,
+    tell: Callable[[int, int], None] = lambda products, converged: None,
+) -> RitzPairs:
+    """Return eigenpairs at both ends of a spectrum by Lanczos with full reorthogonalisation and thick restarts.
 
-    A Krylov space holds one vector of every eigenspace, so that multiple eigenvalues would be counted once. When all wanted pairs
-    have converged they are kept, and the basis is filled from a random direction orthogonal to them; if that changes one of
-    the wanted values, the search goes on.
+    When the basis is full, the better half of its Ritz vectors and the last direction start the next one, so that memory stays
+    at ``basis`` vectors. A Krylov space holds one vector of every eigenspace, so that multiple eigenvalues would be counted
+    once. When all wanted pairs have converged they are kept, and the basis is filled from a random direction orthogonal to
+    them; if that changes one of the wanted values, the search continues.
 
     Args:
-        start: First direction, (P,), not zero.
+        product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
+        start: First direction, (P,), not zero; in the dtype of the products.
         top: Eigenvalues wanted at the upper end.
         bottom: At the lower end; top + bottom <= P.
         tol: Of the residuals, relative to the largest |Ritz value|.
@@ -202,135 +212,71 @@ class EigenSearch:
         basis: Vectors kept at most; at least top + bottom + 2.
         again: Whether to look a second time, for multiple eigenvalues.
         seed: Of random directions.
-    """
-
-    def __init__(
-        self,
-        start: Tensor,
-        *,
-        top: int = 1,
-        bottom: int = 0,
-        tol: float = 1e-3,
-        most: int = 60,
-        basis: int = 20,
-        again: bool = True,
-        seed: int = 0,
-    ) -> None:
-        self.size, self.top, self.bottom = start.numel(), top, bottom
-        self.tol, self.most, self.again = tol, most, again
-        self.basis = LanczosBasis(start, min(basis, self.size), seed=seed)
-        self.before: Tensor | None = None  # the wanted values before the second look
-        self.converged, self.restarts = 0, 0
-
-    def _wanted(self, n: int) -> list[int]:
-        return sorted({*range(n - min(self.top, n), n), *range(min(self.bottom, n))})
-
-    def run(self, product: Product, tell: Callable[[int, int], None] = lambda done, converged: None) -> RitzPairs:
-        """Return the pairs that have been found when all have converged, or when products run out.
-
-        Args:
-            product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
-            tell: Called with (products, pairs converged) after each product, and after each restart.
-        """
-        wanted = self.top + self.bottom
-        while not self._step(product, wanted):
-            tell(self.basis.taken, self.converged)
-        return self._result(product)
-
-    def _step(self, product: Product, wanted: int) -> bool:
-        """Take one product; tell whether the search is over."""
-        basis = self.basis
-        basis.take(product(basis.direction))
-        values, vectors = basis.ritz()
-        chosen = self._wanted(basis.n)
-        scale = float(values.abs().max())
-        good = basis.beta * vectors[-1, chosen].abs() <= self.tol / 2 * scale
-        self.converged = int(good.sum())
-        if basis.n == self.size or basis.taken >= self.most - wanted:
-            return True
-        full = basis.n == len(basis.Q)
-        if basis.n < wanted or not (bool(good.all()) or full):
-            return False
-        if bool(good.all()):
-            if not self.again or self._unchanged(values[chosen], scale, full):
-                return True
-            if self.before is None:  # the second look begins
-                self.before, self.restarts = values[chosen], self.restarts + 1
-                basis.restart(chosen)
-                basis.turn()
-                return False
-        if full:
-            extra = (len(basis.Q) - wanted) // 2
-            upper = extra if not self.bottom else 0 if not self.top else -(-extra // 2)
-            kept = {*range(basis.n - self.top - upper, basis.n), *range(self.bottom + extra - upper)}
-            basis.restart(sorted(kept, reverse=True))
-            self.restarts += 1
-        return False
-
-    def _unchanged(self, values: Tensor, scale: float, full: bool) -> bool:
-        """Whether a second look has been long enough and found nothing; one that found something is over."""
-        if self.before is None:
-            return False
-        if bool(((values - self.before).abs() > self.tol * scale).any()):
-            self.before = None
-            return False
-        return full
-
-    def _result(self, product: Product) -> RitzPairs:
-        values, vectors = self.basis.ritz()
-        chosen = self._wanted(self.basis.n)[::-1]
-        V = self.basis.vectors(vectors[:, chosen])
-        V = V / V.norm(dim=1, keepdim=True)
-        HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
-        found = (V * HV).sum(1, keepdim=True)
-        residuals = (HV - found * V).norm(dim=1).double().cpu()
-        ok = bool((residuals <= self.tol * float(values.abs().max())).all())
-        order = found[:, 0].argsort(descending=True, stable=True)
-        products = self.basis.taken + len(chosen)
-        enough = len(chosen) == self.top + self.bottom
-        return RitzPairs(found[order, 0].double().cpu(), V[order], residuals[order.cpu()], products, ok and enough)
-
-
-def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:
-    """Return the largest eigenvalue of a symmetric matrix H by Lanczos with full reorthogonalisation and thick restarts.
-
-    When the basis is full, the better half of its Ritz vectors and the last direction start the next one
-    (:class:`LanczosBasis`), so that memory stays at ``basis`` vectors.
-
-    Args:
-        product: v (P,) -> H v (P,).
-        start: Vector to start from, (P,), not zero; in the dtype of the products.
-        tol: Of the residual, relative to the eigenvalue of largest magnitude met so far.
-        most: Products at most; one of them is spent on the residual.
-        basis: Vectors kept at most, 3 or more.
+        tell: Called with (products, pairs converged) after each product that does not end the search.
 
     Raises:
         InputError: A product is not finite, or H is not symmetric.
+    """
+    wanted, space = top + bottom, LanczosBasis(start, min(basis, start.numel()), seed=seed)
+    before: Tensor | None = None  # the wanted values when they converged last
+    while True:
+        space.take(product(space.direction))
+        values, vectors = space.ritz()
+        n, full = space.n, space.n == len(space.Q)
+        chosen = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
+        scale = float(values.abs().max())
+        good = space.beta * vectors[-1, chosen].abs() <= tol / 2 * scale
+        if n == start.numel() or space.taken >= most - wanted:
+            break
+        if n >= wanted and bool(good.all()):
+            new = before is None or bool(((values[chosen] - before).abs() > tol * scale).any())
+            if not again or (full and not new):
+                break
+            if new:
+                before, full = values[chosen], False
+                space.restart(chosen)
+                space.turn()
+        if full:
+            extra = (len(space.Q) - wanted) // 2
+            upper = extra if not bottom else 0 if not top else -(-extra // 2)
+            kept = {*range(n - top - upper, n), *range(bottom + extra - upper)}
+            space.restart(sorted(kept, reverse=True))
+        tell(space.taken, int(good.sum()))
+    V = space.combine(vectors[:, chosen[::-1]])
+    V = V / V.norm(dim=1, keepdim=True)
+    HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
+    found = (V * HV).sum(1, keepdim=True)
+    residuals = (HV - found * V).norm(dim=1).double().cpu()
+    ok = len(V) == wanted and bool((residuals <= tol * scale).all())
+    order = found[:, 0].argsort(descending=True, stable=True)
+    return RitzPairs(found[order, 0].double().cpu(), V[order], residuals[order.cpu()], space.taken + len(V), ok)
+
+
+def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:
+    """Return the largest eigenvalue of a symmetric matrix H, as :func:`extreme_eigenpairs`; one product is for the residual.
 
     >>> H = torch.diag(torch.tensor([-9.0, 1.0, 2.0, 5.0], dtype=torch.float64))
     >>> found = lanczos(H.matmul, torch.ones(4, dtype=torch.float64))
     >>> round(found.value, 9), found.residual < 1e-9, found.converged
     (5.0, True, True)
     """
-    search = EigenSearch(start, tol=tol, most=most, basis=min(basis, most), again=False)
-    found = search.run(product)
+    found = extreme_eigenpairs(product, start, tol=tol, most=most, basis=min(basis, most), again=False)
     return RitzValue(float(found.values[0]), float(found.residuals[0]), found.products, found.converged, found.vectors[0])
 
 
 def quadrature(
-    product: Product, starts: Tensor, steps: int, *, against: Tensor | None = None, together: int = 1, norm: float = 0.0
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield nodes and weights (m,) of the Gauss quadrature of each start vector's spectral measure, m <= ``steps``.
+    product: Product, starts: Tensor, steps: int, *, against: Tensor | None = None, norm: float = 0.0
+) -> list[tuple[Tensor, Tensor]]:
+    """Return nodes and weights (m,) of the Gauss quadrature of each start vector's spectral measure, m <= ``steps``.
 
     sum_i weight_i f(node_i) = q^T f(H) q for polynomials f of degree below 2 m, with q the unit vector of the start (Golub and
     Meurant, Matrices, Moments and Quadrature, 2010, Sec. 3 and 6).
 
     Args:
         product: V (P, k) -> H V.
-        starts: Rows (s, P).
+        starts: Rows (s, P), whose products are taken together.
         steps: Lanczos steps, products of each start.
         against: Orthonormal rows whose complement H is compressed to; the starts are projected.
-        together: Starts whose products are taken together.
         norm: Of H, as far as it is known.
 
     >>> H = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
@@ -339,15 +285,12 @@ def quadrature(
     ([1.0, 3.0], [0.5, 0.5])
     """
     room = starts.shape[1] - (0 if against is None else len(against))
-    for part in starts.split(together):
-        bases = [LanczosBasis(start, min(steps, room), against=against, norm=norm) for start in part]
-        open_ = list(bases)
-        while open_:
-            W = product(torch.stack([basis.direction for basis in open_], dim=1))
-            for basis, w in zip(list(open_), W.T, strict=True):
-                basis.take(w)
-                if basis.n == len(basis.Q) or basis.draws:  # a random direction has no weight in the start's measure
-                    open_.remove(basis)
-        for basis in bases:
-            nodes, vectors = basis.ritz()
-            yield nodes, vectors[0].square()
+    bases = [LanczosBasis(start, min(steps, room), against=against, norm=norm) for start in starts]
+    unfinished = bases
+    while unfinished:
+        W = product(torch.stack([basis.direction for basis in unfinished], dim=1))
+        for basis, w in zip(unfinished, W.T, strict=True):
+            basis.take(w)
+        # a random direction has no weight in the start's measure
+        unfinished = [basis for basis in unfinished if basis.n < len(basis.Q) and not basis.draws]
+    return [(nodes, vectors[0].square()) for nodes, vectors in (basis.ritz() for basis in bases)]

@@ -12,9 +12,10 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from itertools import zip_longest
+from typing import Any, TypeAlias
 
 from rich.cells import cell_len
 
@@ -30,18 +31,31 @@ ALL = "all of it: .table(); on the command line --table, or a pipe"
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headers; made by :func:`table`."""
+    """Cells under headers; made by :func:`table`.
+
+    Attributes:
+        headers: One a column, each only once.
+        rows: The cells.
+        title: Line above the table.
+        left: How many columns are aligned on the left.
+        ranked: The rank in words.
+        spread: Where rows are omitted, evenly spaced ones remain, with the first and the last.
+        names: Dotted names in cells, as in "a.W_Q x a.W_K"; a narrow terminal shows their shortest unique endings.
+        prose: Headers of the columns that may flow over several lines.
+        drop: Headers of the columns that are left out in a narrow terminal, in this order.
+        rank: A number for each row; where rows are omitted, the largest remain.
+    """
 
     headers: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     title: str = ""
     left: int = 1
+    ranked: str = ""
+    spread: bool = False
     names: tuple[str, ...] = ()
     prose: tuple[str, ...] = ()
     drop: tuple[str, ...] = ()
     rank: tuple[float, ...] = ()
-    ranked: str = ""
-    spread: bool = False
 
     def top(self, count: int) -> Table:
         """Return ``count`` rows, named in the title: the first, the largest by rank, or evenly spaced ones.
@@ -79,29 +93,13 @@ def table(
     *,
     title: str | None = None,
     left: int = 1,
-    names: Iterable[str] = (),
-    prose: Iterable[str] = (),
-    drop: Iterable[str] = (),
-    rank: Iterable[float] = (),
     ranked: str = "",
     spread: bool = False,
+    **lists: Iterable[Any],
 ) -> Table:
-    """Return a table whose first ``left`` columns are text and the others numbers.
-
-    Args:
-        headers: One a column, each only once.
-        rows: The cells.
-        title: Line above the table.
-        left: How many columns are aligned on the left.
-        names: Dotted names in cells, as in "a.W_Q x a.W_K"; a narrow terminal shows their shortest unique endings.
-        prose: Headers of the columns that may flow over several lines.
-        drop: Headers of the columns that are left out in a narrow terminal, in this order.
-        rank: A number for each row; where rows are omitted, the largest remain.
-        ranked: The rank in words.
-        spread: Where rows are omitted, evenly spaced ones remain, with the first and the last.
-    """
-    cells = tuple(tuple(row) for row in rows)
-    return Table(tuple(headers), cells, title or "", left, tuple(names), tuple(prose), tuple(drop), tuple(rank), ranked, spread)
+    """Return a :class:`Table` of any iterables: its first ``left`` columns are text and the others numbers."""
+    cells, others = tuple(map(tuple, rows)), {name: tuple(values) for name, values in lists.items()}
+    return Table(tuple(headers), cells, title or "", left, ranked, spread, **others)
 
 
 class Printed:
@@ -270,61 +268,52 @@ def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
-def _columns(one: Table, measure: Callable[[str], int]) -> list[int]:
-    """Return the largest measure of the cells of each column."""
-    return [max((measure(row[k]) for row in one.rows), default=0) for k in range(len(one.headers))]
-
-
 def _natural(one: Table) -> list[int]:
-    return [max(cell_len(h), w) for h, w in zip(one.headers, _columns(one, cell_len), strict=True)]
+    return [max(map(cell_len, column)) for column in zip(one.headers, *one.rows, strict=True)]
 
 
 def _squeezed(one: Table, width: int) -> list[int] | None:
     """Return the columns' widths with headers broken and prose flowing, or None if that is too wide."""
-    cells, words = _columns(one, cell_len), _columns(one, lambda cell: max(map(cell_len, cell.split()), default=0))
-    least = [
-        max(*map(cell_len, _pieces(h)), min(cells[k], max(min(words[k], WORD), PROSE)) if h in one.prose else cells[k])
-        for k, h in enumerate(one.headers)
-    ]
-    spare = width - _total(least)
+    widths, wishes = [], []
+    for k, header in enumerate(one.headers):
+        cells, prose = [row[k] for row in one.rows], header in one.prose
+        wide, word = (max(map(cell_len, texts), default=0) for texts in (cells, " ".join(cells).split()))
+        least = min(wide, max(min(word, WORD), PROSE)) if prose else wide
+        widths.append(max(least, *(cell_len(piece.strip()) for piece in _pieces(header))))
+        wishes += [(k, wide, True)] if prose else []
+    spare = width - _total(widths)
     if spare < 0:
         return None
-    for k, h in enumerate(one.headers):
-        more = min(max(cells[k] - least[k], 0), spare) if h in one.prose else 0
-        least[k], spare = least[k] + more, spare - more
-    for k, h in enumerate(one.headers):  # what is left makes headers whole
-        more = max(cell_len(h) - least[k], 0)
-        if more <= spare:
-            least[k], spare = least[k] + more, spare - more
-    return least
+    wishes += [(k, cell_len(header), False) for k, header in enumerate(one.headers)]  # what is left makes headers whole
+    for k, wish, in_part in wishes:
+        more = max(wish - widths[k], 0)
+        more = min(more, spare) if in_part or more <= spare else 0
+        widths[k], spare = widths[k] + more, spare - more
+    return widths
 
 
 def _pieces(header: str) -> list[str]:
-    """Return where a header may break.
+    """Return a header in the pieces between which it may break.
 
-    >>> _pieces("reverse-over-reverse"), _pieces("jvp(grad)"), _pieces("||.||_2")
-    (['reverse-', 'over-', 'reverse'], ['jvp', '(grad)'], ['||.||_2'])
+    >>> _pieces("reverse-over-reverse"), _pieces("jvp(grad) of it"), _pieces("||.||_2")
+    (['reverse-', 'over-', 'reverse'], ['jvp', '(grad)', ' of', ' it'], ['||.||_2'])
     """
-    return [piece for piece in re.split(r"(?<=[a-z]-)(?=[a-z])|\s+|(?<=\w)(?=\()|(?<=\w)(?=\.\w)", header) if piece] or [""]
+    return re.split(r"(?<=[a-z]-)(?=[a-z])|(?=\s)|(?<=\w)(?=\()|(?<=\w)(?=\.\w)", header)
 
 
-def _header(header: str, width: int) -> list[str]:
-    """Return a header in lines of at most ``width``."""
-    if cell_len(header) <= width:
-        return [header]
+def _flowed(pieces: Iterable[str], width: int) -> list[str]:
+    """Return pieces in lines of at most ``width``, where each by itself is no wider."""
     lines = [""]
-    for piece in _pieces(header):
-        space = " " if f"{lines[-1]} {piece}".strip() in header and lines[-1] and f"{lines[-1]}{piece}" not in header else ""
-        if cell_len(lines[-1] + space + piece) <= width:
-            lines[-1] += space + piece
-        else:
-            lines.append(piece)
-    return [line for line in lines if line]
+    for piece in pieces:
+        if cell_len(lines[-1] + piece) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += piece if lines[-1] else piece.lstrip()
+    return lines
 
 
 def _grid(one: Table, widths: Sequence[int]) -> list[str]:
     """Return headers, a rule and the rows."""
-    heads = [_header(h, w) for h, w in zip(one.headers, widths, strict=True)]
+    heads = [_flowed(_pieces(h), w) for h, w in zip(one.headers, widths, strict=True)]
     tall = max(map(len, heads), default=0)
     left = [k < one.left or h in one.prose for k, h in enumerate(one.headers)]
     lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, left)
@@ -336,27 +325,20 @@ def _grid(one: Table, widths: Sequence[int]) -> list[str]:
 
 
 def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> list[str]:
+    """Return cells of several lines beside each other."""
     lines = []
-    for n in range(max(map(len, cells), default=0)):
-        texts = [cell[n] if n < len(cell) else "" for cell in cells]
-        padded = (
-            text + " " * (w - cell_len(text)) if on_left else " " * (w - cell_len(text)) + text
-            for text, w, on_left in zip(texts, widths, left, strict=True)
-        )
+    for texts in zip_longest(*cells, fillvalue=""):
+        gaps = [" " * (w - cell_len(text)) for text, w in zip(texts, widths, strict=True)]
+        padded = (text + gap if on_left else gap + text for text, gap, on_left in zip(texts, gaps, left, strict=True))
         lines.append(GAP.join(padded).rstrip())
     return lines
 
 
 def _stacked(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """Return a row over several lines: its first cell, then each other cell after its header."""
-    lines = _filled(row[0], width)
-    line = ""
-    for item in (f"{header}: {cell}" for header, cell in zip(headers[1:], row[1:], strict=True) if cell):
-        if line and cell_len(f"{line}{GAP}{item}") > width:
-            lines += _filled(line, width)
-            line = ""
-        line = f"{line}{GAP}{item}"
-    return lines + (_filled(line, width) if line else [])
+    items = [f"{GAP}{header}: {cell}" for header, cell in zip(headers[1:], row[1:], strict=True) if cell]
+    flowed = [GAP + line for line in _flowed(items, width - len(GAP)) if line]
+    return [line for part in (row[0], *flowed) for line in _filled(part, width)]
 
 
 def two_numbers(a: float, b: float) -> str:

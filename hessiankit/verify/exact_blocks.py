@@ -24,10 +24,11 @@ from torch import nn
 from derivations.activation import KINDS
 from derivations.arrays import Array
 from derivations.matrix import Dense, Matrix, Named
+from derivations.stage import leaf
 from hessiankit.blocks import PLACEMENTS, Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.blocks.parts import BlockParts
-from hessiankit.formulas.block_at import BlockAt, Exact, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, Exact, block_stage
 from hessiankit.verify.block_structure import BlockStructure
 from hessiankit.verify.exact_case import EXACT, Comparison, Draw, ExactCase, against
 from hessiankit.verify.jets import FormalFunction, Jet, Variables, values
@@ -184,7 +185,7 @@ def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Compariso
     jets = JetBlock(block, {n: point.jets[symbols[n]] for n in at}, draw)
     output = jets(point.jets["X"])
     with formal_activation(draw.smooth):
-        Z = block_stage(BlockAt(block, at, exact=_exact(block, jets)), input_stage(X))
+        Z = block_stage(BlockAt(block, at, exact=_exact(block, jets)), leaf("X", X))
         written = _Written()
         for comparison in against(Z, point, output):
             yield replace(comparison, closed=written(comparison.closed))

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from derivations.attention import AttentionAt
 from derivations.normalization import RMSNormAt
-from derivations.stage import Stage
+from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
-from hessiankit.formulas.block_at import BlockAt, attention_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, attention_stage
 from papers.drawing import Draw
 from papers.notation import rms_norm
 
@@ -103,4 +103,4 @@ def closed_attention(head: HeadPoint, normed: str) -> Stage:
     options: dict[str, Any] = {"norm": "rmsnorm", "eps": 0.0, "affine": False, "output_projection": True, "causal": head.causal}
     block = TransformerBlock(d, 1, placement=f"{normed}-post", d_k=d_k, d_v=d_k, **options).double()
     values = {f"attention.{letter}": W for letter, W in zip(LETTERS, head.weights, strict=True)}
-    return attention_stage(BlockAt(block, values), "S", input_stage(head.X))
+    return attention_stage(BlockAt(block, values), "S", leaf("X", head.X))

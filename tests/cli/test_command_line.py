@@ -218,7 +218,7 @@ def test_errors_are_one_line(given: str, capsys: pytest.CaptureFixture[str]) -> 
         ("derive --wrt queri", "derive: wrt='queri' is not known; did you mean 'query'"),
         ("derive --wrt query key value", "is not one or two names"),
         ("derive --loss mae", "derive: loss='mae' is not known"),
-        ("derive --layer 0", "derive: argument --layer: 0 is not a positive number"),
+        ("derive --layer 0", "derive: argument --layer: '0' is not a positive whole number"),
         ("derive --wrt down --out no/file", "derive: cannot write"),
         ("derive layernorm --heads 2", "--heads describes a block and 'layernorm' is none"),
         ("bounds --loss hinge", "hinge"),

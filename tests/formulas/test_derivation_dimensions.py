@@ -10,8 +10,9 @@ import torch
 from derivation_reference import generic
 
 from derivations.matrix import BlockDiagonal, Commutation, Dense, Diagonal, DiagonalLift, Identity, Named, Ones, Scaled, Zero
+from derivations.stage import leaf
 from hessiankit import TransformerBlock, derive
-from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, block_stage
 from hessiankit.formulas.symbols import SizeName, prime_copy, sizes_for, symbol_of
 
 _FACTOR = re.compile(r"(H_\{KV\}|d_\{ff\}|d_K|d_v|d_g|L|H|d|r|g|\d+)(?:\^(?:\{(\d+)\}|(\d)))?")
@@ -44,8 +45,8 @@ def stages(kind):
     other, tokens = prime_copy(block, sizes, 0)
     own = {name: p.detach() for name, p in block.named_parameters()}
     pair = (
-        block_stage(BlockAt(block, own), input_stage(torch.randn(LENGTH, block.d_model, dtype=torch.float64))),
-        block_stage(BlockAt(block, other, sizes=sizes, spelt=True), input_stage(tokens)),
+        block_stage(BlockAt(block, own), leaf("X", torch.randn(LENGTH, block.d_model, dtype=torch.float64))),
+        block_stage(BlockAt(block, other, sizes=sizes, spelt=True), leaf("X", tokens)),
     )
     real = {
         "L": LENGTH, "d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": HIDDEN, "H": part.n_heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
 from hessiankit.formulas.chapters import CHAPTERS
-from hessiankit.formulas.page import page
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.formulas.typesetting import WIDTH, broken, legend, plain, signs
 
@@ -152,8 +152,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "derivations.md"
 
 
 def test_the_page_is_true():
-    text = PAGE.read_text(encoding="utf-8")
-    assert text == page(text), "run: python -m hessiankit.formulas.page docs"
+    text, page = PAGE.read_text(encoding="utf-8"), runpy.run_path(str(PAGE.parent / "_site" / "formula_page.py"))["page"]
+    assert text == page(text), "run: python docs/_site/formula_page.py"
     assert text.count("<!-- end -->") == 10
 
 

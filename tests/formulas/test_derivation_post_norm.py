@@ -8,9 +8,10 @@ import pytest
 import torch
 from derivation_reference import generic
 
+from derivations.stage import leaf
 from derivations.transformer import PostNormBlockAt
 from hessiankit import TransformerBlock, derive
-from hessiankit.formulas.block_at import BlockAt, block_stage, input_stage
+from hessiankit.formulas.block_at import BlockAt, block_stage
 from hessiankit.formulas.symbols import symbol_of
 
 SHORT = {
@@ -35,7 +36,7 @@ def point(block):
 
 
 def test_every_pair_and_every_jacobian_is_the_theorem(block, point):
-    Z = block_stage(BlockAt(block, {name: p.detach() for name, p in block.named_parameters()}), input_stage(point.X))
+    Z = block_stage(BlockAt(block, {name: p.detach() for name, p in block.named_parameters()}), leaf("X", point.X))
     symbols = {name: name if name == "X" else symbol_of(name) for name in SHORT}
     for (i, short_i), (j, short_j) in itertools.product(SHORT.items(), repeat=2):
         found, expected = Z.hessian(symbols[i], symbols[j]).dense(), point.H_tr(short_i, short_j).dense()

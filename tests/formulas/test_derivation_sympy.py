@@ -25,8 +25,8 @@ def put_in(block, X, matrix, target=None):
             numbers[f"{letter}{mark}{{{name}}}"] = float(array[tuple(index)])
     factor = spelling(block)
     if factor is not None:
-        (letter,) = factor.letter.free_symbols
-        numbers[letter.name] = float(sympy.solve(factor.letter - block.factor, letter)[0])
+        (letter,) = factor[0].free_symbols
+        numbers[letter.name] = float(sympy.solve(factor[0] - block.factor, letter)[0])
     known: dict[int, float] = {}
     return torch.tensor([[number(entry, numbers, known) for entry in row] for row in matrix.tolist()], dtype=torch.float64)
 
@@ -82,8 +82,8 @@ def test_numbers_for_symbols(placement, names, options, loss, length):
 @pytest.mark.parametrize("options", [{"placement": "lns", "layer": 4}, {"placement": "lns", "layer": 7}])
 def test_the_letter_of_a_factor_has_its_value(options):
     block = TransformerBlock(2, 1, **options)
-    name, value = spelling(block).known
-    assert float(spelling(block).letter.subs(sympy.Symbol(name, positive=True), int(value))) == pytest.approx(block.factor)
+    letter, (name, value) = spelling(block)
+    assert float(letter.subs(sympy.Symbol(name, positive=True), int(value))) == pytest.approx(block.factor)
 
 
 def test_too_many_entries_are_refused():

@@ -19,7 +19,7 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.landscape import spectrum as called
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.support.files import plain
-from hessiankit.support.lanczos import EigenSearch, quadrature
+from hessiankit.support.lanczos import extreme_eigenpairs, quadrature
 
 DOUBLE = {"dtype": torch.float64}
 
@@ -46,7 +46,7 @@ def test_both_ends_with_their_multiplicities(name: str) -> None:
     values, top, bottom = SPECTRA[name]
     A = with_eigenvalues(values)
     start = torch.randn(len(values), generator=torch.Generator().manual_seed(1), **DOUBLE)
-    found = EigenSearch(start, top=top, bottom=bottom, tol=1e-8, most=2000, basis=2 * (top + bottom) + 10).run(A.matmul)
+    found = extreme_eigenpairs(A.matmul, start, top=top, bottom=bottom, tol=1e-8, most=2000, basis=2 * (top + bottom) + 10)
     ordered = values.sort(descending=True).values
     expected = torch.cat([ordered[:top], ordered[len(ordered) - bottom :]])
     scale = float(values.abs().max())
@@ -60,19 +60,19 @@ def test_both_ends_with_their_multiplicities(name: str) -> None:
 def test_multiple_eigenvalues_of_a_diagonal_matrix_which_rounding_does_not_separate() -> None:
     values = SPECTRA["multiple"][0]
     start = torch.randn(len(values), generator=torch.Generator().manual_seed(1), **DOUBLE)
-    found = EigenSearch(start, top=5, bottom=2, tol=1e-3, most=2000, basis=24).run(torch.diag(values).matmul)
+    found = extreme_eigenpairs(torch.diag(values).matmul, start, top=5, bottom=2, tol=1e-3, most=2000, basis=24)
     within = (1e-3 * 9) ** 2 / 2  # the residual's square over the least distance to another eigenvalue, from -2 to 0
     assert found.values.tolist() == pytest.approx([9, 9, 9, 4, 4, -2, -2], abs=within)
     start = torch.randn(92, generator=torch.Generator().manual_seed(1), **DOUBLE)  # one value twelve times: several looks
     often = torch.cat([torch.full((12,), 9.0, **DOUBLE), values[7:]])
-    found = EigenSearch(start, top=12, tol=1e-3, most=2000, basis=38).run(torch.diag(often).matmul)
+    found = extreme_eigenpairs(torch.diag(often).matmul, start, top=12, tol=1e-3, most=2000, basis=38)
     assert found.values.tolist() == pytest.approx([9] * 12, abs=within)
 
 
 def test_quadrature_is_exact_for_polynomials() -> None:
     values = torch.linspace(-1, 2, 40, **DOUBLE)
     A, starts = with_eigenvalues(values), torch.randn(3, 40, generator=torch.Generator().manual_seed(2), **DOUBLE)
-    for q, (nodes, weights) in zip(starts, quadrature(A.matmul, starts, 6, together=2), strict=True):
+    for q, (nodes, weights) in zip(starts, quadrature(A.matmul, starts, 6), strict=True):
         q, power = q / q.norm(), q / q.norm()
         for degree in range(12):
             assert float((weights * nodes**degree).sum()) == pytest.approx(float(q @ power), rel=1e-11, abs=1e-12)
@@ -241,7 +241,7 @@ def test_products_that_run_out_are_said() -> None:
     values = torch.linspace(0, 1, 200, **DOUBLE)
     for value, residual in zip(found.eigenvalues, found.residuals, strict=True):
         assert float((values - value).abs().min()) <= float(residual)
-    few = EigenSearch(torch.ones(30, **DOUBLE), top=4, most=6).run(torch.eye(30, **DOUBLE).matmul)
+    few = extreme_eigenpairs(torch.eye(30, **DOUBLE).matmul, torch.ones(30, **DOUBLE), top=4, most=6)
     assert (len(few.values), float(few.residuals.max()) < 1e-12, few.converged) == (2, True, False)  # exact, and too few
 
 

@@ -1,6 +1,6 @@
 """The page docs/derivations.md: every chapter, and the theorems of the post-norm block and of HybridNorm, as ``derive`` has them.
 
-python -m hessiankit.formulas.page docs        # makes the formulas anew
+python docs/_site/formula_page.py        # writes the formulas again
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from derivations.matrix import Zero
-from hessiankit.blocks import TransformerBlock
-from hessiankit.formulas.chapters import CHAPTERS
-from hessiankit.formulas.derive import derive
-from hessiankit.formulas.result import Derivation
-from hessiankit.formulas.typesetting import align
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
-PAGE = "derivations.md"
+from derivations.matrix import Zero  # noqa: E402
+from hessiankit.blocks import TransformerBlock  # noqa: E402
+from hessiankit.formulas import Derivation, derive  # noqa: E402
+from hessiankit.formulas.chapters import CHAPTERS  # noqa: E402
+from hessiankit.formulas.typesetting import align  # noqa: E402
+
+PAGE = ROOT / "docs" / "derivations.md"
 _MADE = re.compile(r"(<!-- (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
 """A formula of the page, or a list of them, between the comment with its name and the one that ends it."""
 
@@ -89,10 +91,5 @@ def _allowed(latex: str) -> str:
     return re.sub(r"\\operatorname\{(\w+)\}", r"\\mathrm{\1}\\,", latex).replace(r"\,_", "_").replace(r"\,(", "(")
 
 
-def write(folder: Path) -> None:
-    """Make the formulas of the page anew."""
-    (folder / PAGE).write_text(page((folder / PAGE).read_text(encoding="utf-8")), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    write(Path(sys.argv[1] if len(sys.argv) > 1 else "docs"))
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
