@@ -18,7 +18,7 @@ MOST = 8 * CHUNK
 """The same beside a large one: each part passes over the whole matrix once."""
 
 SEVERAL = 40
-"""Steps, those of two transformer blocks, from which it is worth a second forecast whether all cuts together take less."""
+"""Steps, those of two transformer blocks, from which it is worth the forecasts whether all cuts, or none, take less."""
 
 LARGE = 4
 """Times that, from which a batch is cut where nobody asked for it."""
@@ -85,10 +85,10 @@ def parts(
         traced = loss_trace(some, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        cost, where = sweep_cost(paths, alone=alone), None
-        if len(paths.steps) >= SEVERAL and not alone and (other := sweep_cost(paths, cut=True)).work < cost.work:
-            cost, where = other, True
-        part = BatchPart(some, traced, paths, cost, where, stop, loss)
+        ways = (None, True, False) if len(paths.steps) >= SEVERAL and not alone else (None,)
+        costs = {way: sweep_cost(paths, cut=way, alone=alone) for way in ways}
+        best = min(ways, key=lambda way: costs[way].work)
+        part = BatchPart(some, traced, paths, costs[best], best, stop, loss)
         if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -10,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+import hessiankit as hk
 from hessiankit.cli.main import main
-from hessiankit.cli.study import digits, patchify, split
+from hessiankit.cli.study import block_table, digits, patchify, split
 from hessiankit.support.errors import InputError
 
 
@@ -46,6 +48,14 @@ def test_quick_run_prints_and_writes_everything(tmp_path: Path, capsys: pytest.C
     assert 0.1 < report["validation_accuracy"]["cross_entropy"] < 1
     for name in ("hessian_mse.png", "hessian_cross_entropy.png"):
         assert (tmp_path / name).stat().st_size > 10_000
+
+
+def test_a_table_without_a_healthy_reference() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Linear(2, 2).double()
+    report = hk.check(net, torch.randn(3, 2).double(), torch.randn(3, 2).double())
+    alone = dataclasses.replace(report, rows=())
+    assert "weight x bias" in str(block_table({"mse": (alone, alone)}))
 
 
 def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,10 @@ from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.matrix_rows import MatrixRows
+from hessiankit.engine.parts import parts
 from hessiankit.engine.paths import Paths
+from hessiankit.engine.problem.loss_trace import normalizer_of
+from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.sections import Section
 from hessiankit.engine.storage import SymmetricStorage
 
@@ -142,3 +145,15 @@ def test_what_each_part_of_a_program_takes() -> None:
     assert cost.directions == 7 + 3
     assert cost.multiplications == sums + (7 + 3) * 2 * rows * 3 * 7  # together through the second layer: pushed and pulled
     assert cost.coupled == 0
+
+
+def test_a_part_is_cut_as_the_forecasts_say() -> None:
+    """Of four narrow blocks with many words, all cuts together take less than those that pay one by one."""
+    model = hk.Transformer(30, 16, 32, 4, n_heads=2, seed=0).double()
+    tokens = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
+    task = make_task("test", model, tokens, tokens.flip(1), "cross_entropy")
+    with task.at(), torch.no_grad():
+        (part,) = parts(task, normalizer_of(task), None, cut=False)
+        costs = {cut: sweep_cost(part.paths, cut=cut).work for cut in (None, True, False)}
+    assert part.cut is True
+    assert part.cost.work == costs[True] == min(costs.values()) < costs[None]
