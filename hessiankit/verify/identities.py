@@ -150,6 +150,7 @@ def identities(
     Raises:
         InputError: If an argument cannot be used.
 
+    >>> _ = torch.manual_seed(0)
     >>> mlp = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
     >>> x, y = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
     >>> report = identities(mlp, x, y)
