@@ -26,7 +26,7 @@ from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.sweep import Along, pull, push
+from hessiankit.engine.sweep import Along, pull, push, sums_of
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.attention_fusion import fuse_attention
@@ -222,7 +222,7 @@ class Linearisation:
         )
         if at_point.is_nonlinear or a.output in self._needed:
             self._needed.update(at for at in inputs if at is not None)
-        add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, _of(sums, inputs)))
+        add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
 
@@ -372,7 +372,3 @@ def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, mi
 def _total(terms: Iterable[Tensor]) -> Tensor:
     """Return a sum, in the memory of its first term."""
     return reduce(Tensor.add_, terms)
-
-
-def _of(sums: Mapping[int, CovectorSum], inputs: tuple[int | None, ...]) -> list[CovectorSum | None]:
-    return [None if at is None else sums.get(at) for at in inputs]

@@ -129,6 +129,11 @@ def _by_row(matrix: Tensor, ndim: int) -> Tensor:
     return matrix.reshape(len(matrix), *(1,) * (ndim - 1), -1)
 
 
+def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> list[CovectorSum | None]:
+    """Return the sum of each input's covectors, where it has one."""
+    return [None if at is None else sums.get(at) for at in inputs]
+
+
 def _pull(
     step: Step, bar: Tensor | None, entering: Sequence[Along | None] | None, sums: Mapping[int, CovectorSum]
 ) -> Sequence[Tensor | None]:
@@ -141,7 +146,7 @@ def _pull(
         t.add_to(covector, t.scale * point.bend)
         return (covector,)
     tangents = None if entering is None else all_dense(entering)
-    return point.pull_into(bar, tangents, [None if at is None else sums.get(at) for at in step.inputs])
+    return point.pull_into(bar, tangents, sums_of(sums, step.inputs))
 
 
 def pull(
