@@ -1,101 +1,18 @@
-"""A derivation set in lines: LaTeX broken at its sums, plain text for a terminal, the legend and the explanation."""
+"""The pages of a derivation: LaTeX, HTML and text, with the legend of its symbols."""
 
 from __future__ import annotations
 
+import fnmatch
 import html
-import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-
-from sympy.printing.pretty.pretty_symbology import greek_unicode
 
 from derivations.matrix import Matrix, Named, definitions, dimensions
 from derivations.stage import Stage, Term
+from hessiankit.formulas.latex import WIDTH, broken, plain, read, symbols, words
 from hessiankit.formulas.symbols import SizeName
 
-_WORDS = {
-    **{rf"\{name}": sign for name, sign in greek_unicode.items()},
-    r"\varepsilon": "ε",
-    r"\otimes": "⊗",
-    r"\odot": "⊙",
-    r"\top": "ᵀ",
-    r"\partial": "∂",
-    r"\cdot": "·",
-    r"\bullet": "•",
-    r"\,": " ",
-    r"\left": "",
-    r"\right": "",
-    r"\displaystyle": "",
-    r"\quad": " ",
-    r"\ell": "ℓ",
-    r"\mapsto": "↦",
-    r"\ ": " ",
-    r"\times": "×",
-    r"\|": "‖",
-    r"\max": "max",
-}
-_ACCENTS = {
-    r"\hat": "\u0302",
-    r"\tilde": "\u0303",
-    r"\bar": "\u0304",
-    r"\check": "\u030c",
-    r"\mathring": "\u030a",
-}
-_GROUP = r"\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}"
-
-
-def words(text: str) -> str:
-    r"""Return words with LaTeX between dollars as text.
-
-    >>> words("feed-forward $J_Z$")
-    'feed-forward J_Z'
-    """
-    return "".join(piece if k % 2 == 0 else plain(piece) for k, piece in enumerate(text.split("$")))
-
-
-def plain(latex: str) -> str:
-    r"""Return LaTeX as text.
-
-    >>> plain(r"\left(J_Z\otimes I_{Ld}\right)\,\xi_{Q,V}^\top"), plain(r"\frac{2}{Ld}\,\hat{Y}")
-    ('(J_Z ⊗ I_Ld) ξ_{Q,V}ᵀ', '2/(Ld) Ŷ')
-    """
-    text = latex.replace(r"^\top", "ᵀ").replace(r"\mathcal{T}", "T").replace(r"\mathcal{L}", "ℒ").replace(r"\mathbf{1}", "𝟏")
-    text = re.sub(r"\{(a_i|p_i|\\pi_i)\}", r"\1", text).replace(r"^{\circ 2}", "∘²").replace(r"^{\circ -1/2}", "^{∘-1/2}")
-    text = text.replace(r"^{\circ 1/2}", "^{∘1/2}")
-    for accent, mark in 2 * list(_ACCENTS.items()):  # of two on one letter the inner one first
-        text = re.sub(re.escape(accent) + r"(?:\{([^{}]*)\}|\s*(\w))", partial(_accented, mark), text)
-    text = re.sub(r"\\(?:operatorname|mathrm|text|mathit)" + _GROUP, r"\1", text)
-    text = re.sub(r"\\partial\s*(\^2)?\s*", lambda m: "∂²" if m[1] else "∂", text)
-    text = re.sub(r"\\t?frac(\d)(\w)", r"\1/\2", text)
-    for _ in range(3):
-        text = re.sub(r"\\sqrt" + _GROUP, r"√(\1)", text)
-        text = re.sub(r"\\frac" + _GROUP + _GROUP, lambda m: f"{m[1]}/{_whole(m[2])}", text)
-    for word, sign in sorted(_WORDS.items(), key=lambda item: -len(item[0])):
-        text = text.replace(word, f" {sign} " if sign in "⊗⊙" and sign else sign)
-    text = re.sub(r"([_^])\{([^{}]*)\}", lambda m: f"{m[1]}{{{m[2].replace(' ', '')}}}", text)
-    text = re.sub(r"([_^])\{(-?(?:[^\W_][\u0300-\u036f]*){1,2})\}", r"\1\2", text)
-    text = re.sub(r"(?<=[\w)ᵀ\]}])\s*([+-])\s*(?=[\w(\[])", r" \1 ", text)
-    for power, raised in (("{-1}", "⁻¹"), ("-1", "⁻¹"), ("{-2}", "⁻²"), ("-2", "⁻²"), ("2", "²"), ("3", "³")):
-        text = re.sub(rf"\^{re.escape(power)}(?!\d)", raised, text)
-    return re.sub(r"\s+", " ", text).replace("$", "").strip()
-
-
-def _accented(mark: str, found: re.Match[str]) -> str:
-    letter, rest = re.fullmatch(r"(.[\u0300-\u036f]*)(.*)", found[1] or found[2]).groups()  # type: ignore[union-attr]
-    return unicodedata.normalize("NFC", letter + mark) + rest
-
-
-def _whole(text: str) -> str:
-    return text if re.fullmatch(r"∂?\w(²|_\w)?|√\([^()]*\)", text) else f"({text})"
-
-
-WIDTH = 92
-"""Signs in a line: what fits a landscape page at ten points."""
-
-_NO_WIDTH = r"\\(operatorname|mathrm|text|mathcal|mathbf|hat|tilde|bar|check|mathring|left|right|bigl|bigr|quad)\b"
-_TOKEN = re.compile(r"\\left[(\[|]|\\right[)\]|]|\\[A-Za-z]+|\\.|[^\\]")
 _HEAD = r"""\documentclass[fleqn]{article}
 \usepackage{amsmath,amssymb}
 \usepackage[landscape,margin=1.5cm]{geometry}
@@ -106,7 +23,7 @@ _HEAD = r"""\documentclass[fleqn]{article}
 """
 
 
-def align(rows: Iterable[tuple[str, str]], environment: str = "align*", width: int = WIDTH) -> str:
+def align(rows: Iterable[tuple[str, str]], environment: str = "align*", width: float = WIDTH) -> str:
     """Return (symbol, formula) rows in an environment with aligned signs of equality, long formulas in several lines."""
     lines = [rf"{symbol} &= " + " \\\\\n&\\quad ".join(broken(formula, width)) for symbol, formula in rows]
     return f"\\begin{{{environment}}}\n" + " \\\\\n".join(lines) + f"\n\\end{{{environment}}}\n"
@@ -120,73 +37,6 @@ def in_math(text: str) -> str:
     """
     parts = text.split("$")
     return "$".join(part.replace("_", r"\_") if k % 2 == 0 else part for k, part in enumerate(parts))
-
-
-def broken(formula: str, width: int = WIDTH) -> list[str]:
-    r"""Return a formula in pieces of at most ``width`` signs where it has places to break.
-
-    >>> broken(r"A\,B+C\,D", 4)
-    ['A\\,B', '{}+C\\,D']
-    """
-    if signs(formula) <= width:
-        return [formula]
-    pieces, start, inner, rest = [], 0, False, [*_places(formula), (len(formula), -1, "")]
-    while start < len(formula):
-        if signs(formula[start:]) <= width:
-            pieces.append(formula[start:])
-            break
-        ahead = [(at, depth, kind) for at, depth, kind in rest if at > start]
-        fitting = [place for place in ahead if signs(formula[start : place[0]]) <= width and place[0] < len(formula)]
-        far = [place for place in fitting if signs(formula[start : place[0]]) >= 0.35 * width]
-        at, depth, _ = _best(far) if far else max(fitting) if fitting else ahead[0]
-        pieces.append(formula[start:at])
-        start, inner = at, inner or depth > 0
-    if inner:  # brackets of one size: those of \left and \right cannot be in different lines
-        pieces = [piece.replace(r"\left", r"\bigl").replace(r"\right", r"\bigr") for piece in pieces]
-    return [pieces[0], *("{}" + _continued(piece) for piece in pieces[1:])]
-
-
-def signs(latex: str) -> float:
-    r"""Return about how many signs wide a formula is; an index counts two thirds.
-
-    >>> signs(r"J_Z\otimes I_{Ld}"), signs(r"\operatorname{diag}(v)")
-    (5.0, 7.0)
-    """
-    text = re.sub(_NO_WIDTH, "", latex)
-    text = re.sub(r"\\(frac)(\{[^{}]*\})\{[^{}]*(\{[^{}]*\})*[^{}]*\}", r"\2", text)
-    text = re.sub(r"\\[A-Za-z]+|\\.", "x", text.replace(r"\,", ""))
-    small = sum(len(found.group(2) or found.group(1)) for found in re.finditer(r"[_^](\{((?:[^{}]|\{[^{}]*\})*)\}|.)", text))
-    full = len(re.sub(r"[_^](\{(?:[^{}]|\{[^{}]*\})*\}|.)|[{}\s]", "", text))
-    return float(round(full + 2 * small / 3))
-
-
-def _places(formula: str) -> Iterator[tuple[int, int, str]]:
-    """Where a formula can be broken: (position, depth of brackets, "+" for a sum or "*" for a product)."""
-    depth = braces = 0
-    before = ""
-    for found in _TOKEN.finditer(formula):
-        token = found[0]
-        if token in "{}":
-            braces += 1 if token == "{" else -1
-        elif not braces:
-            if token in ("+", "-") and before not in ("", "(", "["):
-                yield found.start(), depth, "+"
-            elif token == r"\,":
-                yield found.start(), depth, "*"
-            elif token.startswith(r"\left") or token in "([":
-                depth += 1
-            elif token.startswith(r"\right") or token in ")]":
-                depth -= 1
-        before = token[-1] if token.startswith(r"\left") else token
-
-
-def _best(places: list[tuple[int, int, str]]) -> tuple[int, int, str]:
-    """The outermost place, a sum before a product, the last of equals."""
-    return min(places, key=lambda place: (place[1], place[2] != "+", -place[0]))
-
-
-def _continued(piece: str) -> str:
-    return piece if piece[0] in "+-" else r"\cdot " + piece.removeprefix(r"\,")
 
 
 def text_lines(rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -211,37 +61,36 @@ SIZES = {
     "C": "classes",
     "V": "tokens of the vocabulary",
 }
-_SWAP = r"(?<![A-Za-z\\])K_\{(?:[^{},]|\{[^{}]*\})*,"
-_DERIVED = r"(?<![A-Za-z\\_{])(?:\\(?:hat|tilde|check|bar)\{[A-Z]\}|[AFMOPQRSTUXYZ])_\{"
-_SYMBOLS = [  # (pattern of its LaTeX, symbol, meaning)
-    (r"\\operatorname\{vec\}_r", r"\operatorname{vec}_r(M)", "the rows of $M$ one after the other, as a column"),
-    (r"\\otimes", r"M\otimes N", "the Kronecker product"),
-    (r"\\odot", r"M\odot N", "the product entry by entry"),
-    (r"(?<![A-Za-z\\}])I_", "I_n", "the identity of size $n$"),
-    (r"\\mathbf\{1\}", r"\mathbf{1}_n", "the column of $n$ ones"),
-    (_SWAP, "K_{m,n}", r"the permutation $x\otimes y\mapsto y\otimes x$ for $n$ entries of $x$ and $m$ of $y$"),
-    (r"(?<![A-Za-z\\])E_", "E_n", r"the matrix with $E_n v = \operatorname{vec}_r(\operatorname{diag}(v))$"),
-    (r"(?<![A-Za-z\\])C_\{?d", "C_d", r"$I_d - \frac{1}{d}\mathbf{1}_d\mathbf{1}_d^\top$, which takes the mean off a row"),
-    (r"\\operatorname\{blockdiag\}", r"\operatorname{blockdiag}_i(M_i)", "the matrix of the blocks $M_i$ on its diagonal"),
-    (r"\\operatorname\{diag\}", r"\operatorname{diag}(v)", "the diagonal matrix of $v$"),
-    (r"\\rho_", r"\rho_N", r"what the norm $N$ divides by: $\sqrt{\mathrm{var}+\varepsilon}$, for RMSNorm of the mean square"),
-    (r"(?<![A-Za-z\\])V_[\\{A-Z]", "V_N", r"the rows $\mathring{n}_i$ of the norm $N$, block diagonal"),
-    (r"\\mathring", r"\mathring{N}", r"$N$, rows $\mathring{n}_i$ centred (LayerNorm) and divided, without gain and shift"),
-    (r"\\Pi", r"\Pi", r"the probabilities: by rows $\pi_i$ the softmax of $Z$"),
-    (r"\\sigma", r"\sigma,\ \sigma',\ \sigma''", "the activation and its derivatives, entry by entry"),
-    (r"R_l\b", "R_l", "the rotation of the features of token $l$"),
-    (r"\ba_i\b", "a_i", "row $i$ of the attention weights $A$, as a column"),
-    (r"(?<![A-Za-z\\])A(?![A-Za-z_'])", "A", "the attention weights, by rows the softmax of the logits"),
-    (r"J_", r"J_{N M}", "the first derivative of $N$ in $M$; $J_N$ for a norm $N$ in its input"),
-    (r"(?<![A-Za-z\\])H_", r"H_{N,M M'}", "the second derivative of $N$ in $M$ and $M'$; $H_N$ for a norm $N$ in its input"),
+_DERIVED = "[AFMOPQRSTUXYZ]_[!a-z]* [A-Z][\u0302\u0303\u0304\u030c]*_[!a-z]*"
+_SYMBOLS = [  # (patterns of its text, accents apart; symbol; meaning)
+    ("vec_r", r"\operatorname{vec}_r(M)", "the rows of $M$ one after the other, as a column"),
+    ("⊗", r"M\otimes N", "the Kronecker product"),
+    ("⊙", r"M\odot N", "the product entry by entry"),
+    ("I_*", "I_n", "the identity of size $n$"),
+    ("𝟏*", r"\mathbf{1}_n", "the column of $n$ ones"),
+    ("K_{*,*}", "K_{m,n}", r"the permutation $x\otimes y\mapsto y\otimes x$ for $n$ entries of $x$ and $m$ of $y$"),
+    ("E_*", "E_n", r"the matrix with $E_n v = \operatorname{vec}_r(\operatorname{diag}(v))$"),
+    ("C_*d*", "C_d", r"$I_d - \frac{1}{d}\mathbf{1}_d\mathbf{1}_d^\top$, which takes the mean off a row"),
+    ("blockdiag*", r"\operatorname{blockdiag}_i(M_i)", "the matrix of the blocks $M_i$ on its diagonal"),
+    ("diag*", r"\operatorname{diag}(v)", "the diagonal matrix of $v$"),
+    ("ρ_*", r"\rho_N", r"what the norm $N$ divides by: $\sqrt{\mathrm{var}+\varepsilon}$, for RMSNorm of the mean square"),
+    ("V_[!a-z0-9]*", "V_N", r"the rows $\mathring{n}_i$ of the norm $N$, block diagonal"),
+    ("?\u030a*", r"\mathring{N}", r"$N$, rows $\mathring{n}_i$ centred (LayerNorm) and divided, without gain and shift"),
+    ("Π*", r"\Pi", r"the probabilities: by rows $\pi_i$ the softmax of $Z$"),
+    ("σ*", r"\sigma,\ \sigma',\ \sigma''", "the activation and its derivatives, entry by entry"),
+    ("R_l", "R_l", "the rotation of the features of token $l$"),
+    ("a_i", "a_i", "row $i$ of the attention weights $A$, as a column"),
+    ("A", "A", "the attention weights, by rows the softmax of the logits"),
+    ("J_*", r"J_{N M}", "the first derivative of $N$ in $M$; $J_N$ for a norm $N$ in its input"),
+    ("H_*", r"H_{N,M M'}", "the second derivative of $N$ in $M$ and $M'$; $H_N$ for a norm $N$ in its input"),
     (_DERIVED, r"N_i,\ N_{i,j}", r"the derivatives $\partial N/\partial W_i$ and $\partial N_i/\partial W_j$ of a value $N$"),
-    (r"\\xi_", r"\xi_{i,j}", r"$\partial B_i/\partial W_j$"),
-    (r"B_\{", "B_i", r"$\partial S/\partial W_i$"),
-    (r"G_\{", "G_k", r"$\partial F/\partial W_k$"),
-    (r"\\Phi", r"\Phi_{k,l}", r"$\partial G_k/\partial W_l$"),
-    (r"\\mathcal\{L\}", r"\mathcal{L}", "the loss of the output $Z$"),
-    (r"Target|Labels", r"\mathrm{Target},\ \mathrm{Labels}", "what the output is compared with"),
-    (r"\\mathcal\{T\}", r"\mathcal{T}_k[M]", "each of the $k$ slices of the stack $M$ transposed"),
+    ("ξ_*", r"\xi_{i,j}", r"$\partial B_i/\partial W_j$"),
+    ("B_*", "B_i", r"$\partial S/\partial W_i$"),
+    ("G_*", "G_k", r"$\partial F/\partial W_k$"),
+    ("Φ*", r"\Phi_{k,l}", r"$\partial G_k/\partial W_l$"),
+    ("ℒ", r"\mathcal{L}", "the loss of the output $Z$"),
+    ("Target Labels", r"\mathrm{Target},\ \mathrm{Labels}", "what the output is compared with"),
+    ("T_k", r"\mathcal{T}_k[M]", "each of the $k$ slices of the stack $M$ transposed"),
 ]  # fmt: skip
 
 
@@ -255,8 +104,9 @@ def legend(text: str, sizes: set[str]) -> list[tuple[str, str]]:
     >>> [symbol for symbol, _ in legend(r"(J_Z I_{Ld}) K_{L,d}", {"L", "d"})]
     ['I_n', 'K_{m,n}', 'J_{N M}', 'L', 'd']
     """
-    found = [(symbol, meaning) for pattern, symbol, meaning in _SYMBOLS if re.search(pattern, text)]
-    return found + [(symbol, meaning) for symbol, meaning in SIZES.items() if symbol in sizes]
+    names = {unicodedata.normalize("NFD", name) for name in symbols(read(text))}
+    used = [entry[1:] for entry in _SYMBOLS if any(fnmatch.filter(names, pattern) for pattern in entry[0].split())]
+    return used + [(symbol, meaning) for symbol, meaning in SIZES.items() if symbol in sizes]
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import torch
 from hessiankit import TransformerBlock, derive
 from hessiankit.blocks import PLACEMENTS
 from hessiankit.formulas.chapters import CHAPTERS
+from hessiankit.formulas.latex import WIDTH, broken, plain, read, width
 from hessiankit.formulas.symbols import symbol_of
-from hessiankit.formulas.typesetting import WIDTH, broken, legend, plain, signs
+from hessiankit.formulas.typesetting import legend
 
 COMMANDS = """
     left right bigl bigr frac sqrt partial top otimes odot cdot quad hat tilde bar check mathring operatorname mathrm
@@ -69,7 +70,7 @@ def test_every_parameter_is_latex_in_lines_that_fit(block):
         check_latex(derivation._repr_latex_())
         for line in re.findall(r"&=(.*?)(?:\\\\\n|\n\\end)", derivation.latex(), flags=re.S):
             for piece in line.split("\\\\\n&\\quad"):
-                assert signs(piece) <= WIDTH + 1, piece
+                assert width(read(piece)) <= WIDTH + 1, piece
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
@@ -97,7 +98,7 @@ def letters(formula):
 
 
 def test_formulas_are_measured_and_broken_at_sums_first():
-    assert [signs(formula) for formula in (r"A\otimes B", r"\frac{1}{d}\,V", r"\left(A+B\right)")] == [3, 2, 5]
+    assert [width(read(formula)) for formula in (r"A\otimes B", r"\frac{1}{d}\,V", r"\left(A+B\right)")] == [3, 2, 5]
     formula = r"\left(A+B\right)\,C+D\,E"
     assert broken(formula, 7) == [r"\left(A+B\right)\,C", r"{}+D\,E"]
     assert broken(formula, 100) == [formula]
