@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from scipy.linalg import LinAlgError, eigh
-from scipy.sparse.linalg import LinearOperator, cg
 from torch import Tensor
 
 from hessiankit.curvature.dense import spectral_norm
 from hessiankit.curvature.estimators import Estimate, Sketch
+from hessiankit.curvature.krylov import conjugate_gradients, norm
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.support.errors import InputError
@@ -60,11 +60,11 @@ def cosine(u: Tensor, v: Tensor) -> float:
 def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tensor]:
     """Return the Frobenius and the spectral norm of every block (i, j) of a symmetric matrix, (n, n) each."""
     n, rows = len(slices), list(slices.values())
-    found = torch.zeros(2, n, n, dtype=torch.float64)
+    found = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     for i in range(n):
         for j in range(i, n):
             block = matrix[rows[i], rows[j]]
-            norms = torch.tensor([float(block.norm()), spectral_norm(block)], dtype=torch.float64)
+            norms = torch.tensor([float(block.norm()), spectral_norm(block)], dtype=torch.float64, device="cpu")
             found[:, i, j] = found[:, j, i] = norms
     return found[0], found[1]
 
@@ -93,7 +93,7 @@ class DenseTruth:
         default = default_damping(self.spectral, self.least)
         self.damping = default if damping is None else damping
         self.frobenius = float(self.matrix.norm())
-        self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64)
+        self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64, device=self.matrix.device)
         self.step = torch.linalg.solve(self.damped, self.gradient)
         self.pairs = block_norms(self.matrix, slices)
 
@@ -102,7 +102,7 @@ class DenseTruth:
         C = model.to_matrix().double().cpu()
         E = self.matrix - C
         damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
-        M = C + damping * torch.eye(len(C), dtype=torch.float64)
+        M = C + damping * torch.eye(len(C), dtype=torch.float64, device=C.device)
         if power != 1:
             values, basis = torch.linalg.eigh((M + M.T) / 2)
             M = (basis * values.clamp(min=0) ** power) @ basis.T
@@ -164,8 +164,10 @@ class ProductTruth:
         self.operator, self.products, self.notes = operator, products, list[str]()
         generator = torch.Generator().manual_seed(seed)
         size = operator.shape[0]
-        self._start = torch.randn(size, generator=generator, dtype=torch.float64).to(operator.device, operator.torch_dtype)
-        signs = torch.randint(2, (size, min(products // 2, size - 1)), generator=generator)
+        self._start = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").to(
+            operator.device, operator.torch_dtype
+        )
+        signs = torch.randint(2, (size, min(products // 2, size - 1)), generator=generator, device="cpu")
         self._signs = (signs.double() * 2 - 1).to(operator.device)
         top, bottom = self._largest(operator.__matmul__, "A"), 0.0
         if not positive:
@@ -198,13 +200,14 @@ class ProductTruth:
         return Estimate(root, half / (2 * root) if root else 0.0)
 
     def _solve(self) -> Tensor:
-        A = self.operator
-        damped = LinearOperator(A.shape, dtype=A.dtype, matvec=lambda v: A @ v + self.damping * v)
-        b = self.gradient.cpu().numpy()
-        x, failed = cg(damped, b, rtol=1e-6, maxiter=10 * self.products)
-        if failed:
-            self.notes.append(f"conjugate gradients for the exact step stopped after {failed} products, before rtol = 1e-6")
-        return torch.from_numpy(x).to(A.device)
+        def product(v: Tensor) -> Tensor:
+            return (self.operator @ v).add(v, alpha=self.damping)  # type: ignore[no-any-return]
+
+        most, b = 10 * self.products, self.gradient
+        x = conjugate_gradients(product, b, precondition=None, tol=1e-6, most=most)
+        if norm(b - product(x)) > 2e-6 * norm(b):
+            self.notes.append(f"conjugate gradients for the exact step stopped after {most} products, before rtol = 1e-6")
+        return x
 
     def measure(self, model: Model, power: float) -> Measures:
         """Return the measures of C, with M as in :meth:`DenseTruth.measure`."""

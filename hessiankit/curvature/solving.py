@@ -1,11 +1,12 @@
 """Solutions of (H + damping I) x = b by Krylov methods from products with H, and the inverse as an operator.
 
 Conjugate gradients where the matrix is positive definite (Hestenes and Stiefel 1952), MINRES where it is symmetric (Paige and
-Saunders 1975), LSMR for least squares (Fong and Saunders 2011); all are SciPy's.
+Saunders 1975), LSMR for least squares (Fong and Saunders 2011).
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.krylov import Product, conjugate_gradients, inner, lsmr, minres, norm
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.structures import diagonal as diagonal_matrix
 from hessiankit.curvature.tensor_operator import TensorOperator
@@ -205,7 +207,7 @@ def solve(
 ) -> Solution:
     """Return x with (H + damping I) x = b for a symmetric operator H.
 
-    Vectors of the iteration are in float64 on the CPU, products in the operator's dtype on its device.
+    Everything stays on the operator's device and in its dtype; scalar products are summed in float64.
 
     Args:
         operator: H, (P, P): of :func:`hessiankit.hessian_operator`, a diagonal block ``operator[names]`` of it, or its
@@ -247,7 +249,7 @@ def solve(
         raise InputError("solve: method='lsmr' takes no preconditioner; leave it out, or pass method='minres'")
     system = _System(operator, damping)
     columns, worst, used, lowest, short = [], 0.0, "", None, []
-    for column in (B.unsqueeze(1) if B.ndim == 1 else B).T.double().cpu().numpy():
+    for column in (B.unsqueeze(1) if B.ndim == 1 else B).T.to(operator.device, operator.torch_dtype):
         first = method if method != "auto" else "minres" if used in ("minres", "lsmr") else "cg"
         end = system.products + max_products
         try:
@@ -261,16 +263,17 @@ def solve(
                     "larger damping, method='minres', or a Gauss-Newton operator"
                 ) from None
             x, used = _run("minres", system, column, M, tol, max_products), "minres"
-        norm, left = float(np.linalg.norm(column)), column - system.product(x)
-        if (spare := end - system.products) > 0 and method == "auto" and np.linalg.norm(left) > tol * norm:
+        size, left = norm(column), column - system.product(x)
+        if (spare := end - system.products) > 0 and method == "auto" and norm(left) > tol * size:
             other = _run("lsmr", system, column, None, tol, spare)
-            if np.linalg.norm(rest := column - system.product(other)) <= (1 + tol) * np.linalg.norm(left):
+            rest = column - system.product(other)
+            if norm(rest) <= (1 + tol) * norm(left) or system.is_null(rest, column, tol):
                 x, left, used = other, rest, "lsmr"
-        worst = max(worst, float(np.linalg.norm(left)) / norm if norm else 0.0)
-        if np.linalg.norm(left) > tol * norm:
+        worst = max(worst, norm(left) / size if size else 0.0)
+        if norm(left) > tol * size:
             short.append(system.products < end and system.is_null(left, column, tol))
-        columns.append(torch.from_numpy(x))
-    X = torch.stack(columns, dim=1).to(operator.device, operator.torch_dtype)
+        columns.append(x)
+    X = torch.stack(columns, dim=1)
     return Solution(
         X[:, 0] if B.ndim == 1 else X, worst, worst <= tol, tol, float(damping), used, system.products, lowest,
         time.perf_counter() - start, bool(short) and all(short),
@@ -278,86 +281,69 @@ def solve(
 
 
 class _System:
-    """Products with H + damping I in float64, counted."""
+    """Products with H + damping I, counted."""
 
     def __init__(self, operator: TensorOperator, damping: float) -> None:
         self.operator, self.damping, self.products = operator, damping, 0
         self.last: Tensor | None = None  # the direction of no positive curvature
 
-    def product(self, v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def product(self, v: Tensor) -> Tensor:
         self.products += 1
-        found = self.operator @ torch.from_numpy(v.reshape(-1)).to(self.operator.device, self.operator.torch_dtype)
-        Hv: np.ndarray[Any, Any] = found.double().cpu().numpy()
-        if not np.isfinite(Hv).all():
+        Av: Tensor = (self.operator @ v).add(v, alpha=self.damping)
+        if not math.isfinite(float(Av.sum())) and not bool(torch.isfinite(Av).all()):
             raise InputError("solve: a product with the operator is NaN or infinite, so the system has no solution")
-        return Hv + self.damping * v.reshape(-1)
+        return Av
 
-    def is_null(self, r: np.ndarray[Any, Any], b: np.ndarray[Any, Any], tol: float) -> bool:
+    def is_null(self, r: Tensor, b: Tensor, tol: float) -> bool:
         """Tell whether |A r| <= tol |A| |r| of what is left of b, with the lower bound |A b| / |b| for |A|."""
-        size = float(np.linalg.norm(self.product(b)) / np.linalg.norm(b))
-        size = max(size, float(np.linalg.norm(self.product(b - r)) / max(np.linalg.norm(b - r), 1e-300)))
-        return bool(np.linalg.norm(self.product(r)) <= tol * size * np.linalg.norm(r))
+        size = max(norm(self.product(v)) / max(norm(v), 1e-300) for v in (b, b - r))
+        return norm(self.product(r)) <= tol * size * norm(r)
 
-    def positive(self, p: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def positive(self, p: Tensor) -> Tensor:
         """Return the product with a direction of conjugate gradients.
 
         Raises:
             _NotPositive: The curvature along it is not positive.
         """
         Ap = self.product(p)
-        least = torch.finfo(self.operator.torch_dtype).eps * np.linalg.norm(p) * np.linalg.norm(Ap)
-        if float(p @ Ap) <= least and np.linalg.norm(p):
-            self.last = torch.from_numpy(p.copy())
+        least = torch.finfo(self.operator.torch_dtype).eps * norm(p) * norm(Ap)
+        if inner(p, Ap) <= least and norm(p):
+            self.last = p
             raise _NotPositive
         return Ap
 
 
-def _run(method: str, system: _System, b: np.ndarray[Any, Any], M: Any, tol: float, most: int) -> np.ndarray[Any, Any]:
-    from scipy.sparse.linalg import LinearOperator, cg, lsmr, minres  # only here: slow to import
-
-    shape, kind = (len(b), len(b)), np.dtype(np.float64)
-    multiply = system.positive if method == "cg" else system.product
-    A = LinearOperator(shape, matvec=multiply, rmatvec=multiply, dtype=kind)
-    inverse = None if M is None else LinearOperator(shape, matvec=M, dtype=kind)
+def _run(method: str, system: _System, b: Tensor, M: Product | None, tol: float, most: int) -> Tensor:
     if method == "cg":
-        return cg(A, b, rtol=tol / 2, atol=0.0, maxiter=most, M=inverse)[0]  # type: ignore[no-any-return]
+        return conjugate_gradients(system.positive, b, precondition=M, tol=tol / 2, most=most)
 
-    def step(r: np.ndarray[Any, Any], tol: float, left: int) -> np.ndarray[Any, Any]:
+    def step(r: Tensor, tol: float, still: int) -> Tensor:
         if method == "minres":
-            return minres(A, r, rtol=tol / 10, maxiter=left, M=inverse)[0]  # type: ignore[no-any-return]
-        return lsmr(A, r, atol=tol * 1e-3, btol=tol / 4, conlim=0.0, maxiter=max(1, left // 2))[0]  # type: ignore[no-any-return]
+            return minres(system.product, r, precondition=M, tol=tol / 10, most=still)
+        return lsmr(system.product, r, tol=tol / 4, most=still)
 
     return _restarted(step, b, tol, most, system)
 
 
-def _restarted(
-    solver: Callable[[np.ndarray[Any, Any], float, int], np.ndarray[Any, Any]],
-    b: np.ndarray[Any, Any],
-    tol: float,
-    most: int,
-    system: _System,
-) -> np.ndarray[Any, Any]:
-    """Return x by MINRES or LSMR, whose tolerances are relative to |A| |x|, restarted until |b - A x| / |b| is reached."""
-    x: np.ndarray[Any, Any] = np.zeros_like(b)
+def _restarted(solver: Callable[[Tensor, float, int], Tensor], b: Tensor, tol: float, most: int, system: _System) -> Tensor:
+    """Return x by a method that stops by its own measure, restarted until |b - A x| is tol |b|."""
+    x, residual, size = torch.zeros_like(b), b, norm(b)
     end = system.products + most
-    norm = float(np.linalg.norm(b))
-    residual = b
-    while system.products < end and norm:
-        still = min(tol * norm / float(np.linalg.norm(residual)), max(tol, 1e-3))
+    while system.products < end and size:
+        still = min(tol * size / norm(residual), max(tol, 1e-3))
         step = solver(residual, still, max(1, end - system.products))
-        left = residual - system.product(step)
-        if not np.linalg.norm(left) < 0.9 * np.linalg.norm(residual):  # stagnates: b is not in the range, or rounding
-            return x + step if np.linalg.norm(left) < np.linalg.norm(residual) else x
-        x, residual = x + step, left
-        if np.linalg.norm(residual) <= tol / 2 * norm:
+        rest = residual - system.product(step)
+        if not norm(rest) < 0.9 * norm(residual):  # stagnates: b is not in the range, or rounding
+            return x + step if norm(rest) < norm(residual) else x
+        x, residual = x + step, rest
+        if norm(residual) <= tol / 2 * size:
             break
     return x
 
 
 def _lowest(operator: TensorOperator, system: _System) -> RitzValue:
     assert system.last is not None
-    start = system.last.to(operator.device, operator.torch_dtype)
-    found = lanczos(lambda v: -(operator @ v), start, tol=1e-3, most=LOWEST)
+    found = lanczos(lambda v: -(operator @ v), system.last, tol=1e-3, most=LOWEST)
     system.products += found.products
     return RitzValue(-found.value, found.residual, found.products, found.converged, found.vector)
 
@@ -366,7 +352,7 @@ def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol:
     check_name("solve", "method", method, METHODS)
     size = operator.shape[0]
     try:
-        B = torch.as_tensor(b)
+        B = b if isinstance(b, Tensor) else torch.as_tensor(b, device="cpu")
     except (RuntimeError, TypeError, ValueError) as error:
         raise InputError(f"solve: b is a {type(b).__name__}; expected a vector ({size},) or columns ({size}, k)") from error
     if B.ndim not in (1, 2) or B.shape[0] != size or not B.numel():
@@ -381,8 +367,8 @@ def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol:
     return B
 
 
-def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Callable[[Any], Any] | None:
-    """Return v -> M v in NumPy, or None."""
+def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Product | None:
+    """Return v -> M v, or None."""
     if given is None:
         return None
     size, dtype = operator.shape[0], operator.torch_dtype
@@ -395,7 +381,7 @@ def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Cal
             )
         given = operator.approximation(given).inverse(damping)
     if isinstance(given, np.ndarray | Tensor):
-        given = torch.as_tensor(given).detach().to(operator.device, dtype)
+        given = torch.as_tensor(given, device=operator.device).detach().to(dtype)
     diagonal = given if isinstance(given, Tensor) and given.ndim != 2 else getattr(given, "flat", None)
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
@@ -409,10 +395,8 @@ def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Cal
             f"solve: preconditioner is {seen}; expected a diagonal ({size},), an operator ({size}, {size}) or a function"
         )
 
-    def multiply(v: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        vector = torch.from_numpy(v.reshape(-1))
-        torch_vectors = isinstance(given, TensorOperator) or not hasattr(given, "matvec")
-        found = apply(vector.to(operator.device, operator.torch_dtype) if torch_vectors else vector.numpy())
-        return found.detach().double().cpu().numpy() if isinstance(found, Tensor) else np.asarray(found, dtype=np.float64)
+    def multiply(v: Tensor) -> Tensor:
+        on_the_host = hasattr(given, "matvec") and not isinstance(given, TensorOperator)  # an operator of SciPy
+        return torch.as_tensor(apply(v.double().cpu().numpy() if on_the_host else v)).detach().to(v)
 
     return multiply

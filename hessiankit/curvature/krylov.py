@@ -1,0 +1,155 @@
+"""Krylov methods for A x = b with a symmetric A: vectors stay where b is and in its dtype, scalar products are in float64.
+
+Conjugate gradients (Hestenes and Stiefel 1952), and MINRES (Paige and Saunders 1975), also for least squares. SciPy has them for
+arrays of the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Product: TypeAlias = Callable[[Tensor], Tensor]
+
+
+def inner(u: Tensor, v: Tensor) -> float:
+    """Return <u, v>, summed in float64 where the device has it."""
+    return float((u * v).sum(dtype=u.dtype if u.device.type == "mps" else torch.float64))
+
+
+def norm(v: Tensor) -> float:
+    """Return |v|."""
+    return math.sqrt(inner(v, v))
+
+
+def conjugate_gradients(product: Product, b: Tensor, *, precondition: Product | None, tol: float, most: int) -> Tensor:
+    """Return x with |b - A x| <= tol |b|, or the iterate after ``most`` products.
+
+    Args:
+        product: v -> A v, A positive definite.
+        b: (P,).
+        precondition: v -> M v with M about A^-1, symmetric and positive definite.
+        tol: Of the residual as it is updated, relative to |b|.
+        most: Products at most.
+
+    >>> A = torch.tensor([[2.0, 2.0], [2.0, 4.0]], dtype=torch.float64)
+    >>> b = torch.tensor([4.0, 6.0], dtype=torch.float64)
+    >>> [round(x, 9) for x in conjugate_gradients(A.mv, b, precondition=None, tol=1e-10, most=9).tolist()]
+    [1.0, 1.0]
+    """
+    x, r, goal = torch.zeros_like(b), b, tol * norm(b)
+    direction, before = b, 1.0
+    for step in range(most):
+        if norm(r) <= goal:
+            break
+        z = r if precondition is None else precondition(r)
+        now = inner(r, z)
+        direction = z + (now / before) * direction if step else z
+        Ap = product(direction)
+        length = now / inner(direction, Ap)
+        x, r, before = x + length * direction, r - length * Ap, now
+    return x
+
+
+def minres(product: Product, b: Tensor, *, precondition: Product | None, tol: float, most: int) -> Tensor:
+    """Return x that minimises |b - A x| in a Krylov space, until that is tol |A| |x| or the gradient |A r| is tol |A| |r|.
+
+    Lanczos with the preconditioner gives a tridiagonal T, which Givens rotations bring to the upper triangular R column by
+    column; the directions are the columns of V R^-1. Arguments as of :func:`conjugate_gradients`, A symmetric.
+
+    >>> A = torch.tensor([[0.0, 2.0], [2.0, 0.0]], dtype=torch.float64)
+    >>> b = torch.tensor([4.0, 6.0], dtype=torch.float64)
+    >>> [round(x, 9) for x in minres(A.mv, b, precondition=None, tol=1e-10, most=9).tolist()]
+    [3.0, 2.0]
+    """
+    M: Product = precondition or (lambda v: v)
+    x, older, old, z = torch.zeros_like(b), torch.zeros_like(b), b, M(b)
+    beta = first = math.sqrt(max(inner(old, z), 0.0))
+    if not first:
+        return x
+    before, cosine, sine, diagonal, above, rest = 1.0, -1.0, 0.0, 0.0, 0.0, first
+    directions = [torch.zeros_like(b), torch.zeros_like(b)]
+    size = 0.0  # squared Frobenius norm of T, for |A|
+    for _ in range(most):
+        v = z / beta
+        w = product(v) - (beta / before) * older
+        alpha = inner(v, w)
+        w = w - (alpha / beta) * old
+        older, old, z = old, w, M(w)
+        before, beta = beta, math.sqrt(max(inner(w, z), 0.0))
+        # the new column of T is (before, alpha, beta); the rotations before it turn its upper part
+        two_above, above = above, sine * beta
+        upper, lower = cosine * diagonal + sine * alpha, sine * diagonal - cosine * alpha
+        diagonal = -cosine * beta
+        gamma = max(math.hypot(lower, beta), torch.finfo(b.dtype).tiny)
+        cosine, sine = lower / gamma, beta / gamma
+        directions = [directions[1], (v - two_above * directions[0] - upper * directions[1]) / gamma]
+        x = x + (cosine * rest) * directions[1]
+        rest *= sine
+        size += alpha**2 + 2 * beta**2
+        whole = math.sqrt(size)
+        if abs(rest) <= tol * max(first, whole * norm(x)) or math.hypot(lower, diagonal) <= tol * whole or not beta:
+            break
+    return x
+
+
+def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
+    """Return the shortest x that minimises |b - A x|, until that is tol |b|, or the gradient |A r| is 1e-3 tol |A| |r|.
+
+    Golub and Kahan's bidiagonalisation of A, on which |A r| is minimised; two products a step. A rotation brings the bidiagonal
+    matrix to the triangular R, a second one its transpose; a third one, of R's rows, gives |r|. Arguments as of :func:`minres`.
+
+    >>> A = torch.tensor([[1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
+    >>> b = torch.tensor([4.0, 0.0], dtype=torch.float64)
+    >>> [round(x, 9) for x in lsmr(A.mv, b, tol=1e-10, most=9).tolist()]
+    [1.0, 1.0]
+    """
+    x, total = torch.zeros_like(b), norm(b)
+    if not total:
+        return x
+    u = b / total
+    v = product(u)
+    alpha = norm(v)
+    if not alpha:
+        return x
+    v = v / alpha
+    direction, second = v, torch.zeros_like(v)
+    alpha_bar, slope, size = alpha, alpha * total, alpha**2
+    rho = rho_bar = cosine_bar = 1.0
+    sine_bar = 0.0
+    left, turned_left = total, 0.0  # of the right-hand side: what the rotations have not reached yet, and what they have
+    rho_tilde, theta_tilde, zeta, tau = 1.0, 0.0, 0.0, 0.0
+    for _ in range(1, most, 2):
+        u = product(v) - alpha * u
+        beta = norm(u)
+        u = u / (beta or 1.0)
+        v = product(u) - beta * v
+        alpha = norm(v)
+        v = v / (alpha or 1.0)
+        rho_old, rho_bar_old, zeta_old = rho, rho_bar, zeta
+        rho = math.hypot(alpha_bar, beta)
+        cosine, sine = alpha_bar / rho, beta / rho
+        theta, alpha_bar = sine * alpha, cosine * alpha
+        theta_bar, turned = sine_bar * rho, cosine_bar * rho
+        rho_bar = math.hypot(turned, theta)
+        cosine_bar, sine_bar = turned / rho_bar, theta / rho_bar
+        zeta, slope = cosine_bar * slope, -sine_bar * slope
+        second = direction - (theta_bar * rho / (rho_old * rho_bar_old)) * second
+        x = x + (zeta / (rho * rho_bar)) * second
+        direction = v - (theta / rho) * direction
+        # |r|: the rotations of R's rows
+        reached, left = cosine * left, -sine * left
+        rho_tilde_old = math.hypot(rho_tilde, theta_bar)
+        cosine_tilde, sine_tilde = rho_tilde / rho_tilde_old, theta_bar / rho_tilde_old
+        theta_tilde_old, theta_tilde, rho_tilde = theta_tilde, sine_tilde * rho_bar, cosine_tilde * rho_bar
+        turned_left = cosine_tilde * reached - sine_tilde * turned_left
+        tau = (zeta_old - theta_tilde_old * tau) / rho_tilde_old
+        residual = math.hypot(turned_left - (zeta - theta_tilde * tau) / rho_tilde, left)
+        size += beta**2 + alpha**2
+        if residual <= tol * total or abs(slope) <= 1e-3 * tol * math.sqrt(size) * residual:
+            break
+    return x
