@@ -53,7 +53,9 @@ def as_array(value: Any) -> Array:
             f"as_array: floats stand among exact numbers in an array of shape {entries.shape}. Write them as Fractions, "
             "or pass a torch.Tensor to compute in floating point."
         )
-    return torch.tensor(entries.tolist(), dtype=torch.complex128 if np.iscomplexobj(entries.tolist()) else torch.float64)
+    return torch.tensor(
+        entries.tolist(), dtype=torch.complex128 if np.iscomplexobj(entries.tolist()) else torch.float64, device="cpu"
+    )
 
 
 def is_exact(x: Array) -> bool:
@@ -212,7 +214,7 @@ def to_float(x: Array) -> torch.Tensor:
         TypeError: if an entry is symbolic.
     """
     if is_exact(x):
-        return torch.tensor([as_float(v) for v in x.reshape(-1).tolist()], dtype=torch.float64).reshape(x.shape)
+        return torch.tensor([as_float(v) for v in x.reshape(-1).tolist()], dtype=torch.float64, device="cpu").reshape(x.shape)
     kept = (torch.float32, torch.float64, torch.complex64, torch.complex128)
     value: torch.Tensor = x.detach()
     return value if value.dtype in kept else value.double()

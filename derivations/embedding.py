@@ -46,7 +46,7 @@ class TokenEmbeddingAt(OperationAt):
     frozen: int | None = None
 
     def __post_init__(self) -> None:
-        entries = torch.as_tensor(self.tokens)
+        entries = self.tokens if isinstance(self.tokens, Tensor) else torch.as_tensor(self.tokens, device="cpu")
         if self.E.ndim != 2 or entries.ndim != 1 or entries.is_floating_point():
             found = f"{str(entries.dtype).removeprefix('torch.')} tokens of shape {shape_of(entries)}, E {shape_of(self.E)}"
             raise ValueError(f"TokenEmbeddingAt: expected integer tokens (L,) and E (V, d), got {found}")
@@ -55,7 +55,7 @@ class TokenEmbeddingAt(OperationAt):
     @property
     def P(self) -> Matrix:
         """The one-hot matrix of the tokens, L x V."""
-        return Selection(torch.as_tensor(self.tokens).tolist(), shape_of(self.E)[0])
+        return Selection(torch.as_tensor(self.tokens, device="cpu").tolist(), shape_of(self.E)[0])
 
     @cached_property
     def value(self) -> Array:

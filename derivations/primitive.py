@@ -221,7 +221,7 @@ class Nowhere(CovectorSum):
     """A sum that discards its terms; products are not computed."""
 
     def __init__(self) -> None:
-        super().__init__(torch.empty(0))
+        super().__init__(torch.empty(0, device="cpu"))
 
     def add(self, term: Tensor) -> None:
         """Do nothing."""

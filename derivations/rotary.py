@@ -76,8 +76,8 @@ def angles(length: int, width: int, theta: float = 10000.0) -> torch.Tensor:
     >>> angles(2, 4, theta=100.0).tolist()
     [[0.0, 0.0], [1.0, 0.1]]
     """
-    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)  # (w/2,)
-    return torch.arange(length, dtype=torch.float64).reshape(-1, 1) * frequencies
+    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)  # (w/2,)
+    return torch.arange(length, dtype=torch.float64, device="cpu").reshape(-1, 1) * frequencies
 
 
 def rotary(

@@ -170,7 +170,7 @@ def attention_a_priori(norms: AttentionNorms) -> BlockNorms:
     residual = ResidualNorms(mean_F + t_F, min(mean_F + t_F, mean_F + norms.t), rho * w + tau)
     jacobian = jacobian_norms(norms)
     names = norms.names
-    g = torch.tensor([jacobian[name] for name in names], dtype=torch.float64)
+    g = torch.tensor([jacobian[name] for name in names], dtype=torch.float64, device="cpu")
     functional = functional_norms(norms, residual)
     matrix = torch.outer(g, g) + functional
     parts = {

@@ -152,4 +152,4 @@ def joint_factors(heads: Sequence[AttentionRows]) -> dict[str, tuple[Tensor, Ten
 
 
 def _identity(like: Tensor) -> Tensor:
-    return torch.eye(like.shape[1], dtype=like.dtype)
+    return torch.eye(like.shape[1], dtype=like.dtype, device=like.device)

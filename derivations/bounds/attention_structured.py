@@ -62,7 +62,7 @@ def attention_structured(
         )
     factor = 2 / out.numel()
     residual = out - t
-    identity = torch.eye(out.shape[1], dtype=out.dtype).expand(out.shape[0], -1, -1)
+    identity = torch.eye(out.shape[1], dtype=out.dtype, device=out.device).expand(out.shape[0], -1, -1)
     names = tuple(joint_factors(rows))
     found = joint_pairs(rows, identity, residual).bounds(names, factor)
     gauss_newton = factor * output_jacobian_norm(rows) ** 2
@@ -91,7 +91,7 @@ def as_mask(mask: Array) -> Tensor:
     Raises:
         ValueError: if it is not boolean.
     """
-    found = torch.as_tensor(mask)
+    found = mask if isinstance(mask, Tensor) else torch.as_tensor(mask, device="cpu")
     if found.dtype != torch.bool:
         raise ValueError(f"attention: the bounds take a boolean mask, True where a token may look; got {found.dtype}")
     return found

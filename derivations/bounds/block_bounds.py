@@ -172,15 +172,15 @@ def post_block_a_priori(norms: PostBlockNorms, *, activation: str = "relu") -> B
     inner = norms.attention
     names = (*inner.names, "W_1", "W_2")
     if norms.s_1 == 0 or norms.s_2 == 0:
-        return BlockNorms(names, torch.full((len(names), len(names)), math.inf, dtype=torch.float64), {}, math.inf)
+        return BlockNorms(names, torch.full((len(names), len(names)), math.inf, dtype=torch.float64, device="cpu"), {}, math.inf)
     d, L, j = inner.d_out, inner.length, 1 + norms.w_1 * norms.w_2
     (t_F, tau), y = inner.target_norms, norms.gain_1 * math.sqrt(L * d)
     J_1, K_1 = norms.gain_1 / norms.s_1, norms.gain_1 * _hessian_constant(d, norms.s_1, norms.eps)
     r, R, K = _at_S(norms, tau, t_F)
 
-    b = torch.tensor(list(_output_jacobians(norms).values()), dtype=torch.float64)
+    b = torch.tensor(list(_output_jacobians(norms).values()), dtype=torch.float64, device="cpu")
     matrix = K * torch.outer(b, b)
-    g = torch.tensor(list(jacobian_norms(inner).values()), dtype=torch.float64)
+    g = torch.tensor(list(jacobian_norms(inner).values()), dtype=torch.float64, device="cpu")
     pulled = ResidualNorms(j * J_1 * R, j * J_1 * R, j * J_1 * r)
     n = len(g)
     matrix[:n, :n] += functional_norms(inner, pulled) + K_1 * j * r * torch.outer(g, g)

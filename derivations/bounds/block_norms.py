@@ -69,7 +69,7 @@ def symmetric(names: Sequence[str], norms: Mapping[tuple[str, str], float], fact
     >>> symmetric(("a", "b"), {("a", "b"): 2.0}, 0.5).tolist()
     [[0.0, 1.0], [1.0, 0.0]]
     """
-    matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
+    matrix = torch.zeros(len(names), len(names), dtype=torch.float64, device="cpu")
     for (i, j), value in norms.items():
         a, b = names.index(i), names.index(j)
         matrix[a, b] = matrix[b, a] = factor * value
@@ -163,7 +163,7 @@ class Pairs:
         the two matrices that have one kind of ends on their diagonals, better than by that of the block norms.
         """
         off = symmetric(names, self.norms, factor)
-        top, bottom = (factor * torch.tensor([self.ends[a][k] for a in names], dtype=torch.float64) for k in (0, 1))
+        top, bottom = (factor * torch.tensor([self.ends[a][k] for a in names], dtype=torch.float64, device="cpu") for k in (0, 1))
         whole = max(float(torch.linalg.eigvalsh(off + torch.diag(end))[-1]) for end in (top, bottom)) if names else 0.0
         return BlockNorms(names, off + torch.diag(torch.maximum(top, bottom)), parts or {}, whole)
 

@@ -131,7 +131,7 @@ def _rows(
     norm: NormRows, last: NormRows, hidden: Tensor, first: Tensor, second: Tensor, w1: Tensor, w2: Tensor, target: Tensor
 ) -> _Rows:
     gradient_S, K = last.squared_error(target)
-    through = torch.eye(w1.shape[0], dtype=w1.dtype) + (w1 * first.unsqueeze(1)) @ w2
+    through = torch.eye(w1.shape[0], dtype=w1.dtype, device=w1.device) + (w1 * first.unsqueeze(1)) @ w2
     second = second * (gradient_S @ w2.mT)
     gradient_Y = torch.einsum("ide,ie->id", through, gradient_S)
     K_Y = through @ K @ through.mT + (w1 * second.unsqueeze(1)) @ w1.mT

@@ -91,7 +91,7 @@ class NormRows:
             J, residual = self.jacobian, self.value - target
             return self.pull(residual), J @ J.mT + self.curvature(residual)
         x, d, g, lack = self._at.x, self.X.shape[1], gains[0], (self.eps / self.s**2).unsqueeze(1)  # exactly zero with eps
-        centring = torch.eye(d, dtype=x.dtype) - (1 / d if self.norm == "layernorm" else 0.0)
+        centring = torch.eye(d, dtype=x.dtype, device=x.device) - (1 / d if self.norm == "layernorm" else 0.0)
         own = (lack / self.s.unsqueeze(1) ** 2).unsqueeze(2) * (centring - (4 / d) * x.unsqueeze(2) * x.unsqueeze(1))
         slope = lack / self.s.unsqueeze(1) * x
         return g**2 * slope + self.pull(shift), g**2 * own + self.curvature(shift)

@@ -58,7 +58,9 @@ class Matrix(ABC):
     def dense(self, like: Array | None = None) -> Array:
         """Return the matrix written out, in the arithmetic of its leaves (else of ``like``; else float64)."""
         own = self.like()
-        context = torch.zeros(0, dtype=torch.float64) if own is None and like is None else like if own is None else own
+        context = (
+            torch.zeros(0, dtype=torch.float64, device="cpu") if own is None and like is None else like if own is None else own
+        )
         rows, columns = self.shape
         if rows >= columns:
             return self.apply(eye(columns, context))

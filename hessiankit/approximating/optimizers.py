@@ -88,7 +88,8 @@ class MiniBatchMoments:
                 continue
             G = self.mean[rows].reshape(self.shapes[name][0], -1)
             m, n = G.shape
-            pair = (G @ G.T, torch.eye(n).to(G)) if m <= n else (torch.eye(m).to(G), G.T @ G)
+            identity = torch.eye(max(m, n), dtype=G.dtype, device=G.device)
+            pair = (G @ G.T, identity) if m <= n else (identity, G.T @ G)
             found.append(replace(kronecker_block(at, *pair), numbers=min(m, n) * (min(m, n) + 1) // 2))
         return found
 

@@ -122,7 +122,7 @@ def a_priori(
 
 
 def _matrix(names: Sequence[str], entry: Callable[[str, str], float]) -> Tensor:
-    return torch.tensor([[entry(i, j) for j in names] for i in names], dtype=torch.float64)
+    return torch.tensor([[entry(i, j) for j in names] for i in names], dtype=torch.float64, device="cpu")
 
 
 def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, float]:

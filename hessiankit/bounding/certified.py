@@ -299,7 +299,7 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
             upper = min(bounds_of_block if proved is None else [*bounds_of_block, proved])
             pairs[i, j] = pairs[j, i] = CertifiedInterval(lower, upper)
             norms[i, j] = norms[j, i] = norm
-    table = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64)
+    table = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64, device="cpu")
     norm, lower, proved = _norm(H, symmetric=True)
     bounds: dict[str, float | None] = {
         "cholesky": proved,

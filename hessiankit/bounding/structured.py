@@ -310,7 +310,7 @@ def structured(task: Task) -> Structured:
     bounds: dict[tuple[str, str], float] = {}
     for i, j in pairs:
         bounds[i, j] = bounds[j, i] = smaller[i, j] * SLACK + _rounding(found, by_sign, slices[i], slices[j])
-    table = torch.tensor([[bounds[i, j] for j in slices] for i in slices], dtype=torch.float64)
+    table = torch.tensor([[bounds[i, j] for j in slices] for i in slices], dtype=torch.float64, device="cpu")
     rounding = _rounding(found, by_sign, slice(None), slice(None))
     whole = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
     return Structured(whole, bounds, tuple(site.name for site in found))

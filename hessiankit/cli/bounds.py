@@ -57,8 +57,8 @@ def drawn(args: argparse.Namespace, block: nn.Module) -> tuple[Tensor, Tensor, T
     with torch.no_grad():
         for p in block.parameters():
             p.mul_(args.scale if p.ndim == 2 else 1.0)
-    x = torch.randn(args.tokens, args.d_model, dtype=torch.float64)
-    return x, torch.randint(args.d_model, (args.tokens,)), torch.randn_like(x)
+    x = torch.randn(args.tokens, args.d_model, dtype=torch.float64, device="cpu")
+    return x, torch.randint(args.d_model, (args.tokens,), device="cpu"), torch.randn_like(x)
 
 
 def run(args: argparse.Namespace) -> int:

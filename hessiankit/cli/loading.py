@@ -147,7 +147,7 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
             f"{WHO}: the tokenizer of {loaded.name} gives id {largest}, the model knows 0 to {loaded.vocabulary - 1}: they do "
             "not belong together"
         )
-    return torch.tensor(ids)
+    return torch.tensor(ids, device="cpu")
 
 
 def _from_function(source: str, seed: int) -> LoadedModel:

@@ -95,7 +95,9 @@ def _on_drawn(args: argparse.Namespace, model: nn.Module, name: str, shape: tupl
     generator = torch.Generator().manual_seed(args.seed)
     words = f"standard normal inputs of shape {' x '.join(map(str, shape))}, seed {args.seed}"
     try:
-        inputs = torch.randn(shape, generator=generator, dtype=torch.float64).to(args.device, getattr(torch, args.dtype))
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
+            args.device, getattr(torch, args.dtype)
+        )
     except RuntimeError as error:
         raise _does_not_fit(args, shape) from error
     output = run_once(args, model, inputs)
@@ -104,9 +106,9 @@ def _on_drawn(args: argparse.Namespace, model: nn.Module, name: str, shape: tupl
         kind = type(output).__name__
         raise InputError(f"{args.command}: the model returned {kind} of no shape; expected a tensor of outputs")
     if (args.loss or "mse") == "mse":
-        target = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+        target = torch.randn(output.shape, generator=generator, dtype=torch.float64, device="cpu").to(output)
         return Asked(model, inputs, target, "mse", args.dtype, name, f"{words}; targets likewise")
-    labels = torch.randint(output.shape[-1], output.shape[:-1], generator=generator).to(args.device)
+    labels = torch.randint(output.shape[-1], output.shape[:-1], generator=generator, device="cpu").to(args.device)
     return Asked(model, inputs, labels, "cross_entropy", args.dtype, name, f"{words}; drawn labels")
 
 

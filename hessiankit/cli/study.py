@@ -194,7 +194,7 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Any, steps: i
     generator, epoch, losses = torch.Generator().manual_seed(seed), len(inputs) // 128, []
     for step in range(steps):
         if step % epoch == 0:
-            order = torch.randperm(len(inputs), generator=generator).to(inputs.device)
+            order = torch.randperm(len(inputs), generator=generator, device="cpu").to(inputs.device)
         rows = order[step % epoch * 128 :][:128]
         optimizer.zero_grad()
         scalar = loss(model(inputs[rows]), targets[rows])

@@ -68,7 +68,7 @@ class TextDataset:
             InputError: A size is not positive, or the text is shorter than a window.
         """
         self._check("batch", batch_size, length)
-        return self._at(torch.randint(len(self) - length, (batch_size,), generator=generator), length)
+        return self._at(torch.randint(len(self) - length, (batch_size,), generator=generator, device="cpu"), length)
 
     def windows(self, length: int, count: int) -> tuple[Tensor, Tensor]:
         """Return ``count`` fixed windows, spread evenly from the first byte to the last, as :meth:`batch` does.
@@ -83,10 +83,10 @@ class TextDataset:
         """
         self._check("windows", count, length)
         last = len(self) - length - 1
-        return self._at(torch.tensor([k * last // max(count - 1, 1) for k in range(count)]), length)
+        return self._at(torch.tensor([k * last // max(count - 1, 1) for k in range(count)], device="cpu"), length)
 
     def _at(self, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        rows = self.tokens[starts[:, None] + torch.arange(length + 1)].long()  # (B, L + 1)
+        rows = self.tokens[starts[:, None] + torch.arange(length + 1, device="cpu")].long()  # (B, L + 1)
         return rows[:, :-1], rows[:, 1:]
 
     def _check(self, who: str, count: int, length: int) -> None:

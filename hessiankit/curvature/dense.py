@@ -24,6 +24,7 @@ from hessiankit.engine.problem.selection import Params, locate, select
 from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.support.lanczos import extreme_eigenpairs
 from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
@@ -34,12 +35,17 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
     >>> spectral_norm(torch.tensor([[3.0, 0.0, 0.0], [0.0, 4.0, 0.0]]))
     4.0
     """
-    a = matrix.detach().double().cpu()
+    a = matrix.detach().double() if matrix.device.type != "mps" else matrix.detach().cpu().double()
     largest = float(a.abs().max()) if a.numel() else 0.0
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     a = a / largest
     if symmetric and a.shape[0] > 512:
+        if a.device.type != "cpu":
+            generator = torch.Generator(a.device).manual_seed(0)
+            first = torch.randn(len(a), generator=generator, dtype=a.dtype, device=a.device)
+            pairs = extreme_eigenpairs(a.mv, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
+            return largest * float(pairs.values.abs().max())
         from scipy.sparse.linalg import eigsh  # only here: it takes longer to import than a small Hessian to compute
 
         start = np.random.default_rng(0).standard_normal(a.shape[0])

@@ -170,7 +170,9 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
         trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
         D, taken = H.diagonal().unsqueeze(1), size
     else:
-        signs = torch.randint(2, (size, products // 2), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+        signs = (
+            torch.randint(2, (size, products // 2), generator=torch.Generator().manual_seed(seed), device="cpu").double() * 2 - 1
+        )
         sketch = Sketch(product, signs.to(operator.device), eps)
         trace, squares, D, taken = sketch.trace(), sketch.squares(), sketch.diagonal(), 2 * (products // 2)
         blocks = [sketch.block(rows) for rows in operator.slices.values()]

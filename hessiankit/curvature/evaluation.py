@@ -161,8 +161,8 @@ class Evaluation:
         self._check_unchanged()
         tasks = self._only(i, j)
         slices, size = tasks[0].slices, tasks[0].size
-        at = torch.arange(slices[j].start, slices[j].stop) if columns is None else columns + slices[j].start
-        keep = torch.arange(slices[i].start, slices[i].stop) if rows is None else rows + slices[i].start
+        at = torch.arange(slices[j].start, slices[j].stop, device="cpu") if columns is None else columns + slices[j].start
+        keep = torch.arange(slices[i].start, slices[i].stop, device="cpu") if rows is None else rows + slices[i].start
         dtype, device = tasks[0].dtype, tasks[0].device
         at, keep = at.to(device), keep.to(device)
         total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)

@@ -85,7 +85,7 @@ class FrobeniusNorms(Printed):
     @property
     def matrix(self) -> Tensor:
         """The norms as a symmetric matrix, one row and column a parameter, in float64."""
-        return torch.tensor([[self.block(i, j) for j in self.shapes] for i in self.shapes], dtype=torch.float64)
+        return torch.tensor([[self.block(i, j) for j in self.shapes] for i in self.shapes], dtype=torch.float64, device="cpu")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python numbers."""

@@ -22,7 +22,7 @@ from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import one_at_a_time, without_autocast
+from hessiankit.support.torch_state import full_precision, one_at_a_time
 
 WHO = "jacobian_operator"
 
@@ -80,7 +80,7 @@ class JacobianOperator(TensorOperator):
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), full_precision():
             if not self.fallbacks:
                 yield
                 return

@@ -72,7 +72,7 @@ def columns(task: Task, Z: Tensor, share: float) -> Tensor:
         return (2 * share / count) ** 0.5 * eye[:, None, None, :].expand(-1, *rows.shape)
     rows = Z.reshape(1 if Z.ndim == 1 else len(Z), -1, Z.shape[-1])
     p = torch.softmax(rows, -1)
-    s = p.movedim(-1, 0).unsqueeze(-1).sqrt() * (torch.eye(p.shape[-1]).to(p)[:, None, None, :] - p)
+    s = p.movedim(-1, 0).unsqueeze(-1).sqrt() * (torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)[:, None, None, :] - p)
     counted = (task.target != IGNORE_INDEX).reshape(1, *rows.shape[:2], 1)
     return (share / count) ** 0.5 * s * counted
 
@@ -177,7 +177,7 @@ class KroneckerFactors:
     def _used_once(self, J: SiteJacobian) -> list[tuple[int, ParameterJacobian]]:
         """Return the weights and biases whose whole gradient comes from one site, in the order of the sites."""
         generator = torch.Generator().manual_seed(0)
-        u = torch.randn(1, J.shape[0], generator=generator, dtype=torch.float64).to(J.device, J.torch_dtype)
+        u = torch.randn(1, J.shape[0], generator=generator, dtype=torch.float64, device="cpu").to(J.device, J.torch_dtype)
         bars, whole = J.at_sites(u), J.pull(u)[0]
         found = []
         for at, site in J.sites.items():

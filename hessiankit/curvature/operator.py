@@ -28,7 +28,7 @@ from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.torch_state import computed_later, one_at_a_time, without_autocast
+from hessiankit.support.torch_state import computed_later, full_precision, one_at_a_time
 
 WHO = "hessian_operator"
 MOST = 1000  # products that take as long as the diagonal of an approximation may
@@ -77,12 +77,13 @@ class HessianOperator(SymmetricOperator):
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
         self._symmetry: float | None = None
+        self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
 
     @cached_property
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,): half a product, at the first reading."""
-        with torch.no_grad(), without_autocast():
+        with torch.no_grad(), full_precision():
             return self._sum(b.gradient() for b in self._batches)
 
     @property
@@ -98,7 +99,7 @@ class HessianOperator(SymmetricOperator):
                 v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
                 pairs.append((v[0], self._blocks(v)[0]))
                 self._check_finite(*pairs[-1])
-            self._symmetry, self._pair = self._asymmetry(*pairs[0], *pairs[1]), None
+            self._symmetry, self._pair, self._is_untested = self._asymmetry(*pairs[0], *pairs[1]), None, False
         return self._symmetry
 
     def to_torch(self) -> TorchOperator:
@@ -108,11 +109,11 @@ class HessianOperator(SymmetricOperator):
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
         found = self._blocks(rows)
-        if self._symmetry is None and len(rows):
+        if self._is_untested and len(rows):
             self._test_symmetry(rows, found)
         return found
 
-    @without_autocast()
+    @full_precision()
     def _blocks(self, rows: Tensor) -> Tensor:
         blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
@@ -247,9 +248,9 @@ class HessianOperator(SymmetricOperator):
             if pair is None:
                 pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
             elif not _parallel(pair[0], v):
-                self._symmetry, self._pair = self._asymmetry(*pair, v, Hv), None
+                self._symmetry, self._pair, self._is_untested = self._asymmetry(*pair, v, Hv), None, False
                 return
-        self._pair = None if large else pair
+        self._pair, self._is_untested = (None, False) if large else (pair, True)
 
     def _check_finite(self, rows: Tensor, found: Tensor) -> None:
         if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
@@ -257,7 +258,7 @@ class HessianOperator(SymmetricOperator):
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
 
-    @without_autocast()
+    @full_precision()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
         scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
         error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0

@@ -221,7 +221,7 @@ def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
         matrix = np.lib.format.open_memmap(path, mode="r")  # opened for writing, a file that is too short would be extended
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"hessian: {path} is no matrix in NumPy's format ({error}); pass overwrite=True to lose it") from error
-    expected = torch.empty(0, dtype=dtype).numpy().dtype
+    expected = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     if matrix.shape != (size, size) or matrix.dtype != expected or np.isfortran(matrix):
         raise InputError(
             f"hessian: {path} holds an array of shape {matrix.shape}, {matrix.dtype}, and the Hessian is {(size, size)}, "
@@ -232,7 +232,7 @@ def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
 
 def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     """Return a new file of the matrix, for which there is room on the disk."""
-    kind = torch.empty(0, dtype=dtype).numpy().dtype
+    kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     try:
         matrix = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(size, size))
         with _disk_full_explained(path, matrix.nbytes), open(path, "r+b") as file:
@@ -266,11 +266,11 @@ def _check_rows(path: Path, matrix: np.memmap, tasks: Sequence[Task], weights: S
     """
     first, generator = tasks[0], torch.Generator().manual_seed(0)
     finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
-    along = torch.zeros(len(finished), first.size, dtype=torch.float64)
+    along = torch.zeros(len(finished), first.size, dtype=torch.float64, device="cpu")
     seen = torch.zeros_like(along)
     step = max(1, SLAB // (8 * max(1, first.size)))
     for k, (_, rows) in enumerate(finished):
-        along[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64)
+        along[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64, device="cpu")
         for start in range(rows.start, rows.stop, step):
             some = slice(start, min(start + step, rows.stop))
             seen[k] += torch.from_numpy(along[k, some].numpy() @ matrix[some])

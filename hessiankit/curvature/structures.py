@@ -123,7 +123,7 @@ class StructuredOperator(TensorOperator):
     def __init__(self, size: int, structures: Sequence[Structure], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__((size, size), dtype, device)
         self.structures, self.block_size = tuple(structures), 64
-        covered = torch.zeros(size, dtype=torch.bool)
+        covered = torch.zeros(size, dtype=torch.bool, device="cpu")
         for part in structures:
             covered[part.at.cpu()] = True
         self.rest = (~covered).nonzero()[:, 0].to(device)

@@ -102,7 +102,7 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
     for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
         for name in _meant(item, shapes):
             whole, rows = locate(who, name, shapes)
-            every = torch.arange(slices[whole].start, slices[whole].stop)
+            every = torch.arange(slices[whole].start, slices[whole].stop, device="cpu")
             found.append(every if rows is None else every[rows])
     if not found:
         raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")

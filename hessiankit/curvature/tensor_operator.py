@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hessiankit.engine.problem.task import check_memory
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import without_autocast
+from hessiankit.support.torch_state import full_precision
 
 
 class TensorOperator(LinearOperator):
@@ -33,7 +33,7 @@ class TensorOperator(LinearOperator):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.torch_dtype, self.device = dtype, device
-        super().__init__(torch.empty(0, dtype=dtype).numpy().dtype, shape)
+        super().__init__(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, shape)
 
     @abstractmethod
     def _rows(self, rows: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class TensorOperator(LinearOperator):
         """Return the product with a torch tensor, a NumPy array, a list of numbers, a number or another operator."""
         return super().dot(x) if np.isscalar(x) or isinstance(x, LinearOperator) else self @ x
 
-    @without_autocast()
+    @full_precision()
     def to_matrix(self) -> Tensor:
         """Return the m x n matrix, a block of columns at a time.
 
@@ -75,7 +75,7 @@ class TensorOperator(LinearOperator):
     def _name(self) -> str:
         return type(self).__name__
 
-    @without_autocast()
+    @full_precision()
     def _product(self, vectors: Tensor) -> Tensor:
         expected = f"a vector ({self.shape[1]},) or a matrix ({self.shape[1]}, k)"
         if vectors.ndim not in (1, 2) or vectors.shape[0] != self.shape[1]:

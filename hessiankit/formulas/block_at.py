@@ -291,7 +291,7 @@ def causal_mask(length: int, heads: int) -> Tensor:
     >>> causal_mask(2, 1).tolist()
     [[True, False], [True, True]]
     """
-    return torch.ones(length, length, dtype=torch.bool).tril().repeat(heads, 1)
+    return torch.ones(length, length, dtype=torch.bool, device="cpu").tril().repeat(heads, 1)
 
 
 def feedforward_stage(parts: BlockAt, name: str, Y: Stage) -> Stage:

@@ -102,7 +102,7 @@ def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed:
     """Return a standard normal array for each argument."""
     generator = torch.Generator().manual_seed(seed)
     numbers = {name: [prod(sizes[letter] for letter in axis.split()) for axis in axes] for name, axes in shapes.items()}
-    return {name: torch.randn(*shape, generator=generator, dtype=torch.float64) for name, shape in numbers.items()}
+    return {name: torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu") for name, shape in numbers.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +279,7 @@ def _at(
     seed: int, title: str,
 ) -> Subject:  # fmt: skip
     """Return a chapter at parameters, on an input of this width and with a target."""
-    options, like = dict(chapter.options), next(iter(point.values()), torch.zeros(0, dtype=torch.float64))
+    options, like = dict(chapter.options), next(iter(point.values()), torch.zeros(0, dtype=torch.float64, device="cpu"))
     if name == "embedding":
         options["tokens"] = _tokens(inputs, length, like.shape[0])
     else:

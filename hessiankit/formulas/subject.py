@@ -145,7 +145,7 @@ def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> T
         if length < 1:
             raise InputError(f"derive: length={length}, expected at least 1")
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(length, width, generator=generator, dtype=torch.float64).to(like)
+        return torch.randn(length, width, generator=generator, dtype=torch.float64, device="cpu").to(like)
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point():
         got = getattr(inputs, "dtype", type(inputs).__name__)
         raise InputError(f"derive: inputs are {got}; pass a tensor of floating point, (L, {width})")
@@ -175,13 +175,13 @@ def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any
     generator = torch.Generator().manual_seed(seed + 1)
     if loss == "mse":
         if target is None:
-            return torch.randn(length, d, generator=generator, dtype=torch.float64).to(X)
+            return torch.randn(length, d, generator=generator, dtype=torch.float64, device="cpu").to(X)
         goal = target[0] if target.ndim == 3 and target.shape[0] == 1 else target
         if goal.shape != X.shape or not goal.is_floating_point() or not bool(torch.isfinite(goal).all()):
             got = f"{target.dtype} {tuple(target.shape)}"
             raise InputError(f"derive: the target is {got}; mse needs finite numbers of shape {tuple(X.shape)}")
         return goal.detach().to(X)
-    labels = torch.randint(d, (length,), generator=generator) if target is None else target.reshape(-1)
+    labels = torch.randint(d, (length,), generator=generator, device="cpu") if target is None else target.reshape(-1)
     if labels.numel() != length or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
         raise InputError(
             f"derive: the target is {labels.dtype} {tuple(labels.shape)}; cross_entropy needs {length} integers, one a token"

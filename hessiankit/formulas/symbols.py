@@ -135,8 +135,8 @@ def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[s
         *path, last = name.split(".")
         own = (inner[path[-1]],) if path and path[-1] in inner else tuple(d if n == block.d_model else n for n in p.shape)
         shape = widths.get(last) or widths.get(f"W_{last[2:]}", ())[1:] if last[:2] in ("W_", "b_") else own
-        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64)
-    return made, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64)
+        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return made, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _power(letter: str, n: int) -> str:

@@ -157,7 +157,7 @@ def density(measure: SpectralMeasure, scale: str, width: float | None, points: i
 
 
 def _axis(low: float, high: float, points: int | Tensor) -> Tensor:
-    return points.double() if isinstance(points, Tensor) else torch.linspace(low, high, points, dtype=torch.float64)
+    return points.double() if isinstance(points, Tensor) else torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
 
 
 def _kernel(x: Tensor, t: Tensor, width: float) -> Tensor:

@@ -48,7 +48,7 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
     if isinstance(by, str):
         check_name(WHO, "by", by, BY)
         if by == "parameter":
-            return {name: torch.arange(rows.start, rows.stop) for name, rows in operator.slices.items()}
+            return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
         if module is None:
             raise InputError(f"{WHO}: by={by!r} is read from the module; pass it with its data, or by=block_types(module)")
         by = BlockTypes(model_parts(module)) if by == "type" else _layers(module, operator)
@@ -83,5 +83,5 @@ def _layers(module: nn.Module, operator: HessianOperator) -> dict[str, str]:
 
 def _rows_of_part(part: Part, operator: HessianOperator) -> Tensor:
     rows = operator.slices[part.parameter]
-    places = torch.arange(rows.start, rows.stop).reshape(operator.shapes[part.parameter])
+    places = torch.arange(rows.start, rows.stop, device="cpu").reshape(operator.shapes[part.parameter])
     return torch.cat([view.reshape(-1) for view in part.of(places)])

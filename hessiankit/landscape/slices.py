@@ -252,15 +252,15 @@ def loss_slices(
         )
     operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
     HD = operator @ D
-    steps = torch.linspace(low, high, points, dtype=torch.float64)
+    steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     least = 1e-9 * (high - low)  # 0 itself may come out as rounding
-    steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64), steps[steps > least]])
+    steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
     found = []
     for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
         losses = _Around(tasks, factors, d.unsqueeze(1))
-        values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64)
+        values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
         slope, curvature = float(slopes[k]), float(curvatures[k, k])
         holds = _model(losses, slope, curvature, tolerance, ROUNDING * eps)
         sides = [_extent(holds, side.tolist()) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)]
@@ -272,7 +272,7 @@ def loss_slices(
 
 
 def _plane(losses: _Around, t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
-    values = torch.tensor([[losses(float(a), float(b)) for b in t] for a in t], dtype=torch.float64)
+    values = torch.tensor([[losses(float(a), float(b)) for b in t] for a in t], dtype=torch.float64, device="cpu")
     at = torch.stack(torch.meshgrid(t, t, indexing="ij"), dim=-1)
     quadratic = losses(0.0, 0.0) + at @ slopes + 0.5 * torch.einsum("ija,ab,ijb->ij", at, curvatures, at)
     return LossPlane(t, values, quadratic, slopes, curvatures)

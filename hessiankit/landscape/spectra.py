@@ -227,7 +227,7 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) 
     values, V = torch.linalg.eigh(H)
     chosen = [*range(size - 1, size - 1 - plan.top, -1), *range(plan.bottom - 1, -1, -1)]
     residuals = (H @ V[:, chosen] - V[:, chosen] * values[chosen]).norm(dim=0)
-    none = torch.zeros(0, 0, dtype=torch.float64)
+    none = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
     return Spectrum(
         values[chosen].cpu(), V[:, chosen].to(matrix.torch_dtype), residuals.cpu(), plan.top, size, "", math.nan,
         SpectralMeasure(size, values.flip(0).cpu(), none, none, eps), "full", plan.tol, True, size,
@@ -236,7 +236,7 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) 
 
 
 def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, tell: Tell) -> RitzPairs:
-    first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64)
+    first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64, device="cpu")
     first = first.to(matrix.device, matrix.torch_dtype)
 
     def after(products: int, converged: int) -> None:
@@ -255,18 +255,18 @@ def _quadrature(
     U = pairs.vectors
     steps = min(plan.steps, matrix.shape[0] - len(U))
     if steps == 0:
-        return torch.zeros(0, 0, dtype=torch.float64), torch.zeros(0, 0, dtype=torch.float64)
+        return torch.zeros(0, 0, dtype=torch.float64, device="cpu"), torch.zeros(0, 0, dtype=torch.float64, device="cpu")
     U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
     norm = float(pairs.values.abs().max())
     done: list[tuple[Tensor, Tensor]] = []
     while len(done) < plan.directions:
         count = min(together, plan.directions - len(done))
         draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
-        starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64) for g in draws])
+        starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64, device="cpu") for g in draws])
         starts = starts.to(matrix.device, matrix.torch_dtype)
         done += quadrature(matrix.__matmul__, starts, steps, against=U, norm=norm)
         tell(f"{name}: density, directions", len(done), plan.directions)
-    nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64) for _ in range(2))
+    nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64, device="cpu") for _ in range(2))
     for row, (t, w) in enumerate(done):
         nodes[row, : len(t)], weights[row, : len(t)] = t, w
     return nodes, weights

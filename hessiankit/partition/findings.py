@@ -115,7 +115,7 @@ def uncovered_segments(found: list[Finding], p: Tensor) -> tuple[tuple[int, int]
         return ((0, 1),)
     if found[0].axis is None:
         return ()
-    free = torch.ones(p.shape[found[0].axis], dtype=torch.bool)
+    free = torch.ones(p.shape[found[0].axis], dtype=torch.bool, device="cpu")
     for first, after in (segment for f in found for segment in f.segments):
         free[first:after] = False
     return tuple(segments_of(free))

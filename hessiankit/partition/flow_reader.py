@@ -308,7 +308,7 @@ class Run:
         if not operand.requires_grad:
             return
         leaves = [(name, p) for name, p in self.leaves.items() if p.requires_grad]
-        direction = torch.randn(operand.shape, generator=self.generator, dtype=torch.float64).to(operand)
+        direction = torch.randn(operand.shape, generator=self.generator, dtype=torch.float64, device="cpu").to(operand)
         found = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
         for (name, _), gradient in zip(leaves, found, strict=True):
             if gradient is not None and bool((gradient != 0).any()):

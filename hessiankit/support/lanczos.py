@@ -74,10 +74,11 @@ class LanczosBasis:
     def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0, norm: float = 0.0) -> None:
         self.against, self.seed, self.draws = against, seed, 0
         self.Q = start.new_empty(capacity, start.numel())
-        self.T = torch.zeros(capacity, capacity, dtype=torch.float64)
+        self.T = torch.zeros(capacity, capacity, dtype=torch.float64, device="cpu")
         self.n, self.beta, self.largest, self.taken = 0, 0.0, norm, 0
         self.dropped = 0.0  # norm of the residuals that turns left out, by which <q_k, H q_n> may differ from ``known``
-        self.known = torch.zeros(0, dtype=torch.float64)  # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
+        # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
+        self.known = torch.zeros(0, dtype=torch.float64, device="cpu")
         self._aim(start)
 
     def _aim(self, vector: Tensor) -> None:
@@ -98,7 +99,7 @@ class LanczosBasis:
         before = self.direction
         generator = torch.Generator().manual_seed(self.seed + 7919 * (self.draws + 1))
         self.draws += 1
-        self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64).to(self.Q))
+        self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(self.Q))
         self.dropped += float(self.known.norm())
         self.known = self.known * float(before @ self.direction)
 
@@ -128,7 +129,7 @@ class LanczosBasis:
                 "operation of the model has a wrong second derivative, or the model is not the same at every call"
             )
         self.T[:n, n - 1] = self.T[n - 1, :n] = found
-        self.n, self.beta, self.taken, self.known = n, beta, self.taken + 1, torch.zeros(n, dtype=torch.float64)
+        self.n, self.beta, self.taken, self.known = n, beta, self.taken + 1, torch.zeros(n, dtype=torch.float64, device="cpu")
         self.known[-1] = beta
         if beta > SINGULAR * eps * self.largest:
             self.direction = w / beta

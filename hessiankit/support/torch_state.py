@@ -6,7 +6,7 @@ import ctypes
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -71,12 +71,40 @@ def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
     return x.ccol_indices(), x.row_indices(), x.values()
 
 
-def same_values(x: Tensor, copy: Tensor) -> bool:
-    """Tell whether two tensors are of one kind and have the same entries, NaN where the other has NaN."""
-    if (x.shape, x.dtype, x.device, x.layout) != (copy.shape, copy.dtype, copy.device, copy.layout):
-        return False
-    pairs = zip(strided_parts(x), strided_parts(copy), strict=True)
-    return all(a.shape == b.shape and (torch.equal(a, b) or bool(((a == b) | ((a != a) & (b != b))).all())) for a, b in pairs)
+def read_numbers(tensors: Iterable[Tensor]) -> list[Any]:
+    """Return tensors of one entry as numbers; a device is waited for once, and not once for each.
+
+    >>> read_numbers([torch.tensor(1.5), torch.tensor(True), torch.tensor([2.5])])
+    [1.5, True, 2.5]
+    """
+    of_kind: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    numbers = list(tensors)
+    for k, x in enumerate(numbers):
+        of_kind.setdefault((x.device, x.dtype), []).append(k)
+    for places in of_kind.values():
+        values = torch.stack([numbers[k].detach().reshape(()) for k in places]).tolist()
+        for k, value in zip(places, values, strict=True):
+            numbers[k] = value
+    return numbers
+
+
+def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Tell of each pair whether its tensors are of two kinds or have other entries; NaN is the same as NaN.
+
+    >>> x = torch.tensor([1.0, torch.nan])
+    >>> different([(x, x.clone()), (x, x + 1), (x, x.double())])
+    [False, True, True]
+    """
+    apart: list[bool] = []
+    waiting: list[tuple[int, Tensor, Tensor]] = []
+    for k, (x, copy) in enumerate(pairs):
+        apart.append((x.shape, x.dtype, x.device, x.layout) != (copy.shape, copy.dtype, copy.device, copy.layout))
+        parts = () if apart[k] else [(a, b) for a, b in zip(strided_parts(x), strided_parts(copy), strict=True)]
+        apart[k] = apart[k] or any(a.shape != b.shape for a, b in parts)
+        waiting += [(k, a, b) for a, b in parts if not apart[k] and not (a.device.type == "cpu" and torch.equal(a, b))]
+    for (k, a, b), unequal in zip(waiting, read_numbers((a != b).any() for _, a, b in waiting), strict=True):
+        apart[k] = apart[k] or (unequal and bool(((a != b) & ((a == a) | (b == b))).any()))
+    return apart
 
 
 def write_values(x: Tensor, values: Tensor) -> None:
@@ -93,8 +121,8 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                if not same_values(buffer, value):
+            for (buffer, value), changed in zip(buffers, different(buffers), strict=True):
+                if changed:
                     write_values(buffer, value)
 
 
@@ -159,11 +187,11 @@ TORCH_LOCK = threading.RLock()
 
 
 def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
-    """Run a function under :data:`TORCH_LOCK` and outside inference mode, which autograd needs."""
+    """Run a function under :data:`TORCH_LOCK`, in IEEE arithmetic, and outside inference mode, which autograd needs."""
 
     @wraps(function)
     def alone(*args: P.args, **kwargs: P.kwargs) -> R:
-        with TORCH_LOCK:
+        with TORCH_LOCK, ieee_arithmetic():
             if not torch.is_inference_mode_enabled():
                 return function(*args, **kwargs)
             with torch.inference_mode(False), torch.no_grad():
@@ -183,35 +211,83 @@ def computed_later(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def later(*args: P.args, **kwargs: P.kwargs) -> R:
-        with without_autocast():
+        with full_precision():
             return one_at_a_time(function)(*args, **kwargs)
 
     return later
 
 
 @contextmanager
-def without_autocast() -> Iterator[None]:
-    """Disable autocast on every device, so that operations keep the dtypes of their tensors."""
+def full_precision() -> Iterator[None]:
+    """Disable autocast on every device and TensorFloat-32, so that operations keep the dtypes of their tensors."""
     with ExitStack() as stack:
-        for kind in ("cpu", "cuda", "mps", "xpu"):
-            if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        for kind in AUTOCAST:
+            if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(ieee_arithmetic())
         yield
+
+
+AUTOCAST = [kind for kind in ("cpu", "cuda", "mps", "xpu", "privateuseone") if torch.amp.is_autocast_available(kind)]
+
+
+@contextmanager
+def ieee_arithmetic() -> Iterator[None]:
+    """Let products and convolutions of float32 numbers read all their bits: no TensorFloat-32, no sums of bfloat16 parts.
+
+    >>> torch.set_float32_matmul_precision("high")
+    >>> with ieee_arithmetic():
+    ...     within = torch.get_float32_matmul_precision()
+    >>> within, torch.get_float32_matmul_precision()
+    ('highest', 'high')
+    >>> torch.set_float32_matmul_precision("highest")
+    """
+    before = _float32_settings()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cudnn.allow_tf32 = False
+        yield
+    finally:
+        for part, name, value in before:
+            torch.set_float32_matmul_precision(value) if part is torch else setattr(part, name, value)
+
+
+def _float32_settings() -> list[tuple[Any, str, Any]]:
+    """(module of torch, attribute, value) of what decides about float32 arithmetic."""
+    cudnn = torch.backends.cudnn
+    try:
+        return [
+            (torch, "float32_matmul_precision", torch.get_float32_matmul_precision()),
+            (cudnn, "allow_tf32", cudnn.allow_tf32),
+        ]
+    except RuntimeError:  # set by the names of torch 2.9, which differ for products and convolutions, devices and the CPU
+        parts = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+        parts += [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+        return [(part, "fp32_precision", part.fp32_precision) for part in parts]
 
 
 @contextmanager
 def ordinary_path(*callables: Any) -> Iterator[None]:
-    """Disable the fused inference path of torch's transformer layers, which has no derivative and shortens padded batches.
+    """Disable what has no derivative: the inference path of torch's transformer layers, and recurrent layers by cuDNN.
 
-    Modules among ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
+    The first also shortens padded batches. Float32 arithmetic is IEEE's. Modules among ``callables`` of which a part is compiled
+    run as they were before: compiled code hides its operations.
     """
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
-        before = torch.backends.mha.get_fastpath_enabled()
+        before, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
+        torch.backends.cudnn.enabled = cudnn and not any(map(_is_recurrent, callables))
         try:
-            yield
+            with ieee_arithmetic():
+                yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
+            torch.backends.cudnn.enabled = cudnn
+
+
+def _is_recurrent(x: Any) -> bool:
+    """Tell whether a module has recurrent layers, which cuDNN computes in one operation without a second derivative."""
+    return isinstance(x, nn.Module) and any(isinstance(m, nn.RNNBase) for m in x.modules())
 
 
 def _is_compiled(x: Any) -> bool:

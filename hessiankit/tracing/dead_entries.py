@@ -23,17 +23,20 @@ from derivations.indexing import Where
 from derivations.linear import MaskedFill
 from derivations.primitive import Inputs
 from hessiankit.support.errors import TraceError
+from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.trace import Application, Trace
 
 
 @torch.no_grad()
 def without_dead_entries(trace: Trace) -> None:
     """Rewrite, in place, the applications of a trace whose derivatives are not finite at dead entries."""
-    singular: dict[int, Tensor] = {}
+    masks: dict[int, Tensor] = {}
     for a in trace.applications:
         mask = a.primitive.singular(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
-        if mask is not None and bool(mask.any()):
-            singular[a.output] = mask
+        if mask is not None:
+            masks[a.output] = mask
+    occurs = read_numbers(mask.any() for mask in masks.values())
+    singular = {at: mask for (at, mask), anywhere in zip(masks.items(), occurs, strict=True) if anywhere}
     if not singular:
         return
     point = _Nearby(trace)
@@ -85,7 +88,7 @@ class _Nearby:
     def _step(self, at: int, opposite: list[Tensor]) -> None:
         """Move the entries of a value that change, by numbers of either sign and of about one size."""
         x = self.values[at]
-        drawn = torch.rand(x.shape, generator=self._generator, dtype=torch.float64).to(x) - 0.5
+        drawn = torch.rand(x.shape, generator=self._generator, dtype=torch.float64, device="cpu").to(x) - 0.5
         sizes = x.abs().nan_to_num(0, 0, 0)
         sizes = torch.where(sizes == 0, (float(sizes.max()) if x.numel() else 0.0) or 1.0, sizes)
         step = (drawn + drawn.sign()) * sizes * self.moves[at] / 1024

@@ -46,7 +46,7 @@ APART = 0x3C6EF372FE94F82B
 
 def generic(like: Tensor, seed: int) -> Tensor:
     """Return numbers drawn at random, the same ones in every process, of the shape, dtype and device of a tensor."""
-    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(APART + seed), dtype=torch.float64)
+    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(APART + seed), dtype=torch.float64, device="cpu")
     return drawn.to(device=like.device, dtype=like.dtype)
 
 

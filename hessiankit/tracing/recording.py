@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
-from hessiankit.support.torch_state import without_autocast
+from hessiankit.support.torch_state import full_precision
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
@@ -83,7 +83,7 @@ def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> t
         return None
     with torch.no_grad(), torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
         found = _tensors(function(*args, **kwargs))
-        with without_autocast():
+        with full_precision():
             for dtype in (None, torch.get_autocast_dtype(device), torch.float32):
                 if dtype is not None and all(x.dtype == dtype for x in tensors):
                     continue
@@ -282,7 +282,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if self._is_untraced(operation, args, kwargs):
             return self._untraced(operation, func, args, kwargs)
         if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
-            with self, without_autocast():  # the casts are operations too
+            with self, full_precision():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         states = _random_states(args, kwargs) if may_draw(operation) else []
         with torch._C._DisablePythonDispatcher():

@@ -357,7 +357,7 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(first)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(first)
 
     if isinstance(module, VisionTransformer):
         inputs = draw(3, *(int(n) for n in (module.embedding.P.shape[0], module.embedding.W_E.shape[0])))
@@ -365,7 +365,7 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
     elif isinstance(module, Transformer):
         vocabulary, positions = module.embedding.W_E.shape[0], module.embedding.P
         length = 3 if positions is None else min(3, positions.shape[0])
-        inputs = torch.randint(vocabulary, (2, length), generator=generator).to(first.device)
+        inputs = torch.randint(vocabulary, (2, length), generator=generator, device="cpu").to(first.device)
         with torch.no_grad():
             shape = tuple(module(inputs).shape)
     else:
@@ -374,4 +374,4 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
         shape = tuple(inputs.shape)
     if loss == "mse":
         return inputs, draw(*shape)
-    return inputs, torch.randint(shape[-1], shape[:-1], generator=generator).to(first.device)
+    return inputs, torch.randint(shape[-1], shape[:-1], generator=generator, device="cpu").to(first.device)

@@ -40,7 +40,7 @@ def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Probl
     """Return the problem at parameters moved by ``ULPS`` units in the last place."""
 
     def moved(x: Tensor) -> Tensor:
-        return x * (1 + ULPS * eps * torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x))
+        return x * (1 + ULPS * eps * torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x))
 
     return problem.near({n: moved(x) for n, x in problem.params.items()})
 
@@ -87,7 +87,7 @@ class RoundingNoise:
             direction = self.along[label] if self.along is not None else Direction(label, (label,), 1)
             v, generator = direction.vector(self.problem)[None], torch.Generator().manual_seed(0)
             points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
-            change = torch.zeros(len(self.problem.params)).to(self.problem.theta)
+            change = self.problem.theta.new_zeros(len(self.problem.params))
             for route in self.routes.values():
                 here, *there = (self._products(route, point, v) for point in points)
                 for after in there:
@@ -205,7 +205,7 @@ class Layout:
             gaps = (forms - forms.T).abs()
             gap = self._over(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
             scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
-            sizes = torch.tensor([where.stop - where.start for where in self._slices]).to(products)
+            sizes = torch.tensor([where.stop - where.start for where in self._slices], device="cpu").to(products)
             own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
         return Gaps(self.labels, gap, scale, scale.T, own + own.T)
 
@@ -302,7 +302,7 @@ class Judge:
         below = (gaps.first <= floor) & (gaps.second <= torch.maximum(gaps.slack, floor))
         vanishing = passed & below & ((relative == 0) | (relative > rtol))
         for name, members in cells.items():
-            at = tuple(torch.tensor(members).T)
+            at = tuple(torch.tensor(members, device="cpu").T)
             zero = ""
             if bool(vanishing[at].all()):
                 zero = ROUNDING if bool(gaps.scale[at].any()) else ZERO

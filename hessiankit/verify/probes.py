@@ -52,8 +52,8 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     rows, owners = [], []
     for name, where in problem.slices.items():
         for _ in range(min(per_block, where.stop - where.start)):
-            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64)
-            row = torch.zeros(problem.size, dtype=torch.float64)
+            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64, device="cpu")
+            row = torch.zeros(problem.size, dtype=torch.float64, device="cpu")
             row[where] = drawn / drawn.norm()
             rows.append(row)
             owners.append(name)
@@ -116,7 +116,7 @@ class Direction:
         v = torch.zeros_like(problem.theta)
         for n in self.names:
             where = problem.slices[n]
-            v[where] = torch.randn(where.stop - where.start, generator=generator).to(v)
+            v[where] = torch.randn(where.stop - where.start, generator=generator, device="cpu").to(v)
         return v.div_(v.norm())
 
 

@@ -217,7 +217,7 @@ class ComplexStep(Reference):
             return g.imag / h
 
         generator = torch.Generator(device="cpu").manual_seed(0)
-        generic = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
+        generic = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu").to(problem.theta)
         try:
             with warnings.catch_warnings():
                 # torch drops an imaginary part with a warning only; here that is the answer being lost.

@@ -132,7 +132,7 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
     for _ in range(3):
-        direction = torch.randn(problem.size, generator=generator, dtype=torch.float64).to(problem.theta)
+        direction = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu").to(problem.theta)
         direction /= direction.norm()
         gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):

@@ -88,7 +88,9 @@ class SameCall:
         problem, theta = self.problem, self.problem.theta.double()
         along = generic(theta, 0) * theta.abs().max()
         slope, unsure = central_differences(
-            lambda at: (torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64),),
+            lambda at: (
+                torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64, device="cpu"),
+            ),
             (theta,),
             (along,),
         )
@@ -122,26 +124,26 @@ class SameCall:
         """Compare a diagonal (P) with a reference's at ``ENTRIES`` random entries of each parameter."""
         generator, entries = torch.Generator().manual_seed(0), dict[str, tuple[float, float]]()
         places = {
-            n: where.start + torch.randint(where.stop - where.start, (ENTRIES,), generator=generator)
+            n: where.start + torch.randint(where.stop - where.start, (ENTRIES,), generator=generator, device="cpu")
             for n, where in self.problem.slices.items()
         }
         names = list(places)
         for first in range(0, len(names), TOGETHER):
             chunk = names[first : first + TOGETHER]
             at = torch.cat([places[n] for n in chunk])
-            units = torch.zeros(len(at), self.problem.size).to(self.problem.theta)
-            units[torch.arange(len(at)), at] = 1
+            units = self.problem.theta.new_zeros(len(at), self.problem.size)
+            units[torch.arange(len(at), device="cpu"), at] = 1
             products = REFERENCES[name].products(self.problem, units).unflatten(0, (-1, ENTRIES))
             for n, columns in zip(chunk, products, strict=True):
                 where = self.problem.slices[n]  # of the diagonal block
-                gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES), places[n]]).abs().max()
+                gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES, device="cpu"), places[n]]).abs().max()
                 entries[n] = float(gap), max(float(diagonal[where].abs().max()), float(columns[:, where].abs().max()))
         yield from self._diagonal(entries, name, seconds)
 
     def _diagonal(self, entries: Mapping[str, tuple[float, float]], name: str, seconds: float) -> Iterator[CheckRow]:
         """Compare a difference and a size for each parameter, beside the noise of the label that it belongs to."""
         names = list(entries)
-        gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64) for _ in range(2))
+        gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64, device="cpu") for _ in range(2))
         cells = {
             f"diagonal: {group}": [(names.index(n), b) for n in members] for b, (group, members) in enumerate(self.groups.items())
         }

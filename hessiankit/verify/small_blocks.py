@@ -44,7 +44,7 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
         return None
     given = {letter(name): p.detach() for name, p in block.named_parameters()}
     length = x.shape[0]
-    mask = torch.zeros(length, length).to(x).masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
+    mask = x.new_full((length, length), -math.inf).triu(1)
     return PostNormBlockAt(
         X=x, **given, mask=mask if attention.causal else None, eps=norm.eps, activation=block.feedforward.activation
     )
@@ -66,9 +66,13 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     generator = torch.Generator().manual_seed(seed)
     eps = float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
-    x, target = (torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64) for _ in range(2))
+    x, target = (
+        torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64, device="cpu") for _ in range(2)
+    )
     for p in twin.parameters():
-        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
+        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu") * 0.7 + (
+            0.5 if p.ndim == 1 else 0.0
+        )
     point = point_of(twin, x)
     if point is None:
         return {}
@@ -102,7 +106,7 @@ def wide_twin(block: TransformerBlock, seed: int) -> tuple[TransformerBlock, tor
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
 
     for p in twin.parameters():
         p.data = 0.8 + 0.3 * draw(*p.shape) if p.ndim == 1 else 0.4 * draw(*p.shape)

@@ -126,7 +126,7 @@ def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
     """Return parameters near given ones, a tenth of their size away."""
 
     def normal(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=rng, dtype=torch.float64).to(x)
+        return torch.randn(x.shape, generator=rng, dtype=torch.float64, device="cpu").to(x)
 
     return {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * normal(x) for n, x in params.items()}
 
@@ -164,7 +164,7 @@ def _zero(terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _normal(shape: Sequence[int], like: Tensor, rng: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=rng, dtype=torch.float64).to(like)
+    return torch.randn(*shape, generator=rng, dtype=torch.float64, device="cpu").to(like)
 
 
 # Shifts and scales without effect ---------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ STATEMENTS = {
 
 def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: GradientSample) -> tuple[Tensor, Tensor]:
     """Return sum X^T g over one side minus sum (X^T g)^T over the other, (k, k), and the sums of absolute terms."""
-    total, scale = torch.zeros(()), torch.zeros(())
+    total, scale = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
     for sign, side in ((1, moving), (-1, against)):
         for leg in side:
             X, g = (leg.of(values).reshape(-1, leg.size) for values in (sample.theta, sample.g))

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from hessiankit.engine.problem.non_finite import spoiled_at
+from hessiankit.engine.problem.non_finite import are_finite, spoiled_at
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import at_line, first_line
@@ -377,8 +377,9 @@ def one_kind(
         )
     for name, x in everything:
         check_dense(who, name, x, constant=name in buffers)
-    for name, x in everything:
-        if x.is_floating_point() and spoiled_at(strided_parts(x)[-1], mask=name in buffers) is not None:
+    reals = [(name, strided_parts(x)[-1]) for name, x in everything if x.is_floating_point()]
+    for (name, x), finite in zip(reals, are_finite([x for _, x in reals]), strict=True):
+        if not finite and spoiled_at(x, mask=name in buffers) is not None:
             raise InputError(
                 f"{who}: {name!r} contains NaN or infinity; a Hessian at such a point is not defined. Re-initialise it."
             )

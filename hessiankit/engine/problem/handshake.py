@@ -6,7 +6,7 @@ Value and gradient see whatever a trace could miss: a parameter taken for a cons
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
@@ -19,6 +19,7 @@ from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
+from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import line_of_step, record
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
@@ -56,7 +57,8 @@ class Handshake:
         self._courses: list[list[Any]] = []
         self._agreed: set[str] = set()
         slopes = task.reference.gradient.values() if task.reference is not None else ()
-        self._largest = max(filter(math.isfinite, map(_largest, slopes)), default=0.0)
+        largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
+        self._largest = max(filter(math.isfinite, largest), default=0.0)
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
@@ -73,13 +75,16 @@ class Handshake:
                 self._take(name, slope)
 
     def complete(self, name: str, slope: Tensor) -> bool:
-        """Take the derivative with respect to one parameter; compare it once all parts are there; return whether it is kept."""
+        """Take the derivative with respect to one parameter; compare it once all parts are there; return whether it is kept.
+
+        On a device all are compared together in :meth:`close`, which waits for it once.
+        """
         own = self._task.reference
         if own is None:
             return False
         self._take(name, slope)
         self._missing[name] -= 1
-        if not self._missing[name] and not self._differences(own, (name,)):
+        if slope.device.type == "cpu" and not self._missing[name] and not self._differences(own, (name,)):
             self._agreed.add(name)
             del self._gradient[name]
         return name in self._gradient
@@ -150,7 +155,7 @@ class Handshake:
         """Tell whether two calls of the module itself have different gradients, by more than rounding."""
         if before is None or now is None:
             return before is not now
-        return _largest_difference(before, now) > (OWN + ROUNDING * self._eps) * self._largest
+        return float(_largest_difference(before, now)) > (OWN + ROUNDING * self._eps) * self._largest
 
     @property
     def _unsettled(self) -> tuple[str, ...]:
@@ -166,15 +171,10 @@ class Handshake:
         lose is no difference.
         """
         different: dict[str, float] = {}
-        for name in names:
-            mine, theirs = self._gradient.get(name), own.gradient[name] if name else None
-            if not name:
-                mine, theirs = (torch.tensor(x, dtype=torch.float64) for x in (self._loss, own.loss))
-            largest, others = _largest(mine), _largest(theirs)
+        for name, largest, others, difference in self._sizes(own, list(names)):
             if not math.isfinite(largest):
                 continue  # the matrix is not finite either, and the error for that says where it comes from
             size = max(largest, others)
-            difference = size if mine is None or theirs is None else _largest_difference(mine, theirs)
             allowed = ROUNDING * self._eps * size
             if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
                 allowed += ROUNDING * self._eps * self._largest
@@ -183,6 +183,25 @@ class Handshake:
             if not difference <= allowed:
                 different[name] = difference / size if size else math.inf  # where the module's own is NaN
         return different
+
+    def _sizes(self, own: OwnGradient, names: Sequence[str]) -> Iterator[tuple[str, float, float, float]]:
+        """Yield names with the largest entry of the trace's gradient, of the module's own, and of their difference."""
+        terms: dict[tuple[str, str], Tensor] = {}
+        for name in filter(None, names):
+            mine, theirs = self._gradient.get(name), own.gradient[name]
+            if mine is not None and mine.numel():
+                terms[name, "mine"] = _largest(mine)
+            if theirs is not None and theirs.numel():
+                terms[name, "theirs"] = _largest(theirs)
+            if (name, "mine") in terms and (name, "theirs") in terms:
+                terms[name, "apart"] = _largest_difference(mine, theirs)  # type: ignore[arg-type]
+        sizes = dict(zip(terms, read_numbers(terms.values()), strict=True))
+        for name in names:
+            if name:
+                largest, others = (sizes.get((name, whose), 0.0) for whose in ("mine", "theirs"))
+                yield name, largest, others, sizes.get((name, "apart"), max(largest, others))
+            else:
+                yield name, abs(self._loss), abs(own.loss), abs(self._loss - own.loss)
 
     def _message(self, own: OwnGradient, different: Mapping[str, float]) -> str:
         name = max(different, key=lambda n: (n != "", different[n]))
@@ -216,33 +235,30 @@ def _is_same_step(x: Any, y: Any) -> bool:
     return x == y or (isinstance(x, (float, complex)) and isinstance(y, (float, complex)))
 
 
-def _largest(x: Tensor | None) -> float:
-    """Return the largest absolute value, NaN if there is one; 0 where there is nothing."""
-    if x is None or not x.numel():
-        return 0.0
-    low, high = (float(end) for end in torch.aminmax(x))
-    return max(-low, high) if low == low else low
+def _largest(x: Tensor) -> Tensor:
+    """Return the largest absolute value, NaN if there is one."""
+    low, high = torch.aminmax(x)
+    return torch.maximum(-low, high)
 
 
-def _largest_difference(x: Tensor, y: Tensor) -> float:
+def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
-    differences = [_largest(a - b) for a, b in parts]
-    return next((d for d in differences if d != d), max(differences, default=0.0))
+    return torch.stack([_largest(a - b) for a, b in parts]).amax()
 
 
 def _scale(task: Task, own: OwnGradient) -> float:
     """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
     rng = torch.Generator().manual_seed(0)
     unchecked, sizes = replace(task, reference=None), [0.0]
-    drawn = {name: torch.randn(x.shape, generator=rng).to(x) for name, x in task.parameters.items()}
+    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in task.parameters.items()}
     points = (
         {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
         drawn,
         {name: 0.1 * x for name, x in drawn.items()},
     )
     for gradient in (own.gradient, *(own_gradient(unchecked, point).gradient for point in points)):
-        largest = [float(g.abs().max()) for g in gradient.values() if g is not None and g.numel()]
+        largest = read_numbers(_largest(g) for g in gradient.values() if g is not None and g.numel())
         sizes += [size for size in largest if math.isfinite(size)]
     return max(sizes)
 
@@ -261,17 +277,17 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
     for _ in range(2):
         along = {}
         for name, x in task.parameters.items():
-            signs = torch.randint(0, 2, x.shape, generator=rng).to(x) * 2 - 1
+            signs = torch.randint(0, 2, x.shape, generator=rng, device="cpu").to(x) * 2 - 1
             along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
         sixth: dict[str, Tensor] = {}
         for k in range(7):
             at = own_gradient(unchecked, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
-            terms = {"": torch.tensor(at.loss, dtype=torch.float64)} | {
+            terms = {"": torch.tensor(at.loss, dtype=torch.float64, device="cpu")} | {
                 n: g for n in names if (g := at.gradient.get(n)) is not None
             }
             for name, term in terms.items():
                 weighted = term.to(torch.float64) * ((-1) ** k * math.comb(6, k))
                 sixth[name] = sixth[name] + weighted if name in sixth else weighted
-        for name, difference in sixth.items():
-            noise[name] = min(noise.get(name, math.inf), _largest(difference) / 924**0.5)
+        for name, difference in ((n, x) for n, x in sixth.items() if x.numel()):
+            noise[name] = min(noise.get(name, math.inf), float(_largest(difference)) / 924**0.5)
     return noise

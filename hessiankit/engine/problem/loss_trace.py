@@ -150,5 +150,5 @@ def nearby(task: Task, size: float = 0.1) -> dict[str, Tensor]:
     moved = {}
     for name, p in task.parameters.items():
         step = size * (float(p.abs().max()) or 1.0)
-        moved[name] = p + step * torch.randn(p.shape, generator=generator).to(p)
+        moved[name] = p + step * torch.randn(p.shape, generator=generator, device="cpu").to(p)
     return moved

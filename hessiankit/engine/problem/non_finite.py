@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,21 +11,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.source_line import at_line
 
 
 def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
     """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
-    if is_finite(x):
+    if are_finite([x])[0]:
         return None
     good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
     return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
 
 
-def is_finite(x: Tensor) -> bool:
-    """Tell whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
-    summable = x.is_floating_point() and x.itemsize > 1
-    return (summable and math.isfinite(x.sum().item())) or bool(torch.isfinite(x).all())
+def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Tell of each tensor whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
+    summed = [x if x.is_floating_point() and x.itemsize > 1 else torch.isfinite(x).logical_not() for x in tensors]
+    sums = read_numbers(x.sum() for x in summed)
+    return [
+        total == 0 if x is not y else math.isfinite(total) or bool(torch.isfinite(x).all())
+        for x, y, total in zip(tensors, summed, sums, strict=True)
+    ]
 
 
 MASKED = "a softmax meets a row of -inf only: every key of that query is masked, so leave each query at least one key"

@@ -32,7 +32,7 @@ from hessiankit.engine.problem.calling import (
     read_outputs,
     same_as,
 )
-from hessiankit.engine.problem.non_finite import MASKED, first_spoiled, first_spoiled_module, is_finite
+from hessiankit.engine.problem.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module
 from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
@@ -185,7 +185,7 @@ def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task
     """
     outputs = _run(who, task, inputs)
     out = read_outputs(who, task.loss, outputs)
-    if isinstance(out, Tensor) and not is_finite(out):
+    if isinstance(out, Tensor) and not are_finite([out])[0]:
         raise _not_finite(who, task, inputs)
     if task.loss is None and out.numel() != 1:
         raise InputError(
@@ -201,7 +201,7 @@ def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task
         )
     loss = float(value.detach())
     reference = OwnGradient(loss, _own_slopes(who, task, value)) if handshake else None
-    if reference is not None and not all(g is None or is_finite(g) for g in reference.gradient.values()):
+    if reference is not None and not all(are_finite([g for g in reference.gradient.values() if g is not None])):
         _check_inputs(who, inputs)  # an infinite entry may be the reason; else the matrix says which operation is
     named = same_as(task.loss, out, task.target) if callable(task.loss) else None  # whose samples can be treated apart
     whole = callable(task.loss) and not isinstance(out, Tensor)

@@ -140,7 +140,7 @@ def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of
     [1, 2, 5, 6]
     """
     if index is None:
-        return torch.arange(math.prod(shape))
+        return torch.arange(math.prod(shape), device="cpu")
     rows = torch.cat([_rows_of_basic(tuple(shape), basic, what) for basic in index])
     if rows.numel() == 0:
         raise InputError(f"{what}: the index selects nothing of shape {tuple(shape)}; ask for at least one entry")
@@ -155,7 +155,7 @@ def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tens
         raise InputError(f"{what}: the index has {axes} axes, but the parameter has shape {shape}; drop {axes - len(shape)}")
     at = index.index(Ellipsis) if Ellipsis in index else len(index)
     full = [*index[:at], *[slice(None)] * (len(shape) - axes), *index[at + 1 :]]
-    flat = torch.zeros(1, dtype=torch.int64)
+    flat = torch.zeros(1, dtype=torch.int64, device="cpu")
     for axis, (size, item) in enumerate(zip(shape, full, strict=True)):
         here = f"{what}: axis {axis} of shape {shape} has {size} entries"
         bounds = (item.start, item.stop) if isinstance(item, slice) else ()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import same_values, write_values
+from hessiankit.support.torch_state import different, write_values
 
 FIXED = (str, int, float, bytes, type(None))
 """What nothing can be written into."""
@@ -54,7 +54,7 @@ class ModuleState:
         parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
         named = {**parameters, **buffers}
         self.values = {name: x.detach() if share and name in parameters else x.detach().clone() for name, x in named.items()}
-        self._marks = {name: _mark(x) for name, x in parameters.items()} if share else {}
+        self._marks = _marks(parameters) if share else {}
         self.written: set[str] = set()
         self._tensors = {name: (x, self.values[name]) for name, x in named.items()}
         for name, x in _plain_tensors(module):
@@ -120,16 +120,19 @@ class ModuleState:
         return self._changed(self.module.named_buffers())
 
     def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
-        for name, x in tensors:
-            same = name in self.values and same_values(x, self.values[name])
-            if not same or (name in self._marks and _mark(x) != self._marks[name]):
-                yield name
+        named = dict(tensors)
+        marks = _marks({name: x for name, x in named.items() if name in self._marks})
+        new = {name for name in named if name not in self.values or self._marks.get(name) != marks.get(name)}
+        old = [name for name in named if name not in new]
+        differ = different((named[name], self.values[name]) for name in old)
+        new.update(name for name, apart in zip(old, differ, strict=True) if apart)
+        yield from (name for name in named if name in new)
 
     def check_shared(self, who: str) -> None:
         """Raise an error if a parameter that is shared has been given other values since."""
         own = dict(self.module.named_parameters()) if self._marks else {}
-        for name, mark in self._marks.items():
-            if _mark(self.values[name]) != mark or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
+        for name, mark in _marks({name: self.values[name] for name in self._marks}).items():
+            if mark != self._marks[name] or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
                 raise InputError(
                     f"{who}: the parameter {name!r} has been given other values since; make it anew for these, or let it keep a "
                     "copy of the parameters: snapshot=True"
@@ -137,8 +140,9 @@ class ModuleState:
 
     def changed_attribute(self) -> str | None:
         """Return what else a call has changed: an attribute, an entry of a list, a variable of a closure; None if nothing."""
-        plain = (n for n, (x, copy) in self._tensors.items() if n not in self.values and not same_values(x, copy))
-        return next(plain, None) or self._held.changed()
+        plain = {n: pair for n, pair in self._tensors.items() if n not in self.values}
+        changed = (n for n, apart in zip(plain, different(plain.values()), strict=True) if apart)
+        return next(changed, None) or self._held.changed()
 
     def restore(self) -> None:
         """Undo what a call of the module has changed."""
@@ -212,9 +216,9 @@ class Held:
             (path for path, cell, content in self._cells if not _same(cell.cell_contents, content)),
             (path for path, x, state in self._generators if not torch.equal(x.get_state(), state)),
             (path for path, x, version, _ in self._tensors if x._version != version),
-            (name for name, x, copy in self._copies if not same_values(x, copy)),
         )
-        return next(paths, None)
+        differ = zip(self._copies, different((x, copy) for _, x, copy in self._copies), strict=True)
+        return next(paths, None) or next((name for (name, _, _), apart in differ if apart), None)
 
     def _moved(self) -> Iterator[tuple[str, Any, Any]]:
         """Yield the containers that hold something else now; most of a module's are empty."""
@@ -241,13 +245,22 @@ OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Write copies back into the tensors that have other values."""
-    for x, copy in pairs:
-        if not same_values(x, copy):
+    both = list(pairs)
+    for (x, copy), apart in zip(both, different(both), strict=True):
+        if apart:
             write_values(x, copy)
 
 
-def _mark(x: Tensor) -> int:
-    """Return the sum of a tensor's entries, read as integers: it changes with almost every change."""
+def _marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return a number for each tensor that changes with almost every change of its entries.
+
+    On the CPU their sum, read as integers. On a device, where reading it would wait for all that is queued, how often an
+    operation has written into the tensor, which leaves out what is written through ``.data``.
+    """
+    return {name: _sum_of_bits(x) if x.device.type == "cpu" else x._version for name, x in tensors.items()}
+
+
+def _sum_of_bits(x: Tensor) -> int:
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -161,9 +162,18 @@ class Task:
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device, as far as it tells."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    """Return the bytes that can still be allocated on a device, with those that torch's allocator keeps for later.
+
+    A device that shares the host's memory (mps) has what is free there; one that does not tell is taken to have room.
+    """
+    if device.type not in ("cpu", "mps"):
+        module = torch.get_device_module(device)
+        if not hasattr(module, "mem_get_info"):
+            return sys.maxsize
+        free = int(module.mem_get_info(device)[0])
+        if hasattr(module, "memory_reserved"):
+            free += int(module.memory_reserved(device)) - int(module.memory_allocated(device))
+        return free
     try:
         with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
             line = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
