@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.tables import Piece, Printed, sizes, table
-from hessiankit.support.torch_state import one_at_a_time
+from hessiankit.support.torch_state import one_at_a_time, read_numbers
 
 WHO = "hessian_diagonal"
 METHODS = ("exact", "auto", "estimate")
@@ -65,10 +66,17 @@ class CurvatureDiagonal(Printed):
         """The diagonal as one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`."""
         return torch.cat([value.reshape(-1) for value in self.values.values()])
 
+    @cached_property
+    def _numbers(self) -> dict[str, tuple[float, float, float]]:
+        """The trace, the smallest and the largest entry of each parameter."""
+        wide = {name: x if x.device.type == "mps" else x.double() for name, x in self.values.items()}
+        read = read_numbers(of(x) for x in wide.values() for of in (Tensor.sum, Tensor.min, Tensor.max))
+        return dict(zip(wide, zip(read[::3], read[1::3], read[2::3], strict=True), strict=True))
+
     @property
     def traces(self) -> dict[str, float]:
         """The trace of the diagonal block of each parameter."""
-        return {name: float(value.double().sum()) for name, value in self.values.items()}
+        return {name: trace for name, (trace, _, _) in self._numbers.items()}
 
     @property
     def trace(self) -> float:
@@ -96,15 +104,15 @@ class CurvatureDiagonal(Printed):
             "seconds": self.seconds,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
             "entries": {
-                name: {"shape": list(x.shape), "trace": self.traces[name], "min": float(x.min()), "max": float(x.max())}
-                for name, x in self.values.items()
+                name: {"shape": list(self.values[name].shape), "trace": trace, "min": least, "max": most}
+                for name, (trace, least, most) in self._numbers.items()
             },
         }
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
-        for name, x in self.values.items():
-            trace = f"{self.traces[name]:.4g}" if self.estimate is None else str(self.estimate.traces[name])
-            yield name, sizes(x.shape), trace, f"{float(x.min()):.4g}", f"{float(x.max()):.4g}"
+        for name, (trace, least, most) in self._numbers.items():
+            shown = f"{trace:.4g}" if self.estimate is None else str(self.estimate.traces[name])
+            yield name, sizes(self.values[name].shape), shown, f"{least:.4g}", f"{most:.4g}"
 
     def _headline(self) -> str:
         of = NAMES[self.kind]

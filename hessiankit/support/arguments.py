@@ -55,7 +55,7 @@ def checked(
 
     Raises:
         InputError: By the decorated function, if an argument is of another kind.
-        OutOfMemoryError: By the decorated function, if the host cannot hold a tensor.
+        OutOfMemoryError: By the decorated function, if the host or the device cannot hold a tensor.
 
     >>> @checked("rise")
     ... def rise(steps: int, names: Iterable[str] = ()) -> int:
@@ -108,6 +108,12 @@ def checked(
                 error.args = (named(who, str(error)), *error.args[1:])
                 raise
             except RuntimeError as error:
+                if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
+                    reason = str(error).splitlines()[0].rstrip(".")
+                    advice = (
+                        "select parameters with params=[...], pass fewer samples at a time, or free what else the device holds"
+                    )
+                    raise OutOfMemoryError(f"{who}: {reason}; {advice}") from error
                 if wanted := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error)):
                     size = f"{int(wanted[1]) / 2**30:,.1f} GiB"
                     raise OutOfMemoryError(f"{who}: one tensor of {size} does not fit; use smaller sizes") from error

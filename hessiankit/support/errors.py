@@ -28,7 +28,7 @@ class TraceError(HessiankitError, RuntimeError):
 
 
 class OutOfMemoryError(HessiankitError, MemoryError):
-    """The result, or its workspace, does not fit; raised before anything is computed."""
+    """The result, or its workspace, does not fit; raised before anything is computed where that can be told beforehand."""
 
 
 class ConvergenceError(HessiankitError, ArithmeticError):

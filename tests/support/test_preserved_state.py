@@ -51,14 +51,3 @@ def test_buffers_that_did_not_change_are_not_written():
     with preserved_state(model):
         model(torch.randn(3, 2))
     assert [b._version for b in model.buffers()] == versions
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_the_random_state_of_the_device_is_put_back():
-    model = nn.Linear(2, 2).cuda()
-    before = torch.cuda.get_rng_state()
-    with preserved_state(model):
-        torch.rand(2, device="cuda")
-        assert not torch.equal(before, torch.cuda.get_rng_state())
-    assert torch.equal(before, torch.cuda.get_rng_state())

@@ -166,7 +166,7 @@ def available_memory(device: torch.device) -> int:
 
     A device that shares the host's memory (mps) has what is free there; one that does not tell is taken to have room.
     """
-    if device.type not in ("cpu", "mps"):
+    if device.type not in ("cpu", "mps", "meta"):
         module = torch.get_device_module(device)
         if not hasattr(module, "mem_get_info"):
             return sys.maxsize

@@ -1,0 +1,101 @@
+"""Every public call on the device gives the CPU's numbers, in both precisions, whatever torch's default device is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from device_cases import CALLS, DEVICE, OF_TRANSFORMERS, TOLERANCE, cases, default_device
+from torch import Tensor
+
+import hessiankit as hk
+from hessiankit.support.torch_state import preserved_state
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+DEFAULT = pytest.mark.parametrize("default", [None, DEVICE], ids=["default cpu", "default device"])
+MODELS = ("encoder", "attention", "convolutions", "recurrent", "language")
+
+
+def compare(here: Any, there: Any, tolerance: float) -> None:
+    """Compare numbers, tensors and text of the two devices."""
+    if isinstance(here, (Tensor, float, list)):
+        x, y = (torch.as_tensor(z).detach().cpu().double() for z in (here, there))
+        assert float((x - y).abs().max()) <= tolerance * float(x.abs().max())
+    else:
+        assert here == there
+
+
+@DTYPES
+@DEFAULT
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_call_equals_the_cpu(model: str, call: str, default: str | None, dtype: torch.dtype) -> None:
+    case = cases(dtype)[model]
+    here = CALLS[call](case)
+    moved = case.on(DEVICE)
+    with default_device(default):
+        there = CALLS[call](moved)
+    if isinstance(there, Tensor) and call not in ("frobenius_norms", "spectrum"):  # these are numbers for the host
+        assert there.device.type == DEVICE
+    compare(here, there, TOLERANCE[dtype])
+
+
+@DEFAULT
+@pytest.mark.parametrize("call", OF_TRANSFORMERS)
+def test_a_call_on_a_transformer_equals_the_cpu(call: str, default: str | None) -> None:
+    case = cases(torch.float64)["language"]
+    here = OF_TRANSFORMERS[call](case.on("cpu"))
+    with default_device(default):
+        there = OF_TRANSFORMERS[call](case.on(DEVICE))
+    compare(here, there, 1e-9)
+
+
+def test_two_devices_are_one_clear_error() -> None:
+    case = cases(torch.float64)["encoder"]
+    module = case.on(DEVICE).module
+    with pytest.raises(hk.InputError, match=f"inputs is on cpu, the parameters are on {DEVICE}"):
+        hk.hessian(module, *case.data, loss=case.loss)
+
+
+def test_too_large_for_the_device_says_what_to_do() -> None:
+    case = cases(torch.float64)["encoder"].on(DEVICE)
+    pretended = pytest.importorskip("pretended")
+    with pretended.memory_limit(2**18), pytest.raises(hk.OutOfMemoryError, match="Select parameters with params="):
+        hk.hessian(case.module, *case.data, loss=case.loss)
+
+
+@pytest.mark.parametrize("model", ["encoder", "convolutions"])
+def test_tensor_float_32_is_left_out(model: str) -> None:
+    """With products that may drop 13 bits the results are those without, to the last bit, and the setting is as it was."""
+    case = cases(torch.float32)[model].on(DEVICE)
+    exact = hk.hessian(case.module, *case.data, loss=case.loss).matrix
+    x = torch.full((2, 2), 1.0001, device=DEVICE)
+    torch.set_float32_matmul_precision("high")
+    try:
+        coarse = x @ x
+        found = hk.hessian(case.module, *case.data, loss=case.loss).matrix
+        products = CALLS["hessian_operator"](case)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert not torch.equal(coarse, x @ x), "the device does not round"
+    assert torch.equal(found, exact)
+    assert torch.equal(products, CALLS["hessian_operator"](case))
+
+
+def test_a_device_that_runs_out_on_the_way_says_what_to_do() -> None:
+    pretended = pytest.importorskip("pretended")
+    case = cases(torch.float64)["encoder"].on(DEVICE)
+    with pretended.memory_limit(2**12), pytest.raises(hk.OutOfMemoryError, match=r"hessian_operator: .*out of memory.*params="):
+        hk.hessian_operator(case.module, *case.data, loss=case.loss)
+
+
+def test_the_random_state_of_the_device_is_put_back() -> None:
+    model = torch.nn.Linear(2, 2).to(DEVICE)
+    module = torch.get_device_module(DEVICE)
+    before = module.get_rng_state()
+    with preserved_state(model):
+        torch.rand(2, device=DEVICE)
+        assert not torch.equal(before, module.get_rng_state())
+    assert torch.equal(before, module.get_rng_state())
