@@ -105,3 +105,19 @@ def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
     assert top == {"test_architecture.py", "test_package.py", "test_public_names.py"}
     assert {path.parts[0] for path in tests if len(path.parts) > 1} <= {*floors(), *PACKAGES, "docs", "device", "robustness"}
     assert {name: n for name, n in Counter(path.name for path in tests).items() if n > 1} == {}  # folders are no packages
+
+
+MAKERS = "arange empty eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor tril_indices triu_indices zeros"
+
+
+def test_tensors_are_made_on_a_device_that_is_named() -> None:
+    """Torch's default device decides nothing: only the parameters of blocks, as torch's own modules', are made there."""
+    unnamed = []
+    for name in FILES:
+        if name.startswith(("hessiankit.", "derivations.")) and not name.startswith("hessiankit.blocks"):
+            for call in (node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)):
+                maker = call.func
+                of_torch = isinstance(maker, ast.Attribute) and isinstance(maker.value, ast.Name) and maker.value.id == "torch"
+                if of_torch and maker.attr in MAKERS.split() and not {"device", "out", None} & {k.arg for k in call.keywords}:
+                    unnamed.append(f"{name}:{call.lineno} {maker.attr}")
+    assert unnamed == []

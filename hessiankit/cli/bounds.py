@@ -13,6 +13,7 @@ from hessiankit.cli.parsing import (
     Add,
     Parser,
     add_block_options,
+    add_device,
     add_list,
     add_output,
     finish,
@@ -37,6 +38,7 @@ def options(command: Parser) -> None:
     add_block_options(add)
     add_sizes(add)
     add("--loss", default="mse", help="mse (default) or cross_entropy")
+    add_device(add)
     add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit")
     add_output(add)
 
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     torch.manual_seed(args.seed)
     block = block_of(args, args.d_model, args.d_ff)
-    x, labels, target = drawn(args, block)
+    x, labels, target = (tensor.to(args.device) for tensor in drawn(args, block))
+    block.to(args.device)
     report = bounds(block, x, labels if args.loss == "cross_entropy" else target, loss=args.loss)
     finish(args, report)
     return int(bool(report.violated))

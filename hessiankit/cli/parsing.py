@@ -136,6 +136,11 @@ def add_model(add: Add, *, default: str | None = None) -> None:
 def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
     """Add ``--dtype`` and ``--device``."""
     add("--dtype", choices=("float64", "float32"), default=dtype, help=f"arithmetic (default {dtype})")
+    add_device(add)
+
+
+def add_device(add: Add) -> None:
+    """Add ``--device``."""
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
 
 

@@ -44,7 +44,7 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
         if a.device.type != "cpu":
             generator = torch.Generator(a.device).manual_seed(0)
             first = torch.randn(len(a), generator=generator, dtype=a.dtype, device=a.device)
-            pairs = extreme_eigenpairs(a.mv, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
+            pairs = extreme_eigenpairs(a.matmul, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
             return largest * float(pairs.values.abs().max())
         from scipy.sparse.linalg import eigsh  # only here: it takes longer to import than a small Hessian to compute
 

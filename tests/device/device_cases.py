@@ -116,7 +116,7 @@ def monitored(case: Case) -> list[float]:
     optimizer = torch.optim.SGD(case.module.parameters(), lr=1e-3)
     losses = []
     with tempfile.TemporaryDirectory() as folder:
-        monitor = hk.Monitor(case.module, case.data, Path(folder) / "monitor.jsonl", every=1, hessian=True)
+        monitor = hk.Monitor(case.module, case.data, Path(folder) / "monitor.jsonl", every=1, hessian=True, depth=())
         for step in range(2):
             monitor.step(step)
             optimizer.zero_grad()
@@ -147,10 +147,10 @@ CALLS: dict[str, Call] = {
     "frobenius_norms": lambda c: hk.frobenius_norms(c.module, *c.data, loss=c.loss).matrix,
     "scalar_estimates": lambda c: len(str(hk.scalar_estimates(hk.hessian_operator(c.module, *c.data, loss=c.loss)))) > 0,
     "spectrum": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2).eigenvalues,
-    "approximations": lambda c: len(str(hk.approximations(c.module, *c.data, loss=c.loss))) > 0,
-    "check": lambda c: bool(hk.check(c.module, *c.data, loss=c.loss)),
 }
 OF_TRANSFORMERS: dict[str, Call] = {
+    "check": lambda c: bool(hk.check(c.module, *c.data, loss=c.loss)),
+    "approximations": lambda c: len(str(hk.approximations(c.module, *c.data, loss=c.loss))) > 0,
     "sharpness": lambda c: len(str(hk.sharpness(c.module, c.data))) > 0,
     "block_types": lambda c: str(hk.block_types(c.module, inputs=c.inputs)),
     "blockwise_lr": lambda c: [group["lr"] for group in hk.blockwise_lr(c.module, 1e-3)],

@@ -12,9 +12,13 @@ from torch import Tensor
 import hessiankit as hk
 from hessiankit.support.torch_state import preserved_state
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 DEFAULT = pytest.mark.parametrize("default", [None, DEVICE], ids=["default cpu", "default device"])
-MODELS = ("encoder", "attention", "convolutions", "recurrent", "language")
+SETTINGS = [
+    *((model, torch.float64, None) for model in ("encoder", "convolutions", "recurrent")),
+    ("language", torch.float64, DEVICE),
+    ("attention", torch.float32, DEVICE),
+    ("convolutions", torch.float32, None),
+]
 
 
 def compare(here: Any, there: Any, tolerance: float) -> None:
@@ -26,10 +30,8 @@ def compare(here: Any, there: Any, tolerance: float) -> None:
         assert here == there
 
 
-@DTYPES
-@DEFAULT
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "dtype", "default"), SETTINGS)
 def test_a_call_equals_the_cpu(model: str, call: str, default: str | None, dtype: torch.dtype) -> None:
     case = cases(dtype)[model]
     here = CALLS[call](case)
@@ -49,6 +51,19 @@ def test_a_call_on_a_transformer_equals_the_cpu(call: str, default: str | None) 
     with default_device(default):
         there = OF_TRANSFORMERS[call](case.on(DEVICE))
     compare(here, there, 1e-9)
+
+
+@DEFAULT
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_formulas_and_bounds_equal_the_cpu(placement: str, default: str | None) -> None:
+    case = cases(torch.float64)["encoder"]
+    block = hk.TransformerBlock(8, 6, placement=placement).double()
+    formula, bounds = hk.derive(block).dense(), hk.bounds(block, *case.data).values["whole"]
+    there = case._replace(module=block).on(DEVICE)
+    with default_device(default):
+        compare(formula, hk.derive(there.module).dense(), 1e-9)
+        moved = hk.bounds(there.module, *there.data).values["whole"]
+    assert moved == pytest.approx(bounds, rel=1e-9)
 
 
 def test_two_devices_are_one_clear_error() -> None:
