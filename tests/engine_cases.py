@@ -219,6 +219,23 @@ ROWS_APART = {
     ),
 }
 
+# Where a parameter enters beside others: as a bias of a product or of something else, from the left, scaled, in part.
+SITES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "bias in front": lambda s, x: s.b + x @ s.W,
+    "bias with a factor": lambda s, x: torch.add(x @ s.W, s.b, alpha=2),
+    "product used before its bias": lambda s, x: (lambda z: z * (z + s.b))(x @ s.W),
+    "bias twice": lambda s, x: x @ s.W + s.b + s.b,
+    "weight from the left": lambda s, x: s.T @ x,
+    "weight of a weight": lambda s, x: x @ (s.W @ s.W),
+    "weight moved": lambda s, x: x @ (2 * s.W),
+    "linear with the bias alone": lambda s, x: linear(x, s.W * s.W, s.b),
+    "norm over two axes": lambda s, x: layer_norm(x @ s.W, (3, 4), s.G),
+    "part of a bias": lambda s, x: x @ s.W + s.G[1, :4],
+    "part of a table": lambda s, x: x @ s.W + s.W[1:],
+    "one number for all columns": lambda s, x: x @ s.W + s.b[:1],
+    "vector": lambda s, x: (x @ s.W)[0, 0] + s.b,
+}
+
 CASES: dict[str, Case] = {
     **{f"products: {name}": Case(after(f), SHAPES) for name, (f, _) in PRODUCTS.items()},
     **{
@@ -239,6 +256,7 @@ CASES: dict[str, Case] = {
         for name, f in BRANCHES.items()
         for shape in ((2, 9, 2), (9, 2))
     },
+    **{f"sites: {name}": Case(after(f), {"W": (4, 4), "T": (5, 3), "b": (4,), "G": (3, 4)}) for name, f in SITES.items()},
     **ROWS_MEET,
     **ROWS_APART,
 }

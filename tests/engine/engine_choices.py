@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import pytest
 from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from engine_cases import CASES
-from test_random_programs import Program
 from torch import Tensor, nn
 
 from hessiankit.engine import block_rows, contractions, cost, jacobians, matrix_rows, sections
@@ -46,9 +45,10 @@ CHOICES = {
 
 
 def in_turn(cases: Iterable[Any]) -> list[Any]:
-    """Cases with every choice; all but two of them, which take turns, are tried by ``-m ""`` alone."""
+    """Cases with every choice; all but one of them, which take turns, are tried by ``-m ""`` alone."""
+    marks: dict[int, Any] = {0: (), 1: pytest.mark.slow}
     return [
-        pytest.param(case, choice, marks=() if (k + j) % len(CHOICES) < 2 else pytest.mark.exhaustive)
+        pytest.param(case, choice, marks=marks.get((k + j) % len(CHOICES), pytest.mark.exhaustive))
         for k, case in enumerate(cases)
         for j, choice in enumerate(CHOICES)
     ]
@@ -79,15 +79,6 @@ def paths_of(module: nn.Module, x: Any, target: Tensor | None = None, loss: Any 
     """Return the paths of a module's loss."""
     task = make_task("test", module, x, target, loss)
     return Paths(loss_trace(task, normalizer_of(task)).trace, by_column=by_column)
-
-
-@cache
-def program(seed: int) -> tuple[Formula, Tensor, Tensor]:
-    """A module drawn at random, an input, and the Hessian of the output."""
-    drawn = Program(seed)
-    shape = drawn.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
-    module, x = drawn.grow(drawn.randint(4, 10), shape).module(), draw(*shape)
-    return module, x, reverse_over_reverse(module, x, None, None)
 
 
 @cache

@@ -134,13 +134,7 @@ def run(seed: int) -> Counter[str]:
     return answers
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(k, marks=pytest.mark.slow) for k in range(2, 12))])
 def test_each_result_is_that_of_its_moment(seed: int) -> None:
     answers = run(seed)
     assert answers["right"] >= answers["refused"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(4, 1004))
-def test_each_result_is_that_of_its_moment_in_a_thousand_programs(seed: int) -> None:
-    run(seed)

@@ -122,15 +122,6 @@ def test_sum_of_a_weight_with_itself(sizes, transposed: bool, dtype: torch.dtype
     close(into, written_out(u, u, K))
 
 
-def test_more_rows_than_are_summed_at_once() -> None:
-    u = WeightJacobian("u", None, rows_of(5000, 3, dtype=torch.float64, seed=1), 5, False)
-    K = rows_of(5000, 5, 5, dtype=torch.float64, seed=2)
-    into = torch.zeros(15, 15, dtype=torch.float64)
-    assert add_compiled(u, u, K + K.mT, into, same=True) is not None
-    X = u.X.numpy()
-    close(into, np.einsum("ni,nj,npq->ipjq", X, X, (K + K.mT).numpy()).reshape(15, 15))
-
-
 def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
     u = WeightJacobian("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
     for bad in (float("nan"), float("inf")):

@@ -14,16 +14,13 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.engine import diagonal_rows
-from hessiankit.engine import sweep as sweeps
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
-from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import parts
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.sections import Section
 from hessiankit.engine.storage import SymmetricStorage
 
 
@@ -82,45 +79,6 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     assert 0.2 <= cost.operations / meter.operations <= 2
     assert 0.25 <= 8 * cost.numbers / meter.peak <= (25 if alone else 4)
     assert cost.work == cost.operations * CALL + cost.multiplications / MATMUL + cost.passes
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("name", PROBLEMS)
-def test_directions_are_counted(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of places, which are pushed; rows that stay apart move together."""
-    module, *rest = problem(name)
-    paths = paths_of(module, *rest, by_column=alone)
-    swept: list[int] = []
-    inner = BlockRows.sweep
-
-    def sweep(self: BlockRows, section: Section, path: list[Step], arrive: Any, **options: Any) -> None:
-        seeds = options.get("seeds") or {}
-        if seeds and not (section.entry and section.entry.at in seeds):
-            swept.append(len(next(iter(seeds.values()))))
-        inner(self, section, path, arrive, **options)
-
-    def push(path: list[Step], tangents: dict[int, Any], *reads: Any) -> Any:
-        swept.append(len(next(iter(tangents.values()))))
-        return sweeps.push(path, tangents, *reads)
-
-    monkeypatch.setattr(BlockRows, "sweep", sweep)
-    monkeypatch.setattr(diagonal_rows, "push", push)
-    measured(paths, alone=alone)
-    assert sum(swept) == sweep_cost(paths, alone=alone).directions
-
-
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize(("name", "choice"), CHOSEN)
-def test_what_is_coupled(name: str, alone: bool, choice: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of a multilayer perceptron stay apart; those of attention meet, and a cut does not hide it."""
-    module, *rest = problem(name)
-    if choice:
-        force(monkeypatch, CHOICES[choice])
-    cost = sweep_cost(paths_of(module, *rest, by_column=alone), alone=alone)
-    if name.startswith("mlp"):
-        assert cost.coupled == 0
-    else:
-        assert 0 < cost.coupled < cost.work
 
 
 def test_what_attention_takes_grows_with_its_length() -> None:

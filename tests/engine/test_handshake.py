@@ -68,56 +68,6 @@ def test_a_wrong_value_stops_a_result(dtype: torch.dtype, error: float, monkeypa
         hk.hessian(network().to(dtype), X.to(dtype), T.to(dtype))
 
 
-class _Remembers(nn.Module):
-    """A linear layer that holds what a call may leave something in: a buffer, a counter, a list, or its own inputs."""
-
-    def __init__(self, what: str) -> None:
-        super().__init__()
-        self.layer, self.what, self.calls, self.seen = nn.Linear(4, 3).double(), what, 0, [0.0]
-        self.register_buffer("mean", torch.zeros(4, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x.clone())
-        if self.what == "buffer":
-            self.mean.add_(x.mean(0))
-        elif self.what == "counter in the loss":
-            self.calls += 1
-            y = y * self.calls
-        elif self.what == "counter":
-            self.calls += 1
-        elif self.what == "list":
-            self.seen.append(1.0)
-        elif self.what == "inputs":
-            x.add_(1.0)
-        return y
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("buffer", None),
-        ("counter in the loss", "different losses .* it changes its 'calls'"),
-        ("inputs", "changes its inputs"),
-        ("counter", None),
-        ("list", None),
-    ],
-)
-def test_what_a_call_leaves_behind_is_put_back_and_refused_if_it_counts(what: str, message: str | None) -> None:
-    module, x = _Remembers(what), X.clone()
-    if message is None:
-        assert largest(hk.hessian(module, x, T).matrix - hk.hessian(module.layer, X, T).matrix) <= 1e-14
-    else:
-        with pytest.raises(hk.InputError, match=message):
-            hk.hessian(module, x, T)
-    assert (module.calls, module.seen) == (0, [0.0])
-    assert not module.mean.any()
-    assert torch.equal(x, X)
-
-
-def largest(x: Tensor) -> float:
-    return float(x.abs().max())
-
-
 def test_without_it_the_result_says_so() -> None:
     module = network()
     H = hk.hessian(module, X, T, handshake=False)

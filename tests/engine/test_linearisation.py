@@ -7,11 +7,9 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, draw, mse, randomised, reverse_over_reverse
-from operator_cases import EXACT, T, X, assert_blocks_equal, block, error, tokens
-from test_random_programs import Program
+from operator_cases import EXACT, T, X, block, error, tokens
 from torch import Tensor, nn
 
-import hessiankit as hk
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine import linearisation
 from hessiankit.engine.problem.loss_trace import loss_trace
@@ -31,19 +29,6 @@ MODULES = {
     "one value twice in a product": lambda: Formula(lambda m, x: (z := m.lin(x)) * z, lin=nn.Linear(4, 4)),
     "operation without a closed form": lambda: Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)),
 }
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_equals_the_dense_hessian_and_its_outer_part(name: str) -> None:
-    module = MODULES[name]()
-    dense = hk.hessian(module, X, T)
-    operator = hessian_operator(module, X, T)
-    assert_blocks_equal(operator.to_matrix(), dense, EXACT)
-    assert error(hessian_operator(module, X, T, kind="ggn").to_matrix(), dense.outer()) <= EXACT
-    assert (operator.names, operator.slices, operator.shapes) == (dense.names, dense.slices, dense.shapes)
-    assert operator.fallbacks == dense.fallbacks
-    assert operator.loss == pytest.approx(dense.loss, rel=1e-14)
-    assert operator.symmetry_error < 1e-13
 
 
 def test_products_equal_reverse_over_reverse_on_plain_layers_of_torch() -> None:
@@ -72,29 +57,6 @@ def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.Monkey
     weights = torch.ones(5, dtype=V.dtype, requires_grad=True)
     (found @ weights).sum().backward()  # what comes back is an ordinary tensor
     assert weights.grad is not None
-
-
-def test_many_rows_equal_reverse_over_reverse() -> None:
-    module, x, t = block(activation="gelu"), draw(40, 7, 4), draw(40, 7, 4, seed=2)
-    expected = reverse_over_reverse(module, x, t, mse)
-    operator = hessian_operator(module, x, t)
-    assert error(operator.to_matrix(), expected) <= EXACT
-    v = draw(operator.shape[0], seed=6)
-    assert error(operator @ v, expected @ v) <= EXACT
-
-
-def test_products_through_fused_attention() -> None:
-    module = randomised(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True, dropout=0.0)).train()
-    expected = reverse_over_reverse(module, X, T, mse)
-    assert error(hessian_operator(module, X, T).to_matrix(), expected) <= EXACT
-
-
-@pytest.mark.parametrize("seed", range(300, 312))
-def test_random_programs(seed: int) -> None:
-    program = Program(seed)
-    shape = program.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
-    module, x = program.grow(program.randint(4, 9), shape).module(), draw(*shape)
-    assert error(hessian_operator(module, x, loss=None).to_matrix(), reverse_over_reverse(module, x, None, None)) <= 1e-11
 
 
 @pytest.mark.parametrize(

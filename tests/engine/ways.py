@@ -6,6 +6,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature
@@ -60,10 +61,11 @@ class Way:
 WAYS: dict[str, Way] = {}
 
 
-def way(name: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def way(name: str, make: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Enter a function that makes a case, or a module for the data of :func:`case`, into the table under a name.
 
     A function with an argument ``constant`` is called with False for the user's case and with True for the reference.
+    Without a function it is a decorator of one.
     """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,6 +74,22 @@ def way(name: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..
             options["reference"] = partial(_made, function, constant=True)
         assert name not in WAYS, name
         WAYS[name] = Way(partial(_made, function, **({"constant": False} if frozen else {})), **options)
+        return function
+
+    return enter if make is None else enter(make)
+
+
+def forward(name: str, has: Any = None, buffers: Any = None, **options: Any) -> Callable[..., Any]:
+    """Enter the decorated f(self, x) as the forward of a module with these attributes and buffers."""
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        def make() -> nn.Module:
+            net = Net(function, **deepcopy(has or {}))
+            for buffer, value in deepcopy(buffers or {}).items():
+                net.register_buffer(buffer, value)
+            return net
+
+        way(name, make, **options)
         return function
 
     return enter
@@ -83,9 +101,9 @@ def _made(function: Callable[..., Any], **options: Any) -> Case:
     return made if isinstance(made, Case) else case(made)
 
 
-def refused(name: str, cause: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def refused(name: str, cause: str, make: Callable[..., Any] | None = None, **options: Any) -> Callable[..., Any]:
     """Enter a way that has to be refused: there is no right result."""
-    return way(name, refused=cause, right=False, **options)
+    return way(name, make, refused=cause, right=False, **options)
 
 
 def case(module: nn.Module, inputs: Any = None, target: Any = None, **options: Any) -> Case:
@@ -94,14 +112,14 @@ def case(module: nn.Module, inputs: Any = None, target: Any = None, **options: A
 
 
 class Net(nn.Module):
-    """tanh(x W^T + b) * v by default, or f(self, x); P = 8."""
+    """tanh(x W^T + b) * v by default, or f(self, x); P = 8. Modules among its attributes become generic too."""
 
-    def __init__(self, f: Callable[..., Any] | None = None, **parts: nn.Module) -> None:
+    def __init__(self, f: Callable[..., Any] | None = None, **attributes: Any) -> None:
         super().__init__()
         self.l = nn.Linear(2, 2)
         self.v = nn.Parameter(torch.zeros(2))
-        for name, part in parts.items():
-            setattr(self, name, part)
+        for name, value in attributes.items():
+            setattr(self, name, value)
         generic(self)
         if f is not None:
             self.f = f

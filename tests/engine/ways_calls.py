@@ -10,28 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from ways import Case, Net, case, draw, generic, mse, refused, way
+from ways import Case, Net, case, draw, forward, generic, mse, refused, way
 
 CAST = "autocast"
 
 
-@way("autocast in forward, in float64")
-def _autocast_inside() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return m.l(x).tanh() * m.v
-
-    return Net(f)
-
-
-@way("the call under autocast, in float64", refused=CAST)
-def _autocast_outside() -> Case:
-    return case(Net(), around=partial(torch.autocast, "cpu", torch.bfloat16))
-
-
-@way("the call under torch.no_grad()", reference=lambda: case(Net()))
-def _under_no_grad() -> Case:
-    return case(Net(), around=torch.no_grad)
+@forward("autocast in forward, in float64")
+def _autocast_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.l(x).tanh() * m.v
 
 
 @way("a part under inference_mode", refused="inference")
@@ -46,43 +33,17 @@ def _inference(constant: bool) -> nn.Module:
     return net
 
 
-@refused("the whole forward under torch.no_grad()", r"does not depend|has an effect|no_grad")
-def _no_grad() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            return m.l(x).tanh() * m.v
-
-    return Net(f)
+@forward("the whole forward under torch.no_grad()", refused=r"does not depend|has an effect|no_grad", right=False)
+def _no_grad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return m.l(x).tanh() * m.v
 
 
-@way("functional_call in forward")
-def _functional_call() -> nn.Module:
-    return Net(lambda m, x: torch.func.functional_call(m.l, {"weight": m.l.weight * 2, "bias": m.v}, (x,)).tanh())
-
-
-@way("vmap in forward")
-def _vmap() -> nn.Module:
-    return Net(lambda m, x: torch.func.vmap(lambda row: m.l(row).tanh() * m.v)(x))
-
-
-@way("torch.func.grad in forward", refused=r"torch\.func|grad")
-def _func_grad() -> nn.Module:
-    return Net(lambda m, x: torch.func.grad(lambda at: (m.l(at).tanh() * m.v).sum())(x))
-
-
-@way("torch.func.jvp in forward", refused=r"torch\.func|jvp|dual")
-def _func_jvp() -> nn.Module:
-    return Net(lambda m, x: torch.func.jvp(lambda at: m.l(at).tanh() * m.v, (x,), (torch.ones_like(x),))[1])
-
-
-@way("torch.autograd.grad in forward, as in a PINN", refused=r"autograd\.grad|inner")
-def _pinn() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        at = x.detach().requires_grad_(True)
-        (slope,) = torch.autograd.grad((m.l(at).tanh() * m.v).sum(), at, create_graph=True)
-        return slope
-
-    return Net(f)
+@forward("torch.autograd.grad in forward, as in a PINN", refused=r"autograd\.grad|inner")
+def _pinn(m: Any, x: Tensor) -> Tensor:
+    at = x.detach().requires_grad_(True)
+    (slope,) = torch.autograd.grad((m.l(at).tanh() * m.v).sum(), at, create_graph=True)
+    return slope
 
 
 class Cube(torch.autograd.Function):
@@ -120,16 +81,6 @@ class Rounded(torch.autograd.Function):
         return slope
 
 
-@way("a custom autograd.Function")
-def _function() -> nn.Module:
-    return Net(lambda m, x: Cube.apply(m.l(x)) * m.v)
-
-
-@way("a custom autograd.Function that leaves torch", refused="CubeInNumpy|NumPy|custom|Function")
-def _numpy_function() -> nn.Module:
-    return Net(lambda m, x: CubeInNumpy.apply(m.l(x)) * m.v)
-
-
 @way("a custom autograd.Function that is a straight-through estimator", refused="Rounded|custom|Function|gradient")
 def _straight_through(constant: bool) -> nn.Module:
     def f(m: Any, x: Tensor) -> Tensor:
@@ -141,11 +92,6 @@ def _straight_through(constant: bool) -> nn.Module:
         h = net.l(draw(4, 2)) * 3
         net.fixed = h.round() - h
     return net
-
-
-@way("checkpoint in forward")
-def _checkpoint() -> nn.Module:
-    return Net(lambda m, x: checkpoint(m.l, x, use_reentrant=False).tanh() * m.v)
 
 
 @way("a compiled submodule")
@@ -190,13 +136,10 @@ def _numpy(constant: bool) -> nn.Module:
     return net
 
 
-@way("another thread in forward", refused="thread|seen")
-def _thread() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        with ThreadPoolExecutor(1) as pool:
-            return pool.submit(m.l, x).result().tanh() * m.v
-
-    return Net(f)
+@forward("another thread in forward", refused="thread|seen")
+def _thread(m: Any, x: Tensor) -> Tensor:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(m.l, x).result().tanh() * m.v
 
 
 @way("a loss that is a module with parameters of its own")
@@ -268,11 +211,6 @@ def _attention() -> Case:
     return case(net, inputs=(x, x, x), target=draw(2, 3, 2, seed=2), loss=lambda z, t: mse(z[0], t))
 
 
-@way("an input that requires grad")
-def _moving_input() -> Case:
-    return case(Net(), inputs=draw(4, 2).requires_grad_(True))
-
-
 @way("the inputs as target")
 def _autoencoder() -> Case:
     x = draw(4, 2)
@@ -287,6 +225,36 @@ def _known_input() -> Case:
     return case(net, inputs=x)
 
 
-@way("a model that takes keyword arguments")
-def _keywords() -> Case:
-    return case(Net(lambda m, *, x, scale: (m.l(x) * scale).tanh() * m.v), inputs={"x": draw(4, 2), "scale": draw(2, seed=9)})
+way(
+    "the call under autocast, in float64",
+    lambda: case(Net(), around=partial(torch.autocast, "cpu", torch.bfloat16)),
+    refused=CAST,
+)
+way("the call under torch.no_grad()", lambda: case(Net(), around=torch.no_grad), reference=lambda: case(Net()))
+way(
+    "functional_call in forward",
+    lambda: Net(lambda m, x: torch.func.functional_call(m.l, {"weight": m.l.weight * 2, "bias": m.v}, (x,)).tanh()),
+)
+way("vmap in forward", lambda: Net(lambda m, x: torch.func.vmap(lambda row: m.l(row).tanh() * m.v)(x)))
+way(
+    "torch.func.grad in forward",
+    lambda: Net(lambda m, x: torch.func.grad(lambda at: (m.l(at).tanh() * m.v).sum())(x)),
+    refused=r"torch\.func|grad",
+)
+way(
+    "torch.func.jvp in forward",
+    lambda: Net(lambda m, x: torch.func.jvp(lambda at: m.l(at).tanh() * m.v, (x,), (torch.ones_like(x),))[1]),
+    refused=r"torch\.func|jvp|dual",
+)
+way("a custom autograd.Function", lambda: Net(lambda m, x: Cube.apply(m.l(x)) * m.v))
+way(
+    "a custom autograd.Function that leaves torch",
+    lambda: Net(lambda m, x: CubeInNumpy.apply(m.l(x)) * m.v),
+    refused="CubeInNumpy|NumPy|custom|Function",
+)
+way("checkpoint in forward", lambda: Net(lambda m, x: checkpoint(m.l, x, use_reentrant=False).tanh() * m.v))
+way("an input that requires grad", lambda: case(Net(), inputs=draw(4, 2).requires_grad_(True)))
+way(
+    "a model that takes keyword arguments",
+    lambda: case(Net(lambda m, *, x, scale: (m.l(x) * scale).tanh() * m.v), inputs={"x": draw(4, 2), "scale": draw(2, seed=9)}),
+)

@@ -22,41 +22,11 @@ def _taken(constant: bool, read: Callable[[Any], Tensor]) -> nn.Module:
     return net
 
 
-@way("w.data")
-def _data(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.v.data.square())
-
-
-@way("w.detach()")
-def _detach(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.v.detach().square())
-
-
-@way("a part under torch.no_grad()")
-def _no_grad(constant: bool) -> nn.Module:
-    return _taken(constant, torch.no_grad()(lambda m: m.v.square()))
-
-
-@way("self.state_dict(), whose tensors are detached")
-def _state_dict(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: m.state_dict()["v"].square())
-
-
 @way("copy.deepcopy of a submodule in forward", refused="deepcopy|copied|copy of")
 def _deepcopy(constant: bool) -> nn.Module:
     net = Net(lambda m, x: m.l(F.linear(x, m.fixed) if constant else copy.deepcopy(m.l)(x) - m.l.bias.detach()).tanh() * m.v)
     net.fixed = net.l.weight.detach().clone()
     return net
-
-
-@way("nn.Parameter(w) made in forward", refused="Parameter")
-def _made_parameter(constant: bool) -> nn.Module:
-    return _taken(constant, lambda m: nn.Parameter(m.v.square()))
-
-
-@way("a new constant nn.Parameter made in forward")
-def _new_parameter() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * nn.Parameter(torch.full((2,), 2.0, dtype=x.dtype)))
 
 
 @way("requires_grad off for a part of forward", refused="requires_grad")
@@ -80,25 +50,6 @@ def _straight_through(constant: bool) -> nn.Module:
     with torch.no_grad():
         h = net.l(draw(4, 2)) * 3
         net.fixed = h.round() - h
-    return net
-
-
-@refused("requires_grad turned off in forward, for good", "requires_grad")
-def _frozen_in_forward() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v.requires_grad_(False))
-
-
-@way("a tensor that requires grad but is no parameter")
-def _plain_tensor() -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * m.v * m.extra)
-    net.extra = draw(2, seed=5).requires_grad_(True)
-    return net
-
-
-@way("a module in a list, with parameters of its own")
-def _unregistered() -> nn.Module:
-    net = Net(lambda m, x: m.held[0](m.l(x).tanh()))
-    net.held = [generic(nn.Linear(2, 2))]
     return net
 
 
@@ -131,11 +82,6 @@ def _flat() -> nn.Module:
     return net
 
 
-@refused("parameters on the meta device", "meta")
-def _meta() -> nn.Module:
-    return Net().to("meta")
-
-
 @way("p.grad read in forward")
 def _gradient_read() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.grad is None else m.v * m.v.grad))
@@ -164,9 +110,7 @@ def _tensor_subclass() -> nn.Module:
     class Named(Tensor):
         pass
 
-    net = Net()
-    net.v = nn.Parameter(draw(2, seed=8).as_subclass(Named))
-    return net
+    return Net(v=nn.Parameter(draw(2, seed=8).as_subclass(Named)))
 
 
 @way("a tensor subclass as input")
@@ -175,3 +119,32 @@ def _subclass_input() -> Case:
         pass
 
     return case(Net(), inputs=draw(4, 2).as_subclass(Named))
+
+
+way("w.data", lambda constant: _taken(constant, lambda m: m.v.data.square()))
+way("w.detach()", lambda constant: _taken(constant, lambda m: m.v.detach().square()))
+way("a part under torch.no_grad()", lambda constant: _taken(constant, torch.no_grad()(lambda m: m.v.square())))
+way("self.state_dict(), whose tensors are detached", lambda constant: _taken(constant, lambda m: m.state_dict()["v"].square()))
+way(
+    "nn.Parameter(w) made in forward",
+    lambda constant: _taken(constant, lambda m: nn.Parameter(m.v.square())),
+    refused="Parameter",
+)
+way(
+    "a new constant nn.Parameter made in forward",
+    lambda: Net(lambda m, x: m.l(x).tanh() * m.v * nn.Parameter(torch.full((2,), 2.0, dtype=x.dtype))),
+)
+refused(
+    "requires_grad turned off in forward, for good",
+    "requires_grad",
+    lambda: Net(lambda m, x: m.l(x).tanh() * m.v.requires_grad_(False)),
+)
+way(
+    "a tensor that requires grad but is no parameter",
+    lambda: Net(lambda m, x: m.l(x).tanh() * m.v * m.extra, extra=draw(2, seed=5).requires_grad_(True)),
+)
+way(
+    "a module in a list, with parameters of its own",
+    lambda: Net(lambda m, x: m.held[0](m.l(x).tanh()), held=[generic(nn.Linear(2, 2))]),
+)
+refused("parameters on the meta device", "meta", lambda: Net().to("meta"))

@@ -11,41 +11,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ways import CALLS, Case, Net, case, draw, mse, refused, way
+from ways import CALLS, Case, Net, case, draw, forward, mse, refused, way
 
 RANDOM = "random"
-
-
-@refused("dropout in training", "dropout")
-def _dropout() -> nn.Module:
-    return Net(lambda m, x: m.drop(m.l(x).tanh()) * m.v, drop=nn.Dropout(0.3))
-
-
-@refused("F.dropout(training=True)", RANDOM)
-def _dropout_function() -> nn.Module:
-    return Net(lambda m, x: F.dropout(m.l(x).tanh(), 0.3) * m.v)
-
-
-@refused("dropout of attention weights", RANDOM)
-def _attention_dropout() -> nn.Module:
-    return Net(lambda m, x: F.scaled_dot_product_attention(*[m.l(x)[None] * m.v] * 3, dropout_p=0.5)[0])
-
-
-@refused("torch.rand in forward", RANDOM)
-def _rand() -> nn.Module:
-    return Net(lambda m, x: (m.l(x) + torch.rand_like(x)).tanh() * m.v)
-
-
-@refused("torch.randn in the loss", RANDOM)
-def _noisy_loss() -> Case:
-    return case(Net(), loss=lambda z, t: mse(z, t + torch.randn_like(t)))
-
-
-@refused("a Generator that goes on from call to call", rf"{RANDOM}|{CALLS}")
-def _generator() -> nn.Module:
-    net = Net(lambda m, x: (m.l(x) + torch.rand(4, 2, generator=m.numbers, dtype=x.dtype)).tanh() * m.v)
-    net.numbers = torch.Generator().manual_seed(3)
-    return net
 
 
 @way("a Generator seeded anew by every call", refused=RANDOM)
@@ -56,25 +24,12 @@ def _seeded() -> nn.Module:
     return Net(lambda m, x: (m.l(x) + noise(x)).tanh() * m.v)
 
 
-@refused("random numbers of Python", rf"{RANDOM}|{CALLS}")
-def _python_random() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * random.random())
-
-
-@refused("random numbers of NumPy", rf"{RANDOM}|{CALLS}")
-def _numpy_random() -> nn.Module:
-    return Net(lambda m, x: m.l(x).tanh() * m.v * np.random.rand())  # noqa: NPY002
-
-
-@refused("a hook that scales the gradient of a value", r"hook|gradient")
-def _tensor_hook() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        if h.requires_grad:
-            h.register_hook(lambda slope: 3 * slope)
-        return h * m.v
-
-    return Net(f)
+@forward("a hook that scales the gradient of a value", refused=r"hook|gradient", right=False)
+def _tensor_hook(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).tanh()
+    if h.requires_grad:
+        h.register_hook(lambda slope: 3 * slope)
+    return h * m.v
 
 
 @refused("a hook that scales the gradient of a parameter", r"hook|gradient")
@@ -84,17 +39,12 @@ def _parameter_hook() -> nn.Module:
     return net
 
 
-@way("a hook that looks at the gradient of a value")
-def _looking_hook() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        if h.requires_grad:
-            h.register_hook(lambda slope: m.seen.append(float(slope.detach().norm())))
-        return h * m.v
-
-    net = Net(f)
-    net.seen = []
-    return net
+@forward("a hook that looks at the gradient of a value", has={"seen": []})
+def _looking_hook(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).tanh()
+    if h.requires_grad:
+        h.register_hook(lambda slope: m.seen.append(float(slope.detach().norm())))
+    return h * m.v
 
 
 @way("a full backward hook that looks")
@@ -135,16 +85,6 @@ def _global_hook() -> Case:
     return case(Net(), around=hooked)
 
 
-@way("an input changed in place", refused="input", fresh=True)
-def _changed_input() -> nn.Module:
-    return Net(lambda m, x: m.l(x.add_(1)).tanh() * m.v)
-
-
-@way("a dict among the inputs that forward pops from", refused="input", fresh=True)
-def _popped() -> Case:
-    return case(Net(lambda m, batch: m.l(batch.pop("x")).tanh() * m.v), inputs=({"x": draw(4, 2)},))
-
-
 @way("a list among the inputs that forward appends to", refused="input", fresh=True)
 def _appended() -> Case:
     def f(m: Any, states: list[Tensor]) -> Tensor:
@@ -154,6 +94,35 @@ def _appended() -> Case:
     return case(Net(f), inputs=([draw(4, 2)],))
 
 
-@way("a target changed in place by the loss", refused="target", fresh=True)
-def _changed_target() -> Case:
-    return case(Net(), loss=lambda z, t: mse(z, t.mul_(2)))
+refused("dropout in training", "dropout", lambda: Net(lambda m, x: m.drop(m.l(x).tanh()) * m.v, drop=nn.Dropout(0.3)))
+refused("F.dropout(training=True)", RANDOM, lambda: Net(lambda m, x: F.dropout(m.l(x).tanh(), 0.3) * m.v))
+refused(
+    "dropout of attention weights",
+    RANDOM,
+    lambda: Net(lambda m, x: F.scaled_dot_product_attention(*[m.l(x)[None] * m.v] * 3, dropout_p=0.5)[0]),
+)
+refused("torch.rand in forward", RANDOM, lambda: Net(lambda m, x: (m.l(x) + torch.rand_like(x)).tanh() * m.v))
+refused("torch.randn in the loss", RANDOM, lambda: case(Net(), loss=lambda z, t: mse(z, t + torch.randn_like(t))))
+refused(
+    "a Generator that goes on from call to call",
+    rf"{RANDOM}|{CALLS}",
+    lambda: Net(
+        lambda m, x: (m.l(x) + torch.rand(4, 2, generator=m.numbers, dtype=x.dtype)).tanh() * m.v,
+        numbers=torch.Generator().manual_seed(3),
+    ),
+)
+refused("random numbers of Python", rf"{RANDOM}|{CALLS}", lambda: Net(lambda m, x: m.l(x).tanh() * m.v * random.random()))
+refused("random numbers of NumPy", rf"{RANDOM}|{CALLS}", lambda: Net(lambda m, x: m.l(x).tanh() * m.v * np.random.rand()))  # noqa: NPY002
+way("an input changed in place", lambda: Net(lambda m, x: m.l(x.add_(1)).tanh() * m.v), refused="input", fresh=True)
+way(
+    "a dict among the inputs that forward pops from",
+    lambda: case(Net(lambda m, batch: m.l(batch.pop("x")).tanh() * m.v), inputs=({"x": draw(4, 2)},)),
+    refused="input",
+    fresh=True,
+)
+way(
+    "a target changed in place by the loss",
+    lambda: case(Net(), loss=lambda z, t: mse(z, t.mul_(2))),
+    refused="target",
+    fresh=True,
+)

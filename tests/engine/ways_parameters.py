@@ -74,7 +74,7 @@ def _held(keep: Callable[[nn.Linear], Any], read: Callable[[Any], Tensor]) -> nn
 
 
 for _name, (_keep, _read) in HOLDERS.items():
-    way(f"a parameter in a {_name}")(partial(_held, _keep, _read))
+    way(f"a parameter in a {_name}", partial(_held, _keep, _read))
 
 
 def _sum_of_squares(parameters: Any) -> Tensor:
@@ -141,11 +141,6 @@ def _parameter_dict() -> nn.Module:
     return Net(lambda m, x: (m.l(x) * m.held["gain"]).tanh() * m.v, held=held)
 
 
-@way("parametrizations.weight_norm", verified=False)  # torch has no second derivative of it that is right
-def _weight_norm() -> nn.Module:
-    return generic(Net(inner=parametrizations.weight_norm(nn.Linear(2, 2)), f=lambda m, x: m.inner(m.l(x).tanh())))
-
-
 @way("parametrizations.orthogonal")
 def _orthogonal() -> nn.Module:
     inner = parametrizations.orthogonal(nn.Linear(2, 2, bias=False).double(), orthogonal_map="cayley")
@@ -195,13 +190,6 @@ class Gain(nn.Parameter):
     """A parameter of a class of one's own."""
 
 
-@way("a subclass of Parameter decides the branch")
-def _subclass() -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * (m.gain if isinstance(m.gain, Gain) else m.gain.square()))
-    net.gain = Gain(draw(2, seed=4))
-    return net
-
-
 @way("an attribute set on a parameter")
 def _attribute() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * m.v * getattr(m.v, "scale", 1.0))
@@ -230,7 +218,7 @@ def _branch(condition: Callable[[Any], bool]) -> nn.Module:
 
 
 for _name, _condition in BRANCHES.items():
-    way(f"a branch on {_name}")(partial(_branch, _condition))
+    way(f"a branch on {_name}", partial(_branch, _condition))
 
 
 LEFT_AS_THEY_ARE: dict[str, Callable[[Any], Any]] = {
@@ -245,7 +233,7 @@ def _left(touch: Callable[[Any], Any]) -> nn.Module:
 
 
 for _name, _touch in LEFT_AS_THEY_ARE.items():
-    way(f"a parameter that stays as it is: {_name}")(partial(_left, _touch))
+    way(f"a parameter that stays as it is: {_name}", partial(_left, _touch))
 
 
 @refused("a branch on where a parameter lies in memory", "two calls .* differ|two calls .* different losses")
@@ -253,11 +241,6 @@ def _address() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.data_ptr() == m.address else m.v.square()))
     net.address = net.v.data_ptr()
     return net
-
-
-@way("dtype of next(self.parameters())")
-def _dtype() -> nn.Module:
-    return Net(lambda m, x: m.l(x.to(next(m.parameters()).dtype)).tanh() * m.v)
 
 
 @way("a property that returns a function of a parameter")
@@ -268,3 +251,18 @@ def _property() -> nn.Module:
             return F.softplus(self.v)
 
     return Model(lambda m, x: m.l(x).tanh() * m.scale)
+
+
+# torch has no second derivative of it that is right
+way(
+    "parametrizations.weight_norm",
+    lambda: generic(Net(inner=parametrizations.weight_norm(nn.Linear(2, 2)), f=lambda m, x: m.inner(m.l(x).tanh()))),
+    verified=False,
+)
+way(
+    "a subclass of Parameter decides the branch",
+    lambda: Net(
+        lambda m, x: m.l(x).tanh() * (m.gain if isinstance(m.gain, Gain) else m.gain.square()), gain=Gain(draw(2, seed=4))
+    ),
+)
+way("dtype of next(self.parameters())", lambda: Net(lambda m, x: m.l(x.to(next(m.parameters()).dtype)).tanh() * m.v))

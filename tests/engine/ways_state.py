@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from ways import CALLS, Case, Net, case, generic, mse, refused, way
+from ways import CALLS, Case, Net, case, forward, generic, mse, refused, way
 
 
 def _with_buffer(f: Callable[..., Any], **buffers: Tensor) -> nn.Module:
@@ -17,64 +17,55 @@ def _with_buffer(f: Callable[..., Any], **buffers: Tensor) -> nn.Module:
     return net
 
 
-@refused("a buffer reassigned in forward, with effect", r"'scale'")
-def _reassigned() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.scale = m.scale * 0.9
-        return m.l(x).tanh() * m.v * m.scale
-
-    return _with_buffer(f, scale=torch.ones(2, dtype=torch.float64))
-
-
-@refused("a buffer changed in place, with effect", r"'scale'")
-def _changed() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.scale.mul_(0.9)
-        return m.l(x).tanh() * m.v * m.scale
-
-    return _with_buffer(f, scale=torch.ones(2, dtype=torch.float64))
+@forward(
+    "a buffer reassigned in forward, with effect",
+    refused=r"'scale'",
+    right=False,
+    buffers={"scale": torch.ones(2, dtype=torch.float64)},
+)
+def _reassigned(m: Any, x: Tensor) -> Tensor:
+    m.scale = m.scale * 0.9
+    return m.l(x).tanh() * m.v * m.scale
 
 
-@way("a buffer that counts calls, without effect")
-def _counting_buffer() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.calls += 1
-        return m.l(x).tanh() * m.v
-
-    return _with_buffer(f, calls=torch.tensor(0))
-
-
-@refused("a plain tensor changed in place, with effect", rf"'scale'|{CALLS}")
-def _plain() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.scale.mul_(0.9)
-        return m.l(x).tanh() * m.v * m.scale
-
-    net = Net(f)
-    net.scale = torch.ones(2, dtype=torch.float64)
-    return net
+@forward(
+    "a buffer changed in place, with effect",
+    refused=r"'scale'",
+    right=False,
+    buffers={"scale": torch.ones(2, dtype=torch.float64)},
+)
+def _changed(m: Any, x: Tensor) -> Tensor:
+    m.scale.mul_(0.9)
+    return m.l(x).tanh() * m.v * m.scale
 
 
-@refused("a call counter with effect", rf"'calls'|{CALLS}")
-def _counter() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.calls += 1
-        return m.l(x).tanh() * m.v * m.calls
-
-    net = Net(f)
-    net.calls = 0
-    return net
+@forward("a buffer that counts calls, without effect", buffers={"calls": torch.tensor(0)})
+def _counting_buffer(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.l(x).tanh() * m.v
 
 
-@way("a call counter without effect")
-def _idle_counter() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.calls += 1
-        return m.l(x).tanh() * m.v
+@forward(
+    "a plain tensor changed in place, with effect",
+    refused=rf"'scale'|{CALLS}",
+    right=False,
+    has={"scale": torch.ones(2, dtype=torch.float64)},
+)
+def _plain(m: Any, x: Tensor) -> Tensor:
+    m.scale.mul_(0.9)
+    return m.l(x).tanh() * m.v * m.scale
 
-    net = Net(f)
-    net.calls = 0
-    return net
+
+@forward("a call counter with effect", refused=rf"'calls'|{CALLS}", right=False, has={"calls": 0})
+def _counter(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.l(x).tanh() * m.v * m.calls
+
+
+@forward("a call counter without effect", has={"calls": 0})
+def _idle_counter(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.l(x).tanh() * m.v
 
 
 @refused("a counter in a closure, with effect", CALLS)
@@ -88,27 +79,17 @@ def _closure_counter() -> nn.Module:
     return Net(f)
 
 
-@way("a warm-up that ends after some calls", fresh=True, verified=False)
-def _warm_up() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.calls += 1
-        return m.l(x).tanh() * m.v if m.calls <= 2 else m.l(x) * m.v
-
-    net = Net(f)
-    net.calls = 0
-    return net
+@forward("a warm-up that ends after some calls", has={"calls": 0}, fresh=True, verified=False)
+def _warm_up(m: Any, x: Tensor) -> Tensor:
+    m.calls += 1
+    return m.l(x).tanh() * m.v if m.calls <= 2 else m.l(x) * m.v
 
 
-@way("outputs appended to a list")
-def _collected() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        m.seen.append(h)
-        return h * m.v
-
-    net = Net(f)
-    net.seen = []
-    return net
+@forward("outputs appended to a list", has={"seen": []})
+def _collected(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).tanh()
+    m.seen.append(h)
+    return h * m.v
 
 
 def _remembering() -> nn.Module:
@@ -116,14 +97,7 @@ def _remembering() -> nn.Module:
         m.last_hidden = m.l(x).tanh()
         return m.last_hidden * m.v
 
-    net = Net(f)
-    net.last_hidden = None
-    return net
-
-
-@way("the last hidden state kept as an attribute")
-def _kept() -> nn.Module:
-    return _remembering()
+    return Net(f, last_hidden=None)
 
 
 @way("an attribute that the first call makes")
@@ -152,68 +126,40 @@ def _auxiliary() -> Case:
     return case(net, loss=lambda z, t: mse(z, t) + sum(net.losses))
 
 
-@way("a constant computed by the first call and kept")
-def _lazy_table() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        if m.table is None:
-            m.table = torch.arange(2, dtype=x.dtype)
-        return (m.l(x) + m.table).tanh() * m.v
-
-    net = Net(f)
-    net.table = None
-    return net
+@forward("a constant computed by the first call and kept", has={"table": None})
+def _lazy_table(m: Any, x: Tensor) -> Tensor:
+    if m.table is None:
+        m.table = torch.arange(2, dtype=x.dtype)
+    return (m.l(x) + m.table).tanh() * m.v
 
 
-@way("a function of a parameter kept by the first call", refused=rf"'kept'|{CALLS}", fresh=True)
-def _stale() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        if m.kept is None:
-            m.kept = m.v.exp()
-        return m.l(x).tanh() * m.kept
-
-    net = Net(f)
-    net.kept = None
-    return net
+@forward("a function of a parameter kept by the first call", has={"kept": None}, refused=rf"'kept'|{CALLS}", fresh=True)
+def _stale(m: Any, x: Tensor) -> Tensor:
+    if m.kept is None:
+        m.kept = m.v.exp()
+    return m.l(x).tanh() * m.kept
 
 
-@refused("a parameter set by the first call", r"'v'|initialised|\bready\b")
-def _act_norm() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x)
-        if not m.ready:
-            m.v.data.copy_(1 / h.detach().std(0))
-            m.ready = True
-        return (h * m.v).tanh()
-
-    net = Net(f)
-    net.ready = False
-    return net
+@forward("a parameter set by the first call", refused=r"'v'|initialised|\bready\b", right=False, has={"ready": False})
+def _act_norm(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x)
+    if not m.ready:
+        m.v.data.copy_(1 / h.detach().std(0))
+        m.ready = True
+    return (h * m.v).tanh()
 
 
-@refused("a parameter renormalised in place by every call", r"'l\.weight'")
-def _max_norm() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            m.l.weight.mul_(0.9)
-        return m.l(x).tanh() * m.v
-
-    return Net(f)
+@forward("a parameter renormalised in place by every call", refused=r"'l\.weight'", right=False)
+def _max_norm(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.l.weight.mul_(0.9)
+    return m.l(x).tanh() * m.v
 
 
 @refused("nn.Embedding with max_norm", r"max_norm|'table\.weight'")
 def _embedding() -> Case:
     net = Net(lambda m, ids: m.l(m.table(ids)).tanh() * m.v, table=nn.Embedding(4, 2, max_norm=0.3))
     return case(net, inputs=torch.tensor([0, 1, 2, 3]))
-
-
-@way("batch norm in training")
-def _batch_norm() -> nn.Module:
-    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2))
-
-
-@way("batch norm in evaluation")
-def _batch_norm_at_rest() -> nn.Module:
-    return Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)).eval()
 
 
 @refused("spectral_norm in training", r"_u|_v|buffer")
@@ -233,22 +179,14 @@ def _modes() -> nn.Module:
     return net
 
 
-@way("NaN in a buffer that is not used", refused="'idle' contains NaN")
-def _spoiled() -> nn.Module:
-    return _with_buffer(lambda m, x: m.l(x).tanh() * m.v, idle=torch.full((2,), float("nan")))
-
-
-@way("the default dtype changed for a part of forward")
-def _default_dtype() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float64)
-        try:
-            return m.l(x).tanh() * m.v * torch.tensor([1.0, 2.0])
-        finally:
-            torch.set_default_dtype(before)
-
-    return Net(f)
+@forward("the default dtype changed for a part of forward")
+def _default_dtype(m: Any, x: Tensor) -> Tensor:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        return m.l(x).tanh() * m.v * torch.tensor([1.0, 2.0])
+    finally:
+        torch.set_default_dtype(before)
 
 
 @way("forward replaced on the instance")
@@ -267,3 +205,13 @@ def _recurrent() -> nn.Module:
     net = generic(Net(f))
     net.state = torch.zeros(4, 2, dtype=torch.float64)
     return net
+
+
+way("the last hidden state kept as an attribute", lambda: _remembering())
+way("batch norm in training", lambda: Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)))
+way("batch norm in evaluation", lambda: Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)).eval())
+way(
+    "NaN in a buffer that is not used",
+    lambda: _with_buffer(lambda m, x: m.l(x).tanh() * m.v, idle=torch.full((2,), float("nan"))),
+    refused="'idle' contains NaN",
+)

@@ -46,19 +46,12 @@ MAKERS = (whole, part, in_place, a_part_in_place)
 CALLS: dict[str, Callable[[nn.Module], Tensor]] = {
     "hessian": lambda m: hk.hessian(m, X, T).matrix,
     "hessian_operator": lambda m: hk.hessian_operator(m, X, T).to_matrix(),
-    "hessian_diagonal": lambda m: hk.hessian_diagonal(m, X, T).flat,
     "hessian_function": lambda m: hk.hessian_function(m, X, T)().matrix,
     "jacobian_operator": lambda m: hk.jacobian_operator(m, X).to_matrix(),
-    "frobenius_norms": lambda m: hk.frobenius_norms(m, X, T).matrix,
-    "spectrum": lambda m: hk.spectrum(m, X, T, k=2).eigenvalues,
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [(name, make) for k, name in enumerate(CALLS) for j, make in enumerate(MAKERS) if k in (0, 1 + j)]
-    + [(name, whole) for name in list(CALLS)[5:]],
-)
+@pytest.mark.parametrize(("name", "make"), zip(CALLS, MAKERS, strict=True))
 def test_the_original_is_what_is_traced(make: Callable[[], nn.Module], name: str) -> None:
     module = make()
     before = module(X)
@@ -66,10 +59,8 @@ def test_the_original_is_what_is_traced(make: Callable[[], nn.Module], name: str
     assert module(X).equal(before)
 
 
-@pytest.mark.parametrize("make", MAKERS)
-def test_check(make: Callable[[], nn.Module]) -> None:
-    assert hk.check(make(), X, T)
-    assert hk.check(make(), X, T, loss=torch.compile(nn.MSELoss(), backend="eager"))
+def test_check_with_a_compiled_loss() -> None:
+    assert hk.check(part(), X, T, loss=torch.compile(nn.MSELoss(), backend="eager"))
 
 
 def test_names_are_those_of_the_original() -> None:
@@ -88,9 +79,7 @@ def test_torch_cond_takes_its_branch(moving: bool, sign: float) -> None:
         return Formula(f, W=(4, 2))
 
     plain = formula(lambda condition, true, false, operands: (true if condition else false)(*operands))
-    for _ in range(2):
-        found = hk.hessian(formula(torch.cond), X, T).matrix
-        assert found.allclose(hk.hessian(plain, X, T).matrix, rtol=0, atol=1e-14)
+    assert hk.hessian(formula(torch.cond), X, T).matrix.allclose(hk.hessian(plain, X, T).matrix, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("call", [hk.hessian, hk.hessian_operator, hk.hessian_diagonal])

@@ -13,9 +13,7 @@ import hessiankit as hk
 from derivations.cast import Cast
 from derivations.linear import Linear, MatMul
 from derivations.normalization import LayerNorm
-from hessiankit.engine.jacobians import GainJacobian, WeightJacobian, find_sites
-from hessiankit.engine.problem.loss_trace import loss_trace
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.tracing.decompositions import COMPOSITE, DECOMPOSITIONS, aten
 
 T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
 CONVOLUTIONS = {
@@ -62,8 +60,6 @@ PARTS = {
     "norm of order 3 of all": lambda y: y.norm(3),
     "dist": lambda y: torch.dist(y, T),
     "bilinear": lambda y: F.bilinear(y, y[..., :2], T.reshape(2, 3, 4)[:, :2].mT, B[:2]),
-    "trace": lambda y: torch.trace(y[0]),
-    "cross": lambda y: torch.linalg.cross(y, T, dim=1),
     "addr": lambda y: torch.addr(y[0, :, :3], y[0, :, 0], y[1, :, 1], beta=2, alpha=3),
     "prod": lambda y: y.prod(1),
     "prod, kept": lambda y: y.prod(-1, keepdim=True),
@@ -274,14 +270,8 @@ def test_sums_of_integers_keep_their_type():
     assert assert_exact(Formula(forward, W=(4, 4)), draw(3, 4)).fallbacks == ()
 
 
-def test_the_weight_of_a_patch_embedding_is_a_site():
-    module = randomised(nn.Sequential(nn.Conv2d(2, 3, 2, stride=2), nn.Flatten(2), nn.Tanh()))
-    x = draw(2, 2, 4, 4)
-    with torch.no_grad():
-        traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0).trace
-    (site,) = find_sites(traced).values()
-    assert [(type(jacobian), jacobian.parameter) for jacobian in site.jacobians] == [
-        (WeightJacobian, "0.weight"),
-        (GainJacobian, "0.bias"),
-    ]
-    assert site.covered == (1, 2)
+def test_what_torch_takes_apart_exists():
+    split = (n.partition(".") for n in COMPOSITE)
+    known = [getattr(getattr(aten, packet, None), overload or "default", None) for packet, _, overload in split]
+    assert all(operation in DECOMPOSITIONS for operation in known if operation is not None)
+    assert len([operation for operation in known if operation is not None]) >= len(COMPOSITE) - 2

@@ -191,7 +191,7 @@ def test_writing_beside_a_detached_reader_is_refused():
 
 
 @pytest.mark.parametrize("wrap", [False, True])
-@pytest.mark.parametrize("shape", [(4, 4), (3, 5), (5, 3), (9, 2), (8, 2), (1, 4), (3, 3, 3), (2, 2, 2, 2)])
+@pytest.mark.parametrize("shape", [(3, 5), (9, 2), (8, 2), (3, 3, 3)])
 def test_a_filled_diagonal(shape: tuple[int, ...], wrap: bool) -> None:
     seen = torch.zeros(shape).fill_diagonal_(1.0, wrap)
 

@@ -204,12 +204,3 @@ def test_named_losses_of_half_precision(dtype: torch.dtype, loss: str) -> None:
     vector = draw(found.matrix.shape[0]).float()
     product = hk.hessian_operator(block, x, target, loss=loss) @ vector
     assert (product - found.matrix @ vector).abs().max() <= torch.finfo(dtype).eps * product.abs().max()
-
-
-def test_sums_and_means_that_name_their_own_type() -> None:
-    module = Formula(
-        lambda s, x: torch.tanh(x @ s.W).sum(-1, keepdim=True, dtype=x.dtype) * (x @ s.W).mean(1, True, dtype=x.dtype), W=(3, 3)
-    )
-    found = hk.hessian(module, X, T)
-    assert found.fallbacks == ()
-    assert largest_error(found, reverse_over_reverse(module, X, T, mse)) <= 1e-10

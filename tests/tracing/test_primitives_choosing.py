@@ -1,4 +1,4 @@
-"""Extremes, sorting, scattering, padding: entries of one tensor or of several, chosen and put in places."""
+"""Extremes, sorting, scattering, padding, pooling, interpolation, cumulative sums: entries that are chosen, put in places or mixed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from curvature_reference import draw
 from operation_cases import check_closed_form
 
+from derivations.axis_maps import AxisMaps
 from derivations.indexing import Take
 from derivations.pooling import Extreme
 from derivations.scattering import AddAt, TakeAmong
@@ -78,6 +79,28 @@ CASES = {
     "rot90": (Take, lambda y: torch.rot90(y, 1, (1, 2))),
     "fliplr": (Take, torch.fliplr),
     "trace": (Take, lambda y: torch.trace(y[0])),
+    "cumsum": (AxisMaps, lambda y: y.cumsum(1)),
+    "cumsum from the end": (AxisMaps, lambda y: torch.cumsum(y, -1)),
+    "avg_pool1d": (AxisMaps, lambda y: F.avg_pool1d(y, 2)),
+    "avg_pool1d, padded": (AxisMaps, lambda y: F.avg_pool1d(y, 3, 1, 1, count_include_pad=False)),
+    "avg_pool2d": (AxisMaps, lambda y: F.avg_pool2d(y[:, None], 2, 1)),
+    "avg_pool2d, padded": (AxisMaps, lambda y: F.avg_pool2d(y[:, None], (2, 3), (1, 2), 1, True, False)),
+    "avg_pool2d, padding counts": (AxisMaps, lambda y: F.avg_pool2d(y[:, None], (2, 3), 2, 1, True, True)),
+    "avg_pool3d": (AxisMaps, lambda y: F.avg_pool3d(y[None], (1, 2, 3))),
+    "adaptive_avg_pool1d": (AxisMaps, lambda y: F.adaptive_avg_pool1d(y, 3)),
+    "adaptive_avg_pool2d": (AxisMaps, lambda y: F.adaptive_avg_pool2d(y[:, None], (2, 3))),
+    "adaptive_avg_pool2d to one": (AxisMaps, lambda y: F.adaptive_avg_pool2d(y[:, None], 1)),
+    "local_response_norm": (AxisMaps, lambda y: F.local_response_norm(y, 2)),
+    "nearest": (AxisMaps, lambda y: F.interpolate(y[:, None], size=(5, 6))),
+    "nearest, exact": (AxisMaps, lambda y: F.interpolate(y[:, None], size=(5, 3), mode="nearest-exact")),
+    "linear": (AxisMaps, lambda y: F.interpolate(y, scale_factor=2, mode="linear")),
+    "linear, aligned": (AxisMaps, lambda y: F.interpolate(y, size=7, mode="linear", align_corners=True)),
+    "bilinear": (AxisMaps, lambda y: F.interpolate(y[:, None], size=(5, 3), mode="bilinear")),
+    "bicubic": (AxisMaps, lambda y: F.interpolate(y[:, None], scale_factor=(1.7, 1.3), mode="bicubic")),
+    "bicubic, aligned": (AxisMaps, lambda y: F.interpolate(y[:, None], size=(5, 6), mode="bicubic", align_corners=True)),
+    "bicubic, antialiased": (AxisMaps, lambda y: F.interpolate(y[:, None], size=(2, 5), mode="bicubic", antialias=True)),
+    "trilinear": (AxisMaps, lambda y: F.interpolate(y[None, None], size=(3, 2, 5), mode="trilinear")),
+    "cumsum of a number": (None, lambda y: y * y[0, 0, 0].cumsum(0)),
 }
 
 
