@@ -39,7 +39,11 @@ def assert_passed(name: str, attention: str) -> None:
     assert row.reason or not math.isnan(row.bfloat16), row
 
 
-@pytest.mark.parametrize(("name", "attention"), SOME, ids=lambda x: x.replace("/", " "))
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*SOME[:4], *(pytest.param(*one, marks=pytest.mark.slow) for one in SOME[4:])],
+    ids=lambda x: x.replace("/", " "),
+)
 def test_some(name: str, attention: str) -> None:
     assert_passed(name, attention)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -44,8 +45,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("params", [None, ["*W_1", "*W_2"], ["*W_K", "*W_1"]], ids=str)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(("name", "params"), zip(BLOCKS, cycle((None, ["*W_1", "*W_2"], ["*W_K", "*W_1"]))))
 def test_blocks(name: str, params: list[str] | None) -> None:
     assert_diagonal(hk.TransformerBlock(4, 5, **BLOCKS[name]), draw(2, 3, 4), params=params)
 
@@ -74,15 +74,6 @@ def test_language_model_with_ignored_labels(tied: bool, batch_size: int | None) 
     assert_diagonal(LanguageModel(tied=tied), TOKENS, LABELS, loss="cross_entropy", batch_size=batch_size)
 
 
-def test_a_tied_table_alone() -> None:
-    assert_diagonal(LanguageModel(), TOKENS, LABELS, loss="cross_entropy", params="tokens.weight")
-
-
-def test_layers_of_torch() -> None:
-    assert_diagonal(nn.TransformerEncoderLayer(4, 2, 3, batch_first=True, norm_first=True), draw(2, 3, 4))
-    assert_diagonal(nn.TransformerDecoderLayer(4, 2, 3, batch_first=True), (draw(2, 3, 4), draw(2, 5, 4, seed=3)))
-
-
 X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
 
 
@@ -98,22 +89,6 @@ def assert_parameters(found: Any, expected: Tensor) -> None:
         theirs = expected[start : start + values.numel()]
         assert (values.reshape(-1) - theirs).abs().max() <= 1e-12 * theirs.abs().max(), name
         start += values.numel()
-
-
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_batches_of_unequal_sizes(batch_size: int | None) -> None:
-    module, steps = behind_a_layer(), []
-    batches = [(X, T), (X[:2, :2], T[:2, :2])]
-    found = hessian_diagonal(
-        module, batches, weights=[1, 3], batch_size=batch_size, progress=lambda done, of: steps.append((done, of))
-    )
-    first, second = (reverse_over_reverse(module, x, t, mse).diagonal() for x, t in batches)
-    assert_parameters(found, 0.25 * first + 0.75 * second)
-    values = [float(mse(module(x), t).detach()) for x, t in batches]
-    assert found.loss == pytest.approx(0.25 * values[0] + 0.75 * values[1], rel=1e-13)
-    assert steps[-1] == (7, 7)
-    assert [done for done, _ in steps] == sorted({done for done, _ in steps})
-    assert found.fallbacks == ()
 
 
 def test_samples_that_depend_on_each_other_are_not_split() -> None:

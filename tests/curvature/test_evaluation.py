@@ -11,7 +11,6 @@ from curvature_reference import Formula, draw, largest_error, mse, randomised, r
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.softmax import LinearisedSoftmax
 from hessiankit.curvature import evaluation
 from hessiankit.engine.problem import task
 
@@ -233,20 +232,3 @@ def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
             expected = wide if found.ndim == 2 else wide.diagonal()
             assert float((found - expected).abs().max()) <= 1e-5 * float(wide.abs().max()), name
         assert "use a wider dtype" in told, name
-
-
-@pytest.mark.parametrize("placement", ["pre", "post"])
-def test_a_second_derivative_that_is_not_symmetric_is_refused(placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = LinearisedSoftmax.pull
-
-    def other(self: LinearisedSoftmax, bar: Any, tangents: Any = None) -> Any:
-        first = right(self, bar) if bar is not None else None
-        if tangents is None:
-            return first
-        bent = [c * (1 + torch.arange(c.shape[-1])) for c in right(self, None, tangents)]
-        return tuple(bent) if first is None else tuple(a + b for a, b in zip(first, bent, strict=True))
-
-    module = randomised(hk.TransformerBlock(4, 5, placement=placement))
-    monkeypatch.setattr(LinearisedSoftmax, "pull", other)
-    with pytest.raises(hk.InputError, match="H and its transpose differ"):
-        hk.hessian(module, draw(2, 3, 4), draw(2, 3, 4, seed=2))

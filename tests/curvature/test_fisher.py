@@ -44,42 +44,6 @@ def test_empirical_fisher_is_the_mean_outer_product_of_gradients() -> None:
     assert error(fisher(module, kind="fisher-empirical"), G.T @ G / len(G)) <= EXACT
 
 
-def test_empirical_fisher_of_squared_error_has_a_term_for_each_row_of_the_output() -> None:
-    module, target = classifier(), draw(5, 4, seed=3)
-    G = term_gradients(module, (module(X) - target).square().sum(1))
-    found = hessian_operator(module, X, target, kind="fisher-empirical")
-    assert error(found.to_matrix(), G.T @ G / target.numel()) <= EXACT
-    assert error(found.gradient, G.sum(0) / target.numel()) <= EXACT
-    assert found.loss == pytest.approx(F.mse_loss(module(X), target).item(), rel=1e-14)
-
-
-def test_monte_carlo_fisher_is_that_of_the_drawn_labels() -> None:
-    module = classifier()
-    kept = Y != -100
-    expected = torch.zeros(())
-    for labels in sample_labels(module(X).unsqueeze(1), range(5), 3, 7)[:, :, 0]:
-        G = term_gradients(module, F.cross_entropy(module(X)[kept], labels[kept], reduction="none"))
-        expected = expected + G.T @ G / (3 * len(G))
-    assert error(fisher(module, kind="fisher-mc", seed=7, draws=3), expected) <= EXACT
-
-
-@pytest.mark.parametrize("kind", ["fisher-mc", "fisher-empirical"])
-def test_one_sample_without_an_axis_of_samples(kind: str) -> None:
-    module, options = classifier(), {"loss": "cross_entropy", "kind": kind, "draws": 4}
-    found = hessian_operator(module, X[0], Y[0], **options).to_matrix()
-    expected = hessian_operator(module, X[:1], Y[:1], **options).to_matrix()
-    assert error(found, expected) <= EXACT
-
-
-def test_monte_carlo_fisher_of_squared_error_draws_a_gaussian_of_variance_one_half() -> None:
-    module = classifier()
-    Z = module(X).detach()
-    target = Z + 0.5**0.5 * sample_residuals(Z, range(5), 1, 2)[0]
-    G = term_gradients(module, (module(X) - target).square().sum(1))
-    found = hessian_operator(module, X, torch.zeros_like(Z), kind="fisher-mc", seed=2).to_matrix()
-    assert error(found, G.T @ G / Z.numel()) <= EXACT
-
-
 @pytest.mark.parametrize(("loss", "target"), [("cross_entropy", Y), ("mse", draw(5, 4, seed=3))])
 def test_fisher_is_the_expectation_over_the_models_labels(loss: str, target: Tensor) -> None:
     """By the sum over all labels, or the Jacobian's Gram matrix, which share nothing with the closed forms."""

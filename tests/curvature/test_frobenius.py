@@ -62,21 +62,6 @@ def test_blocks(name: str) -> None:
     assert steps == [(3 * n, 3 * panels) for n in range(1, 1 + panels)]
 
 
-def test_few_large_panels_where_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[tuple[int, int]] = []
-
-    def tell(done: int, total: int) -> None:
-        steps.append((done, total))
-
-    module = block()
-    small = frobenius_norms(module, X, T, progress=tell)
-    assert steps[-1][1] > 3
-    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
-    large = frobenius_norms(module, X, T, progress=tell)
-    assert steps[-1] == (3, 3)
-    assert large.whole == pytest.approx(small.whole, rel=1e-13)
-
-
 def test_what_it_says_of_itself() -> None:
     module = randomised(nn.Linear(4, 2))
     found = frobenius_norms(module, draw(3, 4), draw(3, 2))
@@ -132,23 +117,6 @@ def test_what_does_not_fit_is_said_first(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(panel_sum, "SymmetricStorage", None)
     with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples take"):
         frobenius_norms(block(), X, T)
-
-
-def test_interrupted_it_leaves_nothing_behind() -> None:
-    module = block()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-
-    def stop(done: int, total: int) -> None:
-        if done > total // 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        frobenius_norms(module, X, T, progress=stop)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert all(p.grad is None for p in module.parameters())
-    assert torch.is_grad_enabled()
-    assert torch.backends.mha.get_fastpath_enabled()
-    assert_norms(frobenius_norms(module, X, T), reverse_over_reverse(module, X, T, mse))
 
 
 @pytest.mark.parametrize(("kind", "batch_size"), [("hessian", None), ("ggn", 1)])

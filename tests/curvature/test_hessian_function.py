@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, draw, largest_error, randomised, reverse_over_reverse
+from curvature_reference import draw, largest_error, randomised, reverse_over_reverse
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import InputError
 
 DOUBLE = torch.float64
 
@@ -150,45 +150,6 @@ def test_a_penalty_without_effect_on_value_and_gradient_is_seen() -> None:
     assert torch.allclose(f().matrix.diagonal() - before, torch.full((8,), 18.0, dtype=DOUBLE))
 
 
-def test_a_constant_that_acts_on_later_data_alone_is_seen() -> None:
-    """Samples above a threshold count more; none of the first batch is."""
-    module = Formula(lambda s, x: torch.tanh(x @ s.W) * torch.where(x[:, :1] > 10, s.factor, 1.0), W=(4, 3))
-    module.factor = 1.0
-    x, t = draw(5, 4), draw(5, 3)
-    f = hk.hessian_function(module, x, t)
-    module.factor, x = 3.0, x.clone()
-    f()
-    x[0, 0] = 11.0
-    assert_exact(f(x), module, x, t, lambda z, t: (z - t).square().mean())
-
-
-def test_a_branch_and_a_gradient_that_stops_are_seen() -> None:
-    stopped, x = {"yes": False}, draw(3, 4)
-
-    def run(s: nn.Module, x: Tensor) -> Tensor:
-        y = torch.tanh(x @ s.W)
-        return (y.detach() if stopped["yes"] else y) @ s.V
-
-    net, t = Formula(run, W=(4, 3), V=(3, 2)), torch.zeros(3, 2, dtype=DOUBLE)
-    f = hk.hessian_function(net, x, t)
-    f()
-    stopped["yes"] = True
-    found = f()
-    assert found.unused == ("W",)
-    y = torch.tanh(x @ net.W.detach())
-    assert torch.allclose(found.block("V", "V"), 2 / 6 * torch.kron(y.T @ y, torch.eye(2, dtype=DOUBLE)), rtol=0, atol=1e-13)
-
-
-def test_modes_are_those_of_the_call() -> None:
-    module, x, t = classifier()
-    module.insert(1, nn.Dropout(0.5))
-    f = hk.hessian_function(module.eval(), x, t, loss="cross_entropy")
-    f()
-    module[1].train()
-    with pytest.raises(InputError, match="dropout layer"):
-        f()
-
-
 def test_other_parameters_are_those_of_the_next_result() -> None:
     module, x, t = classifier()
     module[0].requires_grad_(False)
@@ -221,13 +182,6 @@ def test_errors_are_those_of_hessian() -> None:
         module[0].weight[0, 0] = torch.nan
     with pytest.raises(InputError, match=r"hessian_function: '0.weight' contains NaN"):
         f()
-
-
-def test_a_function_of_earlier_calls_is_refused() -> None:
-    counted: Iterator[int] = iter(range(100))
-    module = Formula(lambda s, x: (next(counted) + 1.0) * torch.tanh(x @ s.W), W=(4, 3))
-    with pytest.raises(TraceError, match="two calls of the module on the same data give different losses"):
-        hk.hessian_function(module, draw(5, 4), draw(5, 3))()
 
 
 def test_it_prints_its_parameters() -> None:

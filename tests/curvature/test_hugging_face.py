@@ -6,14 +6,13 @@ Some of these models cast to float32 inside (norms, rotary angles, router, logit
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from curvature_reference import draw
-from model_zoo import ATTENTIONS, QUICK, InDouble, checked, generic
+from model_zoo import ATTENTIONS, InDouble, checked, generic
 from torch import nn
 
 import hessiankit as hk
@@ -121,7 +120,10 @@ class Alone(nn.Module):
         return out[0] if isinstance(out, tuple) else out
 
 
-@pytest.mark.parametrize(("name", "attention"), zip(BLOCKS, itertools.cycle(ATTENTIONS[::-1])))
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [("Llama", "eager"), *(pytest.param(name, "sdpa", marks=pytest.mark.slow) for name in ("GPT-2", "BERT"))],
+)
 def test_block(name, attention):
     width = 8 if name == "Llama" else 4
     x, fixed = draw(2, 5, width), {}
@@ -129,14 +131,6 @@ def test_block(name, attention):
         rotary = hf.models.llama.modeling_llama.LlamaRotaryEmbedding(hf.LlamaConfig(**DECODER)).double()
         fixed["position_embeddings"] = rotary(x, torch.arange(5)[None])
     checked(InDouble(generic(Alone(BLOCKS[name](attn_implementation=attention), fixed))), x, draw(2, 5, width, seed=7))
-
-
-def test_report_names_the_precision_floor():
-    module = generic(llama(attn_implementation="sdpa", use_cache=False))
-    report = hk.check(module, {"input_ids": TOKENS}, LABELS, loss="cross_entropy", against=QUICK, rtol=1e-4)
-    assert report, report.verdict
-    assert report.max_rel_error > 1e-10
-    assert all("precision floor: to computes in torch.float32" in h.reason for h in report.health)
 
 
 def test_the_loss_of_a_model_that_casts_to_float32():
@@ -149,12 +143,3 @@ def test_the_loss_of_a_model_that_casts_to_float32():
     assert max(exact) < 1e-5
     assert "tolerance 1e-03, as " in report.verdict
     assert "computes in torch.float32" in report.verdict
-
-
-@every_attention
-def test_operator(attention):
-    module, (inputs, labels) = build(llama, attention, use_cache=False), padded()
-    matrix = hk.hessian(module, inputs, labels, loss="cross_entropy").matrix
-    operator = hk.hessian_operator(module, inputs, labels, loss="cross_entropy")
-    vectors = draw(matrix.shape[0], 3, seed=4)
-    assert (operator @ vectors - matrix @ vectors).abs().max() <= 1e-12 * (matrix @ vectors).abs().max()

@@ -200,18 +200,6 @@ def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch
     small @ v
 
 
-def test_a_part_of_a_large_model_is_tested_as_a_small_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hessiankit.curvature import operator as room
-
-    module = block()
-    monkeypatch.setattr(room, "LARGE", 60)  # fewer than the module has, more than are asked for
-    operator = hessian_operator(module, X, T, params=["attention.W_Q"], recompute="layers")
-    u, v = draw(operator.shape[0], seed=1), draw(operator.shape[0], seed=2)
-    operator @ u
-    operator @ v
-    assert operator._symmetry is not None
-
-
 @pytest.mark.parametrize("wrong", ["first", "second"])
 def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from derivations.linearised_norms import LinearisedNorm

@@ -34,12 +34,6 @@ def test_pooling_covers_every_entry_of_its_own_block(scale: str, pixels: int, ho
         assert seen == pytest.approx(part.max() if how == "max" else np.sqrt((part**2).mean()), rel=1e-12)
 
 
-def test_blocks_keep_a_pixel_each_when_there_are_too_few() -> None:
-    assert block_pixels([1, 1, 1, 997], 4, "parameters").tolist() == [1, 1, 1, 1]
-    assert block_pixels([1, 1, 1, 997], 2, "blocks").tolist() == [1, 1, 1, 1]
-    assert block_pixels([1, 1, 1, 997], 100, "parameters").tolist() == [1, 1, 1, 97]
-
-
 def test_unknown_options() -> None:
     with pytest.raises(InputError, match="scale='log' is not known"):
         block_pixels([1], 1, "log")
@@ -67,11 +61,6 @@ def test_spread_is_the_least_squares_solution() -> None:
     best = minimize(lambda x: ((x - centres) ** 2).sum(), np.linspace(1, 9, 7), constraints=constraints, tol=1e-12)
     assert best.success
     assert places == pytest.approx(best.x, abs=1e-5)
-
-
-def test_spread_leaves_labels_with_room_alone_and_centres_an_overfull_line() -> None:
-    assert spread([2.0, 5.0], [1.0, 1.0], 0.0, 6.0).tolist() == [2.0, 5.0]
-    assert spread([0.0, 0.0, 0.0], [4.0, 4.0, 4.0], 0.0, 6.0).tolist() == [-1.0, 3.0, 7.0]
 
 
 def test_colour_range() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import planning, streaming
+from hessiankit.curvature.planning import panels
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -224,3 +225,17 @@ def test_memory_and_values_are_checked_first(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* Pass batch_size=1"):
         hk.hessian(block(), X, T, out=tmp_path / "h.npy")
     assert "h.npy" not in "".join(names(tmp_path))
+
+
+@pytest.mark.parametrize("limit", [1, 40, 64, 200, 10**6])
+@pytest.mark.parametrize("sizes", [[3], [2, 5, 1, 1, 7, 3], [1, 1, 1, 9], [12, 1, 2], [4, 0, 3]])
+def test_panels_cover_every_pair_once(sizes: list[int], limit: int) -> None:
+    found = panels(sizes, 2, limit)
+    pairs = [(i, j) for rows, columns in found.parts for i in rows for j in columns if i <= j]
+    assert sorted(pairs) == [(i, j) for i in range(len(sizes)) for j in range(i, len(sizes))]
+    for rows, columns in found.parts:
+        height, width = (sum(sizes[k] for k in part) for part in (rows, columns))
+        assert columns[0] >= rows[0]
+        assert 2 * height * width <= found.largest
+        assert 2 * height * width <= limit or len(rows) == len(columns) == 1
+    assert found.largest <= limit or found.largest <= 2 * max(sizes) ** 2

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 from second_order_reference import assembled, check_all_blocks, derivatives, random_point, relative_error
-from transformer_reference import attention, post_norm_block
 
 from derivations.arrays import Array
 from derivations.composition import Composite, gauss_newton
-from derivations.feedforward import FeedForwardAt
-from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
+from derivations.loss import MeanSquaredErrorAt
 from derivations.matrix import Dense, Diagonal, DiagonalLift, Identity, Matrix, Zero, kron
-from derivations.multihead import MultiHeadAttentionAt
-from derivations.normalization import LayerNormAt
 from derivations.operation import Operation, Renamed, Total, Variable, size
 from derivations.vecr import kron_derivative_left, kron_derivative_right, transpose_rule
 
@@ -106,13 +102,6 @@ def test_a_name_used_twice_is_one_parameter():
     check_all_blocks(operation, lambda X, V: ((X @ V) ** 3 @ V + X) ** 3, point)
 
 
-def test_two_inner_operations_for_two_arguments():
-    point = random_point(2, X=(3, 2), W=(2, 4))
-    X, W = point["X"], point["W"]
-    inner = {"X": Cube(X), "W": Renamed(Cube(W), {"X": "W"})}
-    check_all_blocks(Composite(Times(X**3, W**3), inner), lambda X, W: X**3 @ W**3, point)
-
-
 def test_what_vanishes_is_not_computed():
     point = random_point(3, X=(3, 2), W=(2, 2))
     both = Total(Times(**point), Untouchable())
@@ -137,59 +126,6 @@ def test_gauss_newton_splits_the_hessian_of_a_loss():
     assert relative_error(seen, assembled(expected, point)) <= 1e-12
     assert relative_error(outer, J.T @ J * 2 / 6) <= 1e-12
     assert float((seen - outer).abs().max()) > 1.0  # the functional part is there
-
-
-def two_blocks(point, mask, eps):
-    """Two stacked post-norm blocks with two heads each, and a linear head, made of chapters by composition alone."""
-    out: Operation = Variable("X", point["X"])
-    for layer in ("0.", "1."):
-        p = {name.removeprefix(layer): value for name, value in point.items() if name.startswith(layer)}
-        heads = [{name: p[f"{name}[{h}]"] for name in ("W_Q", "W_K", "W_V", "W_O")} for h in range(2)]
-        out = then(out, "X", Total(Variable("X", out.value), MultiHeadAttentionAt(out.value, heads, mask)), layer)
-        out = then(out, "X", LayerNormAt(out.value, p["gamma_1"], p["beta_1"], eps), layer, gamma="gamma_1", beta="beta_1")
-        ffn = FeedForwardAt(out.value, *(p[name] for name in ("W_1", "W_2", "b_1", "b_2")), activation="gelu")
-        out = then(out, "Y", ffn, layer)
-        out = then(out, "X", LayerNormAt(out.value, p["gamma_2"], p["beta_2"], eps), layer, gamma="gamma_2", beta="beta_2")
-    return Composite(Renamed(Times(out.value, point["head"]), {"W": "head"}), {"X": out})
-
-
-def then(inner, argument, outer, prefix, **names):
-    """Put ``inner`` in for one argument of ``outer``, whose other arguments get the layer's prefix."""
-    renamed = {name: prefix + names.get(name, name) for name in outer.arguments if name != argument}
-    return Composite(Renamed(outer, renamed), {argument: inner})
-
-
-@pytest.mark.slow
-def test_two_blocks_with_heads_mask_gelu_biases_and_cross_entropy_end_to_end():
-    L, d, d_ff, classes, eps = 2, 4, 3, 3, 0.1
-    shapes = {"gamma_1": (d,), "beta_1": (d,), "W_1": (d, d_ff), "W_2": (d_ff, d), "b_1": (d_ff,), "b_2": (d,)}
-    shapes |= {"gamma_2": (d,), "beta_2": (d,)}
-    shapes |= {f"{name}[{h}]": (1, d) if name == "W_O" else (d, 1) for name in ("W_Q", "W_K", "W_V", "W_O") for h in (0, 1)}
-    point = random_point(
-        5, X=(L, d), head=(d, classes), **{layer + name: s for layer in ("0.", "1.") for name, s in shapes.items()}
-    )
-    labels = torch.tensor([2, 0])
-    model = two_blocks(point, torch.ones(L, L, dtype=torch.bool).tril(), eps)
-    loss = CrossEntropyAt(model.value, labels)
-    parameters = [name for name in point if name != "X"]
-
-    def heads(X, causal, **weights):
-        return sum(attention(X, **{n[:3]: W for n, W in weights.items() if n.endswith(f"[{h}]")}, causal=causal) for h in (0, 1))
-
-    block = post_norm_block("gelu", causal=True, eps=(eps, eps), attend=heads)
-
-    def whole(**p):
-        Z = point["X"]
-        for layer in ("0.", "1."):
-            Z = block(Z, **{name.removeprefix(layer): value for name, value in p.items() if name.startswith(layer)})
-        return torch.nn.functional.cross_entropy(Z @ p["head"], labels)
-
-    _, expected = derivatives(whole, {name: point[name] for name in parameters})
-    for k, i in enumerate(parameters):
-        largest = max(float(expected[i, j].abs().max()) for j in parameters)
-        for j in parameters[k::3]:  # of all kinds, within a layer and across the two
-            seen = gauss_newton(loss, model, i, j).total.dense()
-            assert float((seen - expected[i, j]).abs().max()) <= 1e-10 * largest, (i, j)
 
 
 def test_errors_say_what_does_not_fit():

@@ -1,11 +1,26 @@
-"""Expressions with a name: they print as it and compute as what they stand for."""
+"""Named expressions, the tree of inequalities, and letters: what a matrix expression prints and bounds."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from derivations.matrix import Dense, Identity, Named, definitions, kron
+from derivations.gains import ColumnScaleAt
+from derivations.head_products import HeadProductAt
+from derivations.matrix import (
+    BlockDiagonal,
+    Commutation,
+    Dense,
+    Identity,
+    Matrix,
+    Named,
+    definitions,
+    inequalities,
+    kron,
+    letters,
+)
+from derivations.matrix.letters import with_index
+from derivations.operation import Lettered
 
 J = Named("J", Dense(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.float64), "M"), "given")
 
@@ -22,13 +37,6 @@ def test_it_computes_as_what_it_stands_for():
     assert J.norm_bound() == J.T.norm_bound() == pytest.approx(float(torch.linalg.matrix_norm(M, 2)), rel=1e-14)
 
 
-def test_transposed_twice_is_itself():
-    assert J.T.T.latex() == "J"
-    assert J.T.latex() == r"J^\top"
-    S = Named("S", Identity(3))
-    assert S.T is S  # symmetric by its structure
-
-
 def test_definitions_come_in_reading_order_and_once():
     B = Named("B", J.T @ J, "product")
     C = Named("C", Dense(torch.ones(3, 3, dtype=torch.float64), "N"))
@@ -39,13 +47,83 @@ def test_definitions_come_in_reading_order_and_once():
     assert definitions(Identity(2)) == []
 
 
-def test_names_inside_products_stay_names():
-    assert (kron(J, Identity(2)) @ kron(J.T, Identity(2))).latex() == r"J\,J^\top\otimes I_{2}"
-
-
 def test_one_name_for_two_things_is_refused():
     other = Named("J", Dense(torch.ones(2, 3, dtype=torch.float64), "N"))
     with pytest.raises(ValueError, match=r"definitions: J stands for .*M.* and for .*N"):
         definitions(J + other)
     same = Named("J", Dense(torch.ones(2, 3, dtype=torch.float64), "M"))
     assert len(definitions(J + same)) == 1  # printed alike
+
+
+def dense(m: int, n: int, symbol: str, seed: int) -> Matrix:
+    return Dense(torch.randn(m, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64), symbol)
+
+
+A, B, C = dense(3, 4, "A", 0), dense(4, 3, "B", 1), dense(3, 3, "C", 2)
+
+
+@pytest.mark.parametrize(
+    ("matrix", "rule", "bound"),
+    [
+        (A @ B, r"\|A\|\,\|B\|", lambda a, b, c: a * b),
+        (A @ B + C, r"\|A\|\,\|B\| + \|C\|", lambda a, b, c: a * b + c),
+        (A @ B - 3 * C, r"\|A\|\,\|B\| + 3\cdot \|C\|", lambda a, b, c: a * b + 3 * c),
+        (C @ (A @ B + C), r"\|C\|\,\left(\|A\|\,\|B\| + \|C\|\right)", lambda a, b, c: c * (a * b + c)),
+        (kron(Identity(2), A) @ Commutation(2, 4), r"\|A\|", lambda a, b, c: a),
+        (kron(A, C.T), r"\|A\|\,\|C\|", lambda a, b, c: a * c),
+        (BlockDiagonal([C, 2 * C]), r"\max_h \|C\|", lambda a, b, c: 2 * c),
+        (Commutation(2, 3), "1", lambda a, b, c: 1.0),
+    ],
+)
+def test_rules(matrix, rule, bound):
+    (line,) = inequalities(matrix, "M")
+    assert line.rule == rule
+    norms = [float(torch.linalg.matrix_norm(X.dense(), 2)) for X in (A, B, C)]
+    assert line.bound == pytest.approx(bound(*norms))
+    assert line.bound >= float(torch.linalg.matrix_norm(matrix.dense(), 2)) * (1 - 1e-12)
+
+
+def test_named_parts_follow():
+    J = Named("J", A @ B)
+    lines = inequalities(Named("H", J @ C + J.T), "H")
+    assert [(line.symbol, line.rule) for line in lines] == [("H", r"\|J\|\,\|C\| + \|J\|"), ("J", r"\|A\|\,\|B\|")]
+    by_name = {line.symbol: line.bound for line in lines}
+    assert by_name["H"] == pytest.approx(by_name["J"] * C.norm_bound() + by_name["J"])
+    assert [d.symbol for d in definitions(J @ C)] == ["J"]
+
+
+@pytest.mark.parametrize(
+    ("symbol", "expected"),
+    [
+        ("K", "K_h"),
+        ("K'", "K'_h"),
+        ("W_Q", "W_{Q,h}"),
+        ("K_{rot}", "K_{rot,h}"),
+        ("K^{(2)}", "K_h^{(2)}"),
+        (r"\Gamma", r"\Gamma_h"),
+        (r"\Gamma_1", r"\Gamma_{1,h}"),
+        (r"\tilde{K}", r"\tilde{K}_h"),
+        (r"\tilde{K}^{(2)}", r"\tilde{K}_h^{(2)}"),
+        ("XW_Q", r"\left(XW_Q\right)_h"),
+        ("X+Y", r"\left(X+Y\right)_h"),
+    ],
+)
+def test_with_index(symbol, expected):
+    assert with_index(symbol, "h") == expected
+
+
+def test_heads_of_arguments_with_names():
+    product = HeadProductAt(torch.ones(2, 3), torch.ones(2, 3), 2, "scores", 1)
+    with letters({"P": "Q", "R": r"\hat{K}"}):
+        found = product.jacobian("P").latex(), product.jacobian("R").latex()
+    assert found == (r"\operatorname{blockdiag}_h(\hat{K}_h)", r"\operatorname{blockdiag}_h(Q_h)")
+    assert product.jacobian("P").latex() == r"\operatorname{blockdiag}_h(R_h)"
+
+
+def test_inner_letters_are_read_in_the_outer_ones():
+    gain = Lettered(ColumnScaleAt(torch.ones(1, 2), torch.ones(2)), {"v": r"\gamma"})
+    assert gain.jacobian("X").latex() == r"\operatorname{diag}(\gamma)"
+    with letters({r"\gamma": r"\gamma_1", "v": "u"}):
+        assert gain.jacobian("X").latex() == r"\operatorname{diag}(\gamma_1)"
+        assert Dense(torch.ones(1, 1), "v").latex() == "u"
+    assert Dense(torch.ones(1, 1), "v").latex() == "v"

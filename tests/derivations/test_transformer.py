@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from second_order_reference import assembled, check_all_blocks, derivatives, random_point, relative_error
-from transformer_reference import post_norm_block
+from transformer_reference import attention, post_norm_block
 
 from derivations.attention import AttentionAt
 from derivations.composition import Composite, gauss_newton
 from derivations.feedforward import FeedForwardAt
 from derivations.loss import MeanSquaredErrorAt
+from derivations.matrix import Zero
 from derivations.normalization import LayerNormAt
 from derivations.operation import Renamed, Total, Variable
 from derivations.transformer import PostNormBlockAt
@@ -109,3 +110,29 @@ def test_errors_name_the_argument():
         at.G("1")
     with pytest.raises(ValueError, match="no argument is called 'O'"):
         at.xi("O", "Q")
+
+
+def test_named_objects_are_derivatives_of_what_they_claim():
+    point = random_point(4, X=(3, 4), W_Q=(4, 2), W_K=(4, 2), W_V=(4, 4))
+    at, d = AttentionAt(**point), 4
+    X = point["X"]
+
+    def averaged(N):  # A X as a function of the product c W_Q W_K^T
+        return torch.softmax(X @ N @ X.T, 1) @ X
+
+    N = point["W_Q"] @ point["W_K"].T / 2**0.5
+    jacobians, hessians = derivatives(averaged, {"N": N})
+    assert relative_error(at.Z_1.dense(), jacobians["N"]) <= 1e-12
+    assert relative_error(at.Z_2.dense(), hessians["N", "N"]) <= 1e-12
+    shuffled, _ = derivatives(lambda x: torch.kron(x.reshape(1, d), torch.eye(d, dtype=x.dtype)), {"x": X[0]})
+    assert relative_error(at.S.dense(X), shuffled["x"]) == 0.0
+    averages, _ = derivatives(
+        lambda **p: attention(**p, W_V=torch.eye(d, dtype=torch.float64)), {k: point[k] for k in ("X", "W_Q", "W_K")}
+    )
+    for name, block in averages.items():
+        assert relative_error(at.averaged_jacobian(name).dense(), block) <= 1e-12
+    logits, _ = derivatives(lambda X, W_Q, W_K: X @ W_Q @ W_K.T @ X.T / 2**0.5, {k: point[k] for k in ("X", "W_Q", "W_K")})
+    for name, block in logits.items():
+        assert relative_error(at.logits_jacobian(name).dense(), block) <= 1e-12
+    assert isinstance(at.logits_jacobian("W_V"), Zero)
+    assert isinstance(at.averaged_jacobian("W_V"), Zero)
