@@ -199,39 +199,6 @@ def test_measures_are_those_of_numpy() -> None:
     assert undamped["adam"].measures.condition == np.inf  # H has negative eigenvalues
 
 
-def test_optimizers_by_their_definitions() -> None:
-    """Moments over all mini-batches of two samples, drawn with replacement."""
-    module = perceptron()
-    rows = term_gradients(module, F.cross_entropy(module(X), Y, reduction="none"))
-    pairs = [[(a + b) / 2 for a, b in zip(r, s, strict=True)] for r, s in itertools.product(rows, repeat=2)]
-    mean = [torch.stack(g).mean(0) for g in zip(*rows, strict=True)]
-    at = point(module, X, Y, minibatch=2)
-
-    adam, shampoo, muon = [], [], []
-    for k, g in enumerate(mean):
-        of = torch.stack([pair[k] for pair in pairs])
-        v = of.square().mean(0).reshape(-1)
-        adam.append(torch.diag(v))
-        if g.ndim < 2:
-            shampoo.append((of.T @ of / len(of)) @ (of.T @ of / len(of)))
-            muon.append(torch.diag(v))
-            continue
-        L, R = (of @ of.mT).mean(0), (of.mT @ of).mean(0)
-        shampoo.append(torch.kron(L, R))
-        small = g.shape[0] <= g.shape[1]
-        muon.append(torch.kron(g @ g.T, torch.eye(g.shape[1])) if small else torch.kron(torch.eye(g.shape[0]), g.T @ g))
-    for name, expected in (("adam", adam), ("shampoo", shampoo), ("muon", muon)):
-        C = at.model(name)[0].to_matrix()  # of Shampoo the square, whose entries are no roots of rounding
-        assert error(C @ C if name == "shampoo" else C, torch.block_diag(*expected)) <= EXACT
-    model = at.model("muon")[0]
-    assert isinstance(model, StructuredOperator)
-    assert model.numbers == 3 * 4 // 2 + 5 + 4 * 5 // 2 + 4  # symmetric matrices of the smaller sides, and biases
-    flat = torch.cat([g.reshape(-1) for g in mean])
-    step = model.mapped(lambda v: torch.where(v > 1e-20, v.clamp(min=1e-20) ** -0.5, 0)) @ flat
-    U, _, V = torch.linalg.svd(mean[0], full_matrices=False)
-    assert error(step[: mean[0].numel()].reshape(mean[0].shape), U @ V) <= 1e-6  # the orthogonal factor that Muon takes
-
-
 def test_optimizers_of_sequences_and_squared_error() -> None:
     module = TiedBlock().double()
     at = point(module, TOKENS, LABELS)
@@ -324,13 +291,6 @@ def test_an_exact_approximation_by_products() -> None:
     module = randomised(nn.Linear(3, 4, bias=False))
     found = hk.approximations(module, X, T, of=["kfac"], method="products", products=24)["kfac"].measures
     assert max(found.frobenius.value, found.spectral.value + found.spectral.half_width) < 1e-12
-
-
-def test_logits_without_an_axis_of_samples_are_one_sample() -> None:
-    module = perceptron()
-    v = hk.approximations(module, X[0], Y[0], loss="cross_entropy", of=["adam"])["adam"].operator.to_matrix().diagonal()
-    gradients = torch.autograd.grad(F.cross_entropy(module(X[0]), Y[0]), list(module.parameters()))
-    assert error(v, torch.cat([g.reshape(-1) for g in gradients]).square()) <= EXACT
 
 
 def test_woodbury() -> None:

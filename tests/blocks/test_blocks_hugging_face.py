@@ -91,13 +91,6 @@ def test_qwen3():
     assert_same_values(copied(own, of_decoder(hugging, **pre_norms(**INSIDE))), hugging)
 
 
-def test_olmo2():
-    hugging = generic(hf.Olmo2ForCausalLM(hf.Olmo2Config(**DECODER, tie_word_embeddings=False)))
-    own = hk.Transformer(VOCABULARY, D, FF, LAYERS, HEADS, "olmo2", tied=False, **MODERN)
-    norms = {"norm_1": "post_attention_layernorm", "norm_2": "post_feedforward_layernorm", **INSIDE}
-    assert_same_values(copied(own, of_decoder(hugging, **norms)), hugging)
-
-
 def test_gpt2():
     config: dict[str, Any] = {
         **SPECIAL, "vocab_size": VOCABULARY, "n_positions": 9, "n_embd": D, "n_layer": LAYERS, "n_head": HEADS,

@@ -108,15 +108,6 @@ def test_norm_of_the_embedding_by_hand():
     assert (m(IDS) - m.blocks[0](layernorm(m.embedding_norm, m.embedding.W_E[IDS].detach()))).abs().max() < 1e-13
 
 
-def test_norms_of_a_stack_are_of_the_blocks_kind():
-    m = hk.Transformer(7, 4, 5, 1, placement="embednorm-hybridnorm", norm="rmsnorm", eps=0.25, affine=False)
-    for norm in (m.embedding_norm, m.final_norm, m.blocks[0].norm_2):
-        assert isinstance(norm, torch.nn.RMSNorm)
-        assert norm.eps == 0.25
-        assert norm.weight is None
-    assert hk.Transformer(7, 6, 5, 1, placement="group-ln", groups=3).final_norm.groups == 3
-
-
 def test_published_parameter_counts():
     """HybridNorm, Table 6: 151M, 285M and 550M; The Curse of Depth: LLaMA-130M, which has 134M with its untied head."""
     with torch.device("meta"):

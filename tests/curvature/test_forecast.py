@@ -70,17 +70,6 @@ def test_counts_what_runs(batch_size: int | None, monkeypatch: pytest.MonkeyPatc
     assert found.flops / 3 <= meter.flops <= 3 * found.flops
 
 
-def test_batches_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond a few lengths, a batch counts as the next larger one that has been measured."""
-    batches = [(draw(1, n, 6), draw(1, n, 6, seed=n)) for n in range(2, 6)]
-    exact = hk.hessian(block(), batches, dry_run=True)
-    monkeypatch.setattr(planning, "MEASURED", 2)
-    bound = hk.hessian(block(), batches, dry_run=True)
-    assert (exact.batches, exact.chunks, bound.chunks) == (4, 4, 4)
-    assert exact.flops < bound.flops < 2 * exact.flops
-    assert exact.workspace_bytes == bound.workspace_bytes
-
-
 def test_names_what_falls_back_and_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Formula(lambda m, x: torch.linalg.inv(x + m.w), w=(3, 3))
     found = hk.hessian(module, draw(2, 3, 3), draw(2, 3, 3), dry_run=True)
@@ -140,21 +129,3 @@ def test_what_a_sweep_takes_is_known_before(name: str, monkeypatch: pytest.Monke
         found = hk.hessian(module, x, torch.zeros_like(module(x)), handshake=False)
     assert meter.peak <= 2 * max(expected) + 2 * found.matrix.nbytes
     assert max(expected) <= 4 * meter.peak  # and no more than that: memory enough is not taken for too little
-
-
-def test_interrupted_by_the_keyboard() -> None:
-    """The module, its data and torch's settings are as before."""
-    module, x, t = block().train(), X.clone(), T.clone()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hk.hessian(module, x, t, batch_size=2, progress=stop)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert torch.equal(x, X)
-    assert torch.equal(t, T)
-    assert module.training
-    assert torch.is_grad_enabled()
-    assert all(p.grad is None for p in module.parameters())

@@ -120,11 +120,6 @@ def test_finished_rows_are_not_computed_again(tmp_path: Path) -> None:
     assert torch.equal(found.matrix, hk.hessian(module, X, T).matrix)
 
 
-def test_nothing_is_left_where_nothing_was_finished(tmp_path: Path) -> None:
-    interrupted(block(), tmp_path / "h.npy", 3)
-    assert names(tmp_path) == []
-
-
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -46,11 +46,6 @@ def test_cross_attention_of_other_widths():
     assert assert_exact(module, draw(2, 3, 4)).fallbacks == ()
 
 
-def test_keys_and_values_of_the_module():
-    module = attention(SELF["plain"], add_bias_kv=True, add_zero_attn=True)
-    assert_exact(module, draw(2, 3, 4))
-
-
 def test_the_key_bias_has_no_curvature():
     module = attention(SELF["plain"])
     H = hk.hessian(module, draw(2, 3, 4), draw(2, 3, 4, seed=7))
@@ -69,13 +64,6 @@ def test_encoder_layer(norm_first, activation, training):
     found = assert_exact(randomised(layer).train(training), draw(2, 3, 4))
     assert found.fallbacks == ()
     assert found.matrix.shape[0] == sum(p.numel() for p in layer.parameters())
-
-
-def test_encoder_layer_in_evaluation_mode_with_dropout():
-    layer = nn.TransformerEncoderLayer(4, 2, 5, 0.1, batch_first=True)
-    assert_exact(randomised(layer).eval(), draw(2, 3, 4))
-    with pytest.raises(hk.InputError, match="dropout layer"):
-        hk.hessian(layer.train(), draw(2, 3, 4), draw(2, 3, 4, seed=7))
 
 
 @pytest.mark.parametrize(("norm_first", "activation"), [(False, "gelu"), (True, "relu")])

@@ -52,10 +52,6 @@ class TestFunctions:
         assert torch.allclose(as_floats(function(EXACT)), function(FLOATS), rtol=1e-15, atol=0)
         assert not any(isinstance(v, float) for v in function(EXACT).reshape(-1))
 
-    def test_roots_of_squares_are_rational(self) -> None:
-        assert arrays.sqrt(EXACT).tolist() == [[1, Fraction(3, 2)], [2, 4]]
-        assert all(isinstance(v, Fraction) for v in arrays.sqrt(EXACT).reshape(-1))
-
     def test_other_roots_are_symbolic(self) -> None:
         root = arrays.sqrt(np.array([Fraction(1, 2), SYMBOL**2, -1], dtype=object)).tolist()
         assert root == [1 / sympy.sqrt(2), SYMBOL, sympy.I]
@@ -65,12 +61,6 @@ class TestFunctions:
         assert arrays.inverse_sqrt(n, FLOATS) == 1 / math.sqrt(n)
         exact = arrays.inverse_sqrt(n, EXACT)
         assert exact**2 == sympy.Rational(1, n) if isinstance(exact, sympy.Expr) else exact**2 == Fraction(1, n)
-
-    def test_constants(self) -> None:
-        assert arrays.eye(2, EXACT).tolist() == arrays.eye(2, FLOATS).tolist() == [[1, 0], [0, 1]]
-        assert arrays.eye(0, EXACT).shape == (0, 0)
-        assert arrays.full((1, 2), 3, EXACT).tolist() == arrays.full((1, 2), 3, FLOATS).tolist() == [[3, 3]]
-        assert arrays.eye(2, FLOATS.float()).dtype == torch.float32
 
     @pytest.mark.parametrize(("n", "columns"), [(3, 2), (1, 1), (0, 2), (2, 0)])
     def test_lift_diagonal(self, n: int, columns: int) -> None:
@@ -95,10 +85,6 @@ class TestScale:
     def test_exact_numbers_stay_exact(self, c: object) -> None:
         with pytest.raises(TypeError, match="Fraction"):
             arrays.scale(c, EXACT)
-
-    def test_symbols_have_no_float(self) -> None:
-        with pytest.raises(TypeError, match="Substitute"):
-            arrays.scale(SYMBOL, FLOATS)
 
 
 class TestCommon:

@@ -81,37 +81,43 @@ def arrays(p: Problem) -> tuple[Tensor, ...]:
     return (w["W_Q"], w["W_K"], w["W_V"], w["W_1"], w["W_2"], p.target)
 
 
+PLAIN = draw(3, 4, 2, 5)
+FLAT = dataclasses.replace(PLAIN, X=1.0 + 1e-4 * PLAIN.X).scaled(W_V=1e-4)
+KINDS = ("layernorm", "rmsnorm")
+HELD: dict[str, tuple[Problem, dict[str, Any]]] = {
+    **{
+        f"{name} times {factor}": (PLAIN.scaled(W_Q=0.3).scaled(**{name: factor}), {})
+        for name, factor in itertools.product(("W_V", "W_1", "W_2", "target", "X"), (1e-3, 30.0))
+    },
+    **{f"sizes {sizes}": (draw(*sizes), {}) for sizes in ((1, 3, 2, 4), (2, 3, 5, 2), (5, 3, 1, 1), (2, 7, 2, 3))},
+    **{
+        f"{kind}, eps {eps}, target times {factor}": (PLAIN.scaled(target=factor), {"eps": eps, "kind": kind})
+        for kind, eps, factor in itertools.product(KINDS, (0.0, 1e-3, 2.0), (0.0, 1.0))
+    },
+    **{
+        f"{kind}, eps {eps}, gains": (PLAIN, {"kind": kind, "eps": eps, "fixed": fixed_of(4, 5, *GAINS)})
+        for kind, eps in itertools.product(KINDS, (0.0, 0.1))
+    },
+    "a last gain of -2": (PLAIN, {"fixed": {"gamma_2": torch.full((4,), -2.0, dtype=F64)}}),
+    "biases and shifts": (PLAIN, {"fixed": fixed_of(4, 5, *GAINS, "beta_1", "beta_2", "b_1", "b_2"), "a_priori": False}),
+    "gelu": (PLAIN, {"activation": "gelu", "act": torch.nn.functional.gelu, "a_priori": False}),
+    "causal": (draw(4, 3, 2, 5), {"mask": torch.ones(4, 4, dtype=torch.bool).tril()}),
+    "rows that are almost constant": (FLAT, {"eps": 1e-5}),
+    "constant rows": (dataclasses.replace(FLAT, X=torch.ones(3, 4, dtype=F64)), {"eps": 1e-2}),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_no_block_exceeds_its_bound(name: str) -> None:
+    p, options = HELD[name]
+    check(p, **options)
+
+
 class TestHolds:
     @pytest.mark.parametrize("kind", ["init", "large"])
     def test_on_the_problems_of_the_table(self, kind: str) -> None:
         for p in problems(kind, BLOCK_SIZES, 3, seed=1):
             check(p)
-
-    @pytest.mark.parametrize(("name", "factor"), itertools.product(("W_V", "W_1", "W_2", "target", "X"), (1e-3, 30.0)))
-    def test_scales(self, name: str, factor: float) -> None:
-        check(draw(3, 4, 2, 5).scaled(W_Q=0.3).scaled(**{name: factor}))
-
-    @pytest.mark.parametrize("sizes", [(1, 3, 2, 4), (2, 3, 5, 2), (5, 3, 1, 1), (2, 7, 2, 3)])
-    def test_shapes(self, sizes: tuple[int, int, int, int]) -> None:
-        check(draw(*sizes))
-
-    @pytest.mark.parametrize(("eps", "kind"), itertools.product((0.0, 1e-3, 2.0), ("layernorm", "rmsnorm")))
-    def test_eps_and_both_norms(self, eps: float, kind: str) -> None:
-        check(draw(3, 4, 2, 5), eps=eps, kind=kind)
-        check(draw(3, 4, 2, 5).scaled(target=0.0), eps=eps, kind=kind)
-
-    @pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-    @pytest.mark.parametrize("eps", [0.0, 0.1])
-    def test_gains(self, kind: str, eps: float) -> None:
-        check(draw(3, 4, 2, 5), kind=kind, eps=eps, fixed=fixed_of(4, 5, *GAINS))
-        check(draw(3, 4, 2, 5), kind=kind, eps=eps, fixed={"gamma_2": torch.full((4,), -2.0, dtype=F64)})
-
-    def test_biases_and_shifts(self) -> None:
-        check(draw(3, 4, 2, 5), fixed=fixed_of(4, 5, *GAINS, "beta_1", "beta_2", "b_1", "b_2"), a_priori=False)
-
-    def test_smooth_activation(self) -> None:
-        check(draw(3, 4, 2, 5), activation="tanh", act=torch.tanh, a_priori=False)
-        check(draw(3, 4, 2, 5), activation="gelu", act=torch.nn.functional.gelu, a_priori=False)
 
     @pytest.mark.parametrize(("kind", "leak"), [("leaky_relu", 0.01), ("identity", 1.0)])
     def test_piecewise_linear_activations(self, kind: str, leak: float) -> None:
@@ -129,16 +135,6 @@ class TestHolds:
         reduced = post_block_structured(p.X, *arrays(p))
         assert bool((reduced.matrix >= exact.matrix * (1 - 1e-12)).all())
         assert reduced.whole > 1.001 * exact.whole
-
-    def test_causal_mask(self) -> None:
-        check(draw(4, 3, 2, 5), mask=torch.ones(4, 4, dtype=torch.bool).tril())
-
-    def test_rows_that_are_almost_constant(self) -> None:
-        """With eps > 0 nothing breaks down; near eps = 0 the Hessian is huge, and so are its bounds."""
-        p = draw(3, 4, 2, 5)
-        flat = dataclasses.replace(p, X=1.0 + 1e-4 * p.X).scaled(W_V=1e-4)
-        check(flat, eps=1e-5)
-        check(dataclasses.replace(flat, X=torch.ones(3, 4, dtype=F64)), eps=1e-2)
 
     def test_heads_and_output_projection(self) -> None:
         p = draw(3, 4, 4, 5)
@@ -161,15 +157,6 @@ class TestKeyIdentity:
         assert norm(whole_hessian(post_block, p)) < 1e-13
         assert post_block_structured(p.X, *arrays(p)).whole == 0
         assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p))).whole == 0
-
-    def test_only_the_centred_target_counts(self) -> None:
-        p = draw(3, 4, 2, 5)
-        shifted = dataclasses.replace(p, target=p.target + 7)
-        for bound in (
-            lambda q: post_block_structured(q.X, *arrays(q)),
-            lambda q: post_block_a_priori(PostBlockNorms.measured(q.X, *arrays(q))),
-        ):
-            assert bound(shifted).whole == pytest.approx(bound(p).whole, rel=1e-12)
 
     @pytest.mark.parametrize(("kind", "eps", "gains"), itertools.product(("layernorm", "rmsnorm"), (0.0, 0.4), (False, True)))
     def test_row_hessian_of_the_loss(self, kind: str, eps: float, gains: bool) -> None:
@@ -216,20 +203,6 @@ class TestTight:
             for j in one.names:
                 assert one.block(i, j) == pytest.approx(other.block(exchanged.get(i, i), exchanged.get(j, j))), (i, j)
 
-    def test_slack_of_the_table(self) -> None:
-        """Medians over the problems of bound_problems stay below these."""
-        for kind, structured in (("init", 1.5), ("large", 1.1)):
-            ratios = []
-            for p in problems(kind, BLOCK_SIZES, 6):
-                ratios.append(post_block_structured(p.X, *arrays(p)).whole / norm(whole_hessian(post_block, p)))
-            assert float(torch.tensor(ratios).median()) < structured
-
-    def test_slack_does_not_grow_with_the_number_of_rows(self) -> None:
-        """Adding rows by their norms lost a factor of the root of their number at initialisation."""
-        for L in (2, 8, 32):
-            p = draw(L, 4, 2, 6)
-            assert post_block_structured(p.X, *arrays(p)).whole < 2.5 * norm(whole_hessian(post_block, p))
-
 
 class TestByHand:
     def test_both_norms_curve(self) -> None:
@@ -238,13 +211,6 @@ class TestByHand:
         bound = post_block_a_priori(PostBlockNorms(attention, 0.0, 0.0, 1.0, 1.0))
         assert bound.block("W_V", "W_V") == pytest.approx(2 / 3 * (2 / 3 + 2 / 3), rel=1e-14)
         assert bound.block("W_1", "W_2") == pytest.approx(2 / 3 * math.sqrt(3), rel=1e-14)
-
-    def test_unequal_gains_keep_the_gauss_newton_term(self) -> None:
-        """The residual is at most sqrt(3) + 1 and the outer product at most 1."""
-        attention = AttentionNorms(1, 1, 1.0, (0.0,), (0.0,), (0.0,), 1.0, d_out=3)
-        bound = post_block_a_priori(PostBlockNorms(attention, 0.0, 0.0, 1.0, 1.0, uniform=False))
-        residual = math.sqrt(3) + 1
-        assert bound.block("W_V", "W_V") == pytest.approx(2 / 3 * (1 + 2 / 3 * residual + 2 / 3 * residual), rel=1e-14)
 
 
 class TestRegion:
@@ -270,11 +236,6 @@ class TestRegion:
             assert at.sigma_1 >= near.sigma_1
             assert at.sigma_2 >= near.sigma_2
             assert norm(whole_hessian(lambda X, w: post_block(X, w, eps=eps), moved)) <= bound
-
-    def test_infinite_where_a_row_may_become_constant(self) -> None:
-        p = draw(3, 4, 2, 5)
-        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)).inflated(10.0)).whole == math.inf
-        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), eps=1e-3).inflated(10.0)).whole < math.inf
 
     @pytest.mark.parametrize("field", ["w_1", "w_2", "gain_1", "gain_2"])
     def test_monotone(self, field: str) -> None:

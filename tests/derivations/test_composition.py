@@ -66,19 +66,6 @@ class Times:
         return kron_derivative_right(Identity(rows), (columns, inner)) @ transpose_rule(inner, columns)
 
 
-class Untouchable:
-    """An operation that must not be differentiated."""
-
-    value = torch.ones(3, 2, dtype=torch.float64)
-    arguments = {"V": (3, 2)}  # noqa: RUF012
-
-    def jacobian(self, name: str) -> Matrix:
-        raise AssertionError(f"jacobian({name}) was asked for")
-
-    def hessian(self, name_i: str, name_j: str) -> Matrix:
-        raise AssertionError(f"hessian({name_i}, {name_j}) was asked for")
-
-
 def chain(X, V, W, tied=False):
     """((X V)^{o3} W + X)^{o3}, in which V may stand twice."""
     first = Renamed(Times(X, V), {"W": "V"})
@@ -100,16 +87,6 @@ def test_a_name_used_twice_is_one_parameter():
     point = random_point(1, X=(3, 2), V=(2, 2))
     operation = chain(point["X"], point["V"], point["V"], tied=True)
     check_all_blocks(operation, lambda X, V: ((X @ V) ** 3 @ V + X) ** 3, point)
-
-
-def test_what_vanishes_is_not_computed():
-    point = random_point(3, X=(3, 2), W=(2, 2))
-    both = Total(Times(**point), Untouchable())
-    assert isinstance(both.hessian("V", "W"), Zero)
-    assert relative_error(both.jacobian("X").dense(), Times(**point).jacobian("X").dense()) == 0.0
-    composite = Composite(Times(both.value, point["W"]), {"X": both})
-    assert isinstance(Composite(Times(**point), {}).hessian("W", "W"), Zero)
-    assert composite.hessian("X", "X").shape == (36, 6)
 
 
 def test_gauss_newton_splits_the_hessian_of_a_loss():

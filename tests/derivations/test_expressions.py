@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from derivations.gains import ColumnScaleAt
-from derivations.head_products import HeadProductAt
 from derivations.matrix import (
     BlockDiagonal,
     Commutation,
@@ -83,15 +82,6 @@ def test_rules(matrix, rule, bound):
     assert line.bound >= float(torch.linalg.matrix_norm(matrix.dense(), 2)) * (1 - 1e-12)
 
 
-def test_named_parts_follow():
-    J = Named("J", A @ B)
-    lines = inequalities(Named("H", J @ C + J.T), "H")
-    assert [(line.symbol, line.rule) for line in lines] == [("H", r"\|J\|\,\|C\| + \|J\|"), ("J", r"\|A\|\,\|B\|")]
-    by_name = {line.symbol: line.bound for line in lines}
-    assert by_name["H"] == pytest.approx(by_name["J"] * C.norm_bound() + by_name["J"])
-    assert [d.symbol for d in definitions(J @ C)] == ["J"]
-
-
 @pytest.mark.parametrize(
     ("symbol", "expected"),
     [
@@ -110,14 +100,6 @@ def test_named_parts_follow():
 )
 def test_with_index(symbol, expected):
     assert with_index(symbol, "h") == expected
-
-
-def test_heads_of_arguments_with_names():
-    product = HeadProductAt(torch.ones(2, 3), torch.ones(2, 3), 2, "scores", 1)
-    with letters({"P": "Q", "R": r"\hat{K}"}):
-        found = product.jacobian("P").latex(), product.jacobian("R").latex()
-    assert found == (r"\operatorname{blockdiag}_h(\hat{K}_h)", r"\operatorname{blockdiag}_h(Q_h)")
-    assert product.jacobian("P").latex() == r"\operatorname{blockdiag}_h(R_h)"
 
 
 def test_inner_letters_are_read_in_the_outer_ones():

@@ -42,11 +42,6 @@ def test_exact_and_scaled_angles():
     assert rotary(2, 2, cos=cos[:1].repeat(2, 0), sin=sin[:1].repeat(2, 0)).norm_bound() == pytest.approx(1, abs=1e-15)
 
 
-def test_latex():
-    assert rotary(L, W, H).T.latex() == r"I_{2}\otimes \operatorname{blockdiag}_l(R_l^\top)"
-    assert rotary(L, W).latex() == r"\operatorname{blockdiag}_l(R_l)"
-
-
 def test_errors():
     ones = torch.ones(L, W // 2)
     with pytest.raises(ValueError, match="expected an even width"):

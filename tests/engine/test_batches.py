@@ -165,33 +165,6 @@ def test_loader_that_reuses_its_memory_and_later_training_leave_the_result_alone
     assert error(operator.to_matrix(), blocks) <= EXACT
 
 
-def test_parameter_that_only_some_batches_reach() -> None:
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
-
-        def forward(self, x: Tensor, which: str) -> Tensor:
-            return torch.tanh(getattr(self, which)(x))
-
-    module = Experts()
-    pairs = [((X[:2], "a"), T[:2]), ((X[2:], "b"), T[2:])]
-
-    def value(m: nn.Module) -> Tensor:
-        return sum(((m(*x) - t).square().sum() for x, t in pairs), torch.zeros(())) / T.numel()
-
-    for names in (None, ["a.weight"], ["b.bias", "b.weight"]):
-        found = hk.hessian(module, pairs, params=names)
-        assert error(found.matrix, by_autograd(module, value, names)) <= EXACT
-        assert found.unused == ()
-        operator = hk.hessian_operator(module, pairs, params=names)
-        assert error(operator.to_matrix(), found.matrix) <= EXACT
-        assert operator.loss == pytest.approx(found.loss, rel=1e-14)
-    with pytest.raises(hk.InputError, match="has an effect on the loss"):
-        hk.hessian_operator(module, pairs[:1], params=["b.weight", "b.bias"])
-    assert found.loss == pytest.approx(float(value(module).detach()), rel=1e-14)
-
-
 BAD: dict[str, tuple[Callable[[Callable[..., Any]], object], str]] = {
     "callable": (lambda c: c(regression(), SPLIT, loss=lambda z, t: z.sum()), "the weights of several batches are unknown. Pass weights"),
     "loss=None": (lambda c: c(Padded("loss"), [{**x, "labels": y} for x, y in PAIRS], loss=None), "loss=None the weights of several"),

@@ -246,33 +246,6 @@ def test_check_takes_keywords_and_output_objects() -> None:
         hk.check(Padded(), [(KEYWORDS, LABELS)] * 2, loss="cross_entropy")
 
 
-def test_label_smoothing_by_a_loss_module() -> None:
-    loss = nn.CrossEntropyLoss(label_smoothing=0.1)
-    module, x, labels = Formula(lambda m, x: m.lin(x).tanh(), lin=nn.Linear(4, 3)), draw(5, 4), torch.tensor([0, 2, 1, -100, 2])
-
-    def by_hand(m: nn.Module) -> Tensor:
-        rows = torch.log_softmax(m(x)[labels != -100], -1)
-        kept = labels[labels != -100]
-        return -(0.9 * rows[torch.arange(4), kept] + 0.1 * rows.mean(-1)).mean()
-
-    assert error(hk.hessian(module, x, labels, loss=loss).matrix, by_autograd(module, by_hand)) <= EXACT
-
-
-def test_classes_on_axis_1_as_torch_has_them() -> None:
-    module = Formula(lambda m, x: m.lin(x).tanh().mT, lin=nn.Linear(4, 3))  # (N, C, L)
-    x, labels = draw(2, 5, 4), torch.randint(0, 3, (2, 5), generator=torch.Generator().manual_seed(1))
-    expected = by_autograd(module, lambda m: token_loss(m(x).mT, labels))
-    assert error(hk.hessian(module, x, labels, loss=nn.CrossEntropyLoss()).matrix, expected) <= EXACT
-    assert error(hk.hessian(module, x, labels, loss=F.cross_entropy).matrix, expected) <= EXACT
-
-
-def test_integer_inputs_need_no_embedding_layer() -> None:
-    module = Formula(lambda m, ids: m.table[ids].tanh(), table=(6, 3))
-    ids, t = torch.tensor([1, 5, 1]), draw(3, 3)
-    expected = by_autograd(module, lambda m: (m.table[ids].tanh() - t).square().mean())
-    assert error(hk.hessian(module, ids, t).matrix, expected) <= EXACT
-
-
 class Returns(nn.Module):
     def __init__(self, what: Callable[[Tensor], Any]) -> None:
         super().__init__()

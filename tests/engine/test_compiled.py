@@ -23,7 +23,6 @@ from hessiankit import TransformerBlock
 from hessiankit.cli.main import main
 from hessiankit.engine.jacobians import WeightJacobian
 from hessiankit.engine.kernel_calls import KernelSum, joined, kernel_sum, mirror
-from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support import kernels as library
 from hessiankit.support.errors import InputError
@@ -238,50 +237,6 @@ def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed:
     assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
 
 
-def test_what_a_block_holds_before_a_sum_stays() -> None:
-    u, v = (WeightJacobian(name, None, rows_of(5, 3, dtype=torch.float64, seed=k), 4, False) for k, name in enumerate("uv"))
-    K = rows_of(5, 4, 4, dtype=torch.float64, seed=2)
-    matrix = SymmetricStorage({"u": slice(0, 12), "v": slice(12, 24)}, torch.float64, torch.device("cpu"))
-    reader = MatrixRows(matrix)
-    for times in (1, 2):
-        reader.add_pair(u, (0, 4), v, (0, 4), K, same=False)
-        reader.finish()
-        close(matrix.block("u", "v"), times * written_out(u, v, K))
-    matrix.block("u", "u").fill_(0.5)
-    matrix.touch("u", "u")
-    reader.add_pair(u, (0, 4), u, (0, 4), K + K.mT, same=True)
-    reader.finish()
-    close(matrix.block("u", "u"), 0.5 + written_out(u, u, K + K.mT))
-
-
-def test_a_sum_to_a_part_of_a_block_leaves_the_rest() -> None:
-    u, v = (WeightJacobian(name, None, rows_of(5, 3, dtype=torch.float64, seed=k), 8, False) for k, name in enumerate("uv"))
-    K = rows_of(5, 8, 8, dtype=torch.float64, seed=2)
-    matrix = SymmetricStorage({"u": slice(0, 24), "v": slice(24, 48)}, torch.float64, torch.device("cpu"))
-    reader = MatrixRows(matrix)
-    for start, stop in ((4, 8), (0, 4)):
-        reader.add_pair(u, (start, stop), v, (0, 8), K[:, start:stop], same=False)
-        reader.finish()
-    close(matrix.block("u", "v"), written_out(u, v, K))
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_hessians_are_written_over_what_lies_there(tied: bool) -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(TransformerBlock(8, 12, activation="gelu"), TransformerBlock(8, 12, placement="pre")).double()
-    if tied:
-        model[1].load_state_dict(model[0].state_dict(), strict=False)
-        for name, p in list(model[0].named_parameters()):
-            owner, _, last = name.rpartition(".")
-            setattr(model[1].get_submodule(owner), last, p)
-    model[0].register_parameter("unused", torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
-    x, y = (torch.randn(2, 5, 8, dtype=torch.float64) for _ in range(2))
-    f = hessiankit.hessian_function(model, x, y)
-    expected = hessiankit.hessian(model, x, y).matrix
-    for _ in range(2):
-        close(f(out=torch.full_like(expected, torch.nan)).matrix, expected.numpy())
-
-
 def test_digits_do_not_depend_on_threads() -> None:
     torch.manual_seed(0)
     block, x, y = TransformerBlock(8, 32).double(), torch.randn(4, 16, 8).double(), torch.randn(4, 16, 8).double()
@@ -299,17 +254,6 @@ def test_digits_do_not_depend_on_threads() -> None:
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
     assert hessiankit.hessian(block, x, y).matrix.equal(hessiankit.hessian(block, x, y).matrix)
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("kind", ["negated", "zero"])
-def test_tensors_whose_entries_are_not_in_memory(kind: str, dtype: torch.dtype) -> None:
-    rng = torch.Generator().manual_seed(0)
-    plain = torch.randn(3, 4, 5, generator=rng, dtype=dtype)
-    odd = torch._neg_view(plain) if kind == "negated" else torch._efficientzerotensor(3, 4, 5, dtype=dtype)
-    w = WeightJacobian("w", None, torch.randn(3, 6, generator=rng, dtype=dtype), 4, False)
-    K, into = odd[:, :, :4], torch.zeros(24, 24, dtype=dtype)
-    assert compiled_sum(w, w, K, into, same=False) is None  # left to torch, which knows what the entries are
 
 
 class _Norm(torch.nn.Module):
@@ -351,16 +295,6 @@ def test_turned_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.kernels() is None
     monkeypatch.setenv(library.SWITCH, "1")
     assert library.kernels() is not None
-
-
-def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    library._found.cache_clear()
-    assert library.kernels() is None
-    library.built().parent.mkdir()
-    library.built().write_text("not a library")
-    library._found.cache_clear()
-    assert library.kernels() is None
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:

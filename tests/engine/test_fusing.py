@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
-from model_zoo import InDouble, generic
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from operator_cases import EXACT, error
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import hessiankit as hk
+from benchmarks.architectures import InDouble, build
 from derivations.cast import Cast
 from derivations.fused_attention import ScaledDotProductAttention
 from derivations.linear import MaskedFill
@@ -206,49 +205,12 @@ def test_softmax_in_single_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error(found, exact) <= 1e-6
 
 
-@pytest.mark.parametrize("options", [{"kind": "ggn"}, {"recompute": "layers"}], ids=str)
-@pytest.mark.parametrize("name", ["nanoGPT", "two masks", "bmm", "einsum, heads last"])
-def test_other_ways_to_the_same_products(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    primitives, _ = products(heads(FORMS[name][0]), X, T, monkeypatch, **options)
-    only_fused(primitives)
-
-
-def test_parts_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    primitives, _ = products(heads(nano_gpt), X, T, monkeypatch, micro_batch=1)
-    only_fused(primitives, 2)
-
-
-def test_a_bias_that_moves_is_an_input(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = heads(lambda q, k, v, m: torch.softmax(q @ k.mT / 2 + m.bias[:, None, :], -1) @ v, bias=(H, L))
-    primitives, found = products(module, X, T, monkeypatch)
-    assert kind(only_fused(primitives)) == "none"
-    assert error(found, reverse_over_reverse(module, X, T, mse)) <= 1e-10
-
-
-def test_weights_without_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Formula(lambda m, x: torch.softmax(x @ m.keys, -1) @ m.values, keys=(4, 6), values=(6, 3))
-    x, t = draw(5, 4), draw(5, 3, seed=2)
-    primitives, found = products(module, x, t, monkeypatch)
-    only_fused(primitives)
-    assert error(found, reverse_over_reverse(module, x, t, mse)) <= 1e-10
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"causal": True},
-        {"n_heads": 2, "causal": True},
-        {"n_heads": 4, "n_kv_heads": 2, "d_k": 2},
-        {"rotary": True, "n_heads": 2},
-    ],
-    ids=str,
-)
-def test_block_of_the_package(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    module = randomised(hk.TransformerBlock(**{"d_model": 4, "d_ff": 5, "placement": "pre", **options}))
-    x, t = draw(2, 3, 4), draw(2, 3, 4, seed=2)
-    primitives, found = products(module, x, t, monkeypatch)
-    assert only_fused(primitives).is_causal is options.get("causal", False)
-    assert error(found, reverse_over_reverse(module, x, t, mse)) <= 1e-10
+@pytest.mark.parametrize("options", [{"kind": "ggn"}, {"recompute": "layers"}, {"micro_batch": 1}], ids=str)
+def test_other_ways_to_the_same_products(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    primitives, _ = products(
+        heads(FORMS["nanoGPT" if "micro_batch" in options else "two masks"][0]), X, T, monkeypatch, **options
+    )
+    only_fused(primitives, 2 if "micro_batch" in options else 1)
 
 
 def entropy(q: Tensor, k: Tensor, v: Tensor, m: Any) -> Tensor:
@@ -327,19 +289,6 @@ def test_weights_that_are_the_output_or_penalised_stay() -> None:
         assert error(operator.to_matrix(), expected) <= 1e-10
 
 
-def test_gauss_newton_that_begins_within_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loss attends with what the module returns as values: queries and keys are before it, and do not bend."""
-    module = Formula(lambda m, x: x @ m.W, W=(3, 3))
-    x = draw(4, 3)
-
-    def loss(v: Tensor, target: Tensor) -> Tensor:
-        return (torch.softmax(x @ module.W @ x.mT, -1) @ v).square().sum()
-
-    primitives, _ = products(module, x, torch.zeros(()), monkeypatch, loss=loss, kind="ggn")
-    assert [p for p in primitives if isinstance(p, Softmax)]
-    assert not [p for p in primitives if isinstance(p, ScaledDotProductAttention)]
-
-
 def test_gauss_newton_that_begins_at_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The module returns its weights, and the loss reads nothing but what it attends to with them."""
     module = Formula(lambda m, x: torch.softmax(x @ m.W @ x.mT, -1), W=(3, 3))
@@ -403,43 +352,17 @@ def test_nothing_of_the_size_of_the_weights_is_kept() -> None:
     assert not still
 
 
-hf = pytest.importorskip("transformers")
-
-VOCABULARY = 5
-TOKENS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
-LABELS = torch.randint(2, VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
-RIGHT = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "vocab_size": VOCABULARY}
-GPT2 = {**SPECIAL, "n_positions": 6, "n_embd": 4, "n_layer": 2, "n_head": 2, "n_inner": 5, "use_cache": False}
-SIZES = {"hidden_size": 4, "intermediate_size": 5, "num_hidden_layers": 1, "num_attention_heads": 2}
-LLAMA = {**SPECIAL, **SIZES, "hidden_size": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}
-MODELS: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], str]] = {
-    "GPT-2": (lambda **o: hf.GPT2LMHeadModel(hf.GPT2Config(**GPT2, **o)), {"input_ids": TOKENS}, "causal"),
-    "Llama": (lambda **o: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, **o)), {"input_ids": TOKENS}, "causal"),
-    "BERT": (
-        lambda **o: hf.BertForMaskedLM(hf.BertConfig(**SIZES, vocab_size=VOCABULARY, max_position_embeddings=6, **o)),
-        {"input_ids": TOKENS, "attention_mask": RIGHT},
-        "boolean",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_hugging_face(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    make, inputs, mask = MODELS[name]
-    module = InDouble(generic(make(attn_implementation="eager")))
-    primitives, found = products(module, inputs, LABELS, monkeypatch, loss="cross_entropy")
-    assert kind(only_fused(primitives, 2 if name == "GPT-2" else 1)) == mask
-
-    def loss(out: Any, target: Tensor) -> Tensor:
-        return cross_entropy(out.logits.flatten(0, -2), target.flatten())
-
-    class Keywords(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.module = module
-
-        def forward(self) -> Tensor:
-            return self.module(**inputs)
-
-    assert error(found, reverse_over_reverse(Keywords(), (), LABELS, loss)) <= 1e-10
+@pytest.mark.parametrize(("name", "mask"), [("causal/gpt2", "boolean"), ("causal/llama", "boolean"), ("masked/bert", "boolean")])
+def test_hugging_face(name: str, mask: str) -> None:
+    pytest.importorskip("transformers")
+    instance = build(name, "eager")
+    module = InDouble(instance.model)
+    operator = hessian_operator(module, instance.batch, loss=None)
+    attention = [p for p in applied(operator) if isinstance(p, ScaledDotProductAttention)]
+    assert {kind(p) for p in attention} == {mask}
+    assert not any(isinstance(p, (Softmax, MaskedFill)) for p in applied(operator))
+    leaves, v = list(module.parameters()), draw(operator.shape[0])
+    slopes = torch.autograd.grad(module(**instance.batch).loss, leaves, create_graph=True)
+    along = torch.cat([slope.reshape(-1) for slope in slopes]) @ v
+    expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(along, leaves)])
+    assert error(operator @ v, expected) <= 1e-10

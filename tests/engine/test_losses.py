@@ -11,7 +11,7 @@ from curvature_reference import Formula, cross_entropy, draw, reverse_over_rever
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.engine.problem.calling import known_count, known_reduction, loss_module, same_as
+from hessiankit.engine.problem.calling import known_count, known_reduction, same_as
 
 LABELS = torch.tensor([[0, 2, -100], [1, -100, -100], [2, 2, 0], [1, 0, 2]])
 WEIGHT = torch.tensor([0.5, 2.0, 1.25]).double()
@@ -37,12 +37,6 @@ def test_mean_is_sum_by_count(case: int) -> None:
     mean, total = kind(**options), kind(**options, reduction="sum")
     assert float(total(LOGITS, target) / mean(LOGITS, target)) == pytest.approx(known_count(mean, target), rel=1e-14)
     assert (known_reduction(mean), known_reduction(total)) == ("mean", "sum")
-
-
-def test_functions_have_the_defaults_of_their_modules() -> None:
-    assert isinstance(loss_module(F.cross_entropy), nn.CrossEntropyLoss)
-    assert known_count(F.cross_entropy, LABELS) == 9
-    assert known_count(F.mse_loss, LOGITS) == 36
 
 
 class Own(nn.MSELoss):

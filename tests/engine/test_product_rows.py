@@ -11,7 +11,6 @@ from curvature_reference import Formula, draw, gauss_newton, largest_error, mse,
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.curvature import forecast as forecasting
 from hessiankit.curvature import streaming
 from hessiankit.engine import assembly, diagonal_sum, product_rows
 
@@ -68,13 +67,6 @@ def test_several_batches_with_a_gauss_newton_part() -> None:
     assert float((H.functional() - (expected - outer)).abs().max()) <= 1e-12 * float(expected.abs().max())
 
 
-def test_single_precision() -> None:
-    net = module()
-    expected = reverse_over_reverse(net, X, T, mse)
-    H = hk.hessian(net.float(), X.float(), T.float())
-    assert largest_error(H, expected.float()) <= 1e-5
-
-
 def test_blocks_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = module()
     expected = reverse_over_reverse(net, X, T, mse)
@@ -118,14 +110,6 @@ def test_values_that_are_not_finite_are_named() -> None:
     net.v.data.zero_()
     with pytest.raises(hk.InputError, match=r"NaN or infinite|has no finite"):
         hk.hessian(net, draw(2, 3), draw(2, 3, seed=2))
-
-
-def test_a_forecast_runs_no_sweep() -> None:
-    net = module()
-    found = forecasting.forecast(net, X, T)
-    assert found.parameters == 33
-    assert found.workspace_bytes >= 33 * 33 * 8
-    assert found.flops > 0
 
 
 def test_the_choice_follows_shapes() -> None:

@@ -109,7 +109,7 @@ def program(seed: int) -> tuple[Formula, Tensor, Tensor]:
     """A module drawn at random, an input, and the Hessian of the output."""
     drawn = Program(seed)
     shape = drawn.choice([(2, 3, 4), (1, 3, 4), (3, 3, 3), (2, 2, 4)])
-    module, x = drawn.grow(drawn.randint(4, 9), shape).module(), draw(*shape)
+    module, x = drawn.grow(drawn.randint(4, 10), shape).module(), draw(*shape)
     return module, x, reverse_over_reverse(module, x, None, None)
 
 

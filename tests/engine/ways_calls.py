@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from ways import Case, Net, case, draw, forward, generic, mse, refused, way
 
 CAST = "autocast"
@@ -39,36 +37,6 @@ def _no_grad(m: Any, x: Tensor) -> Tensor:
         return m.l(x).tanh() * m.v
 
 
-@forward("torch.autograd.grad in forward, as in a PINN", refused=r"autograd\.grad|inner")
-def _pinn(m: Any, x: Tensor) -> Tensor:
-    at = x.detach().requires_grad_(True)
-    (slope,) = torch.autograd.grad((m.l(at).tanh() * m.v).sum(), at, create_graph=True)
-    return slope
-
-
-class Cube(torch.autograd.Function):
-    """x^3, differentiable twice."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 3 * x.square() * slope
-
-
-class CubeInNumpy(Cube):
-    """x^3 by a library that torch does not see, differentiable twice all the same."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return torch.from_numpy(x.detach().numpy() ** 3)
-
-
 class Rounded(torch.autograd.Function):
     """Rounds; its backward is that of the identity."""
 
@@ -91,13 +59,6 @@ def _straight_through(constant: bool) -> nn.Module:
     with torch.no_grad():
         h = net.l(draw(4, 2)) * 3
         net.fixed = h.round() - h
-    return net
-
-
-@way("a compiled submodule")
-def _compiled() -> nn.Module:
-    net = Net()
-    net.l = torch.compile(net.l, backend="eager")
     return net
 
 
@@ -134,12 +95,6 @@ def _numpy(constant: bool) -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else torch.from_numpy(m.v.detach().numpy().copy())))
     net.fixed = net.v.detach().clone()
     return net
-
-
-@forward("another thread in forward", refused="thread|seen")
-def _thread(m: Any, x: Tensor) -> Tensor:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(m.l, x).result().tanh() * m.v
 
 
 @way("a loss that is a module with parameters of its own")
@@ -235,24 +190,6 @@ way(
     "functional_call in forward",
     lambda: Net(lambda m, x: torch.func.functional_call(m.l, {"weight": m.l.weight * 2, "bias": m.v}, (x,)).tanh()),
 )
-way("vmap in forward", lambda: Net(lambda m, x: torch.func.vmap(lambda row: m.l(row).tanh() * m.v)(x)))
-way(
-    "torch.func.grad in forward",
-    lambda: Net(lambda m, x: torch.func.grad(lambda at: (m.l(at).tanh() * m.v).sum())(x)),
-    refused=r"torch\.func|grad",
-)
-way(
-    "torch.func.jvp in forward",
-    lambda: Net(lambda m, x: torch.func.jvp(lambda at: m.l(at).tanh() * m.v, (x,), (torch.ones_like(x),))[1]),
-    refused=r"torch\.func|jvp|dual",
-)
-way("a custom autograd.Function", lambda: Net(lambda m, x: Cube.apply(m.l(x)) * m.v))
-way(
-    "a custom autograd.Function that leaves torch",
-    lambda: Net(lambda m, x: CubeInNumpy.apply(m.l(x)) * m.v),
-    refused="CubeInNumpy|NumPy|custom|Function",
-)
-way("checkpoint in forward", lambda: Net(lambda m, x: checkpoint(m.l, x, use_reentrant=False).tanh() * m.v))
 way("an input that requires grad", lambda: case(Net(), inputs=draw(4, 2).requires_grad_(True)))
 way(
     "a model that takes keyword arguments",

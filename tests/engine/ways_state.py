@@ -56,7 +56,7 @@ def _plain(m: Any, x: Tensor) -> Tensor:
     return m.l(x).tanh() * m.v * m.scale
 
 
-@forward("a call counter with effect", refused=rf"'calls'|{CALLS}", right=False, has={"calls": 0})
+@forward("a call counter with effect", refused="it changes its 'calls'", right=False, has={"calls": 0})
 def _counter(m: Any, x: Tensor) -> Tensor:
     m.calls += 1
     return m.l(x).tanh() * m.v * m.calls

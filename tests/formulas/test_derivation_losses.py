@@ -42,19 +42,3 @@ def test_the_gradient(case):
     for name, p in block.named_parameters():
         (slope,) = torch.autograd.grad(LOSSES[loss](block(X), target), p)
         assert_agree(derive(block, wrt=name, inputs=X, target=target, loss=loss).dense(), slope.reshape(1, -1))
-
-
-def test_the_two_parts_are_named(case):
-    block, X, target, loss = case
-    text = derive(block, wrt=("query", "value"), inputs=X, target=target, loss=loss).explain()
-    assert "Gauss-Newton (outer-product) term" in text
-    assert "residual (functional) term" in text
-    assert ("Target" in text) == (loss == "mse" or "Labels" in text)
-    assert ("2/(Ld)" in text) == (loss == "mse")
-
-
-def test_a_batch_of_one_is_a_sequence(case):
-    block, X, target, loss = case
-    batched = target[None]
-    once = derive(block, wrt="value", inputs=X, target=target, loss=loss).dense()
-    assert torch.equal(derive(block, wrt="value", inputs=X[None], target=batched, loss=loss).dense(), once)

@@ -64,14 +64,6 @@ def test_the_printed_theorem():
     assert lines["J_{Z}"] == rf"\left({gain}\right)\,\left(I_{{L}}\otimes C_{{d}}-\frac{{1}}{{d}}\,V_{{Z}}\,V_{{Z}}^\top\right)"
 
 
-def test_the_terms_are_named_in_words():
-    text = derive(TransformerBlock(4, 5), wrt=("query", "value")).explain()
-    assert "(J_Z ⊗ I_{dd_K}) ξ_{Q,V}: first derivative of Z in S times second derivative of S" in text
-    assert "(I_Ld ⊗ B_Qᵀ) H_Z B_V: second derivative of Z in S, between two first derivatives" in text
-    assert "first derivative of Z = LayerNorm(S) in S: closed form (normalization)" in text
-    assert "second derivative of Y in W_Q and W_V: chain rule to second order through R" in text
-
-
 def test_a_smooth_activation_adds_the_curvature_of_the_network():
     """The last term of xi_kl vanishes for ReLU only."""
     relu, gelu = (

@@ -13,7 +13,7 @@ import hessiankit as hk
 from hessiankit.cli.study import run_study
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
-from hessiankit.support.files import STDOUT, make_folder, output_for, sync_folder, write_text
+from hessiankit.support.files import STDOUT, output_for, sync_folder, write_text
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -54,12 +54,6 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(hk.InputError, match=r"cannot make the folder .*taken: File exists; name another one"):
         write_picture("plots", Figure(), tmp_path / "taken" / "a.svg")
-
-
-def test_folders_are_made_with_their_parents(tmp_path: Path) -> None:
-    make_folder("plots", tmp_path / "a" / "b")
-    assert (tmp_path / "a" / "b").is_dir()
-    make_folder("plots", tmp_path / "a" / "b")
 
 
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

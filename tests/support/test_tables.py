@@ -47,11 +47,6 @@ def test_long_names_are_not_cut():
     assert as_text("a " * 300).split() == ["a"] * 300
 
 
-def test_without_rows():
-    assert "parameter" in as_text(table(HEADERS, []))
-    assert as_text() == ""
-
-
 class Cells(HTMLParser):
     """Collects the text of every cell, and checks that tags are closed in order."""
 

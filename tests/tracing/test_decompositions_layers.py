@@ -124,11 +124,6 @@ def test_cdist_which_autograd_differentiates_once(p):
     assert found.fallbacks == ()
 
 
-def test_a_count_of_entries_that_are_not_zero():
-    """The norm of order 0, which does not move."""
-    assert_exact(module_of(lambda y: y * torch.linalg.vector_norm(y, 0, -1, keepdim=True)), draw(2, 3, 5))
-
-
 def test_distances_from_itself():
     """The distance of a row from itself is 0 at any parameters."""
     off = ~torch.eye(3, dtype=torch.bool)
@@ -216,10 +211,6 @@ def test_layers_with_their_own_weights(options):
     layer = nn.Conv2d(2, 4, 3, **{"padding": 1, **options})
     module = randomised(nn.Sequential(layer, nn.GroupNorm(2, 4), nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()))
     assert assert_exact(module, draw(1, 2, 4, 5), tolerance=1e-11).fallbacks == ()
-
-
-def test_bilinear_layer():
-    assert assert_exact(randomised(nn.Bilinear(3, 4, 2)), (draw(2, 3), draw(2, 4))).fallbacks == ()
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])

@@ -12,7 +12,6 @@ import hessiankit as hk
 from derivations.activation import Activation
 from derivations.binary import Binary
 from derivations.elementwise import Elementwise
-from derivations.linear import MatMul, Multiple
 
 OTHER, SLOPES = draw(2, 3, 4, seed=13), draw(4, seed=11)
 
@@ -140,10 +139,6 @@ def test_rrelu_in_evaluation():
     module = Formula(lambda s, x: torch.tanh(F.rrelu(x @ s.W)), W=(5, 4))
     assert Activation in {type(p) for p in applied(module)}
     assert assert_exact(module, draw(3, 5), draw(3, 4)).fallbacks == ()
-
-
-def test_numbers_given_as_scalars():
-    assert {MatMul, Multiple} <= {type(p) for p in applied(module_of(lambda y: torch.ops.aten.mul.Scalar(y, 2.0)))}
 
 
 @pytest.mark.parametrize("f", [F.elu, F.selu, lambda z: F.celu(z, 0.5), lambda z: F.elu(z, 0.7)])

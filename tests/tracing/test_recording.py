@@ -162,13 +162,6 @@ def test_derivatives_are_those_of_autograd(name):
     assert found.fallbacks == ()
 
 
-def test_buffers_and_what_a_module_keeps():
-    module = formula(lambda s, x: torch.tanh(x @ s.W + s.shift) * s.v * s.kept)
-    module.register_buffer("shift", draw(4, seed=8))
-    module.kept = draw(4, seed=9)
-    assert assert_exact(module, X).fallbacks == ()
-
-
 def test_autocast_is_the_casts_that_it_makes():
     def automatic(s: Formula, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -72,13 +72,6 @@ def test_a_sparse_buffer(name: str, layout: str) -> None:
     assert hk.hessian_diagonal(module, X, TARGET).flat.allclose(expected.diagonal(), rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-def test_check_and_another_dtype(layout: str) -> None:
-    module = Graph(torch.sparse.mm, LAYOUTS[layout](ADJACENCY)).float()
-    assert hk.check(module, X.float(), TARGET.float())
-    assert (module.adjacency.dtype, module.adjacency.layout) == (torch.float32, LAYOUTS[layout](ADJACENCY).layout)
-
-
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc"])
 @pytest.mark.parametrize("how", ["attribute", "input"])
 def test_a_sparse_attribute_or_input(how: str, layout: str) -> None:
@@ -87,19 +80,6 @@ def test_a_sparse_attribute_or_input(how: str, layout: str) -> None:
     inputs = X if how == "attribute" else (X, A)
     expected = reverse_over_reverse(Graph(torch.mm, ADJACENCY), X, TARGET, mse)
     assert hk.hessian(module, inputs, TARGET).matrix.allclose(expected, rtol=0, atol=1e-13)
-
-
-def test_sparse_features() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.W = nn.Parameter(draw(3, 2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ self.W).sin()
-
-    x = X * (X > 0)
-    assert hk.hessian(Layer(), x.to_sparse(), TARGET).matrix.allclose(hk.hessian(Layer(), x, TARGET).matrix, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("layout", ["coo", "csr"])
