@@ -92,7 +92,7 @@ def drawn(loss: str, outputs: int, sizes: list[int], rows: tuple[int, ...], seed
     return x, y, list(zip(x.split(sizes), y.split(sizes), strict=True))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @CASES
 def test_factors_are_sums_over_rows_of_all_batches(
     loss: str, layers: list[Any], outputs: int, sizes: list[int], rows: tuple[int, ...], reduction: str, seed: int
@@ -142,7 +142,7 @@ def sample_gradients(module: nn.Module, loss: str, x: Tensor, y: Tensor, reducti
     return torch.stack(found)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @CASES
 @pytest.mark.parametrize("minibatch", [1, 3])
 def test_moments_of_mini_batches_by_gradients_of_single_samples(

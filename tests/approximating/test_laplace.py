@@ -188,7 +188,7 @@ def kfac_by_autograd(module: nn.Sequential, x: Tensor, y: Tensor, likelihood: st
     return blocks
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(["classification", "regression"]),
     st.lists(st.tuples(st.sampled_from(["linear", "rows", "norm"]), st.integers(1, 4)), min_size=1, max_size=3),

@@ -89,13 +89,13 @@ def test_over_a_ball():
 def test_structured_is_tight():
     # at initialisation; a median of 4.6 was what a search with other proofs found for the post-norm block
     ratios = []
-    for seed in range(11):
+    for seed in range(7):
         torch.manual_seed(seed)
         block = hk.TransformerBlock(4, 6, d_k=2, affine=False).double()
         x, t = normal(1, 4, 4), normal(1, 4, 4)
         ratios.append(structured(make_task("bounds", block, x, t, "mse")).whole / hk.hessian(block, x, t).spectral_norm())
     assert min(ratios) >= 1.0
-    assert sorted(ratios)[5] < 2.0
+    assert sorted(ratios)[3] < 2.0
 
 
 def test_report():
@@ -119,7 +119,7 @@ def in_single(seed):
     return copy.deepcopy(twin).float(), twin, problem.x.float().double(), target, problem.loss
 
 
-@pytest.mark.parametrize("seed", [4, 18, 34])
+@pytest.mark.parametrize("seed", [4, 18])
 def test_a_float32_module_is_bounded_in_float64(seed):
     module, twin, x, t, loss = in_single(seed)
     narrow = t.float() if loss == "mse" else t

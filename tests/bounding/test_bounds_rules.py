@@ -83,8 +83,8 @@ def ratios(Q: Tensor, K: Tensor, V: Tensor, A: Tensor, c: float, heads: int = 1,
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (2, 1), (4, 2), (2, 2)])
 def test_attention_stays_within_its_bounds(heads, groups, shift):
     """At generic points, and at ones far out, where ranges are much smaller than norms."""
-    for seed in range(12):
-        size = 10 ** (seed / 4 - 1.5)
+    for seed in range(6):
+        size = 10 ** (seed / 2 - 1.5)
         Q, K, V = (
             draw(3, 2 * heads, seed=seed) * size,
             draw(3, 2 * heads // groups, seed=seed + 50),
@@ -173,15 +173,6 @@ def test_all_rows_of_all_heads_may_read_one_value():
         moving = replace(itself("V", V), drift=0.5)
         Z = mixed(itself("Q", q), itself("K", K[:, : q.shape[1] // groups]), moving, 1.0, C, heads=heads, groups=groups)
         assert Z.drift == pytest.approx(0.5 * math.sqrt(3 * groups), rel=1e-9)
-
-
-def test_heads_that_read_different_rows_have_a_longer_row_than_any_value():
-    """Two heads without shared values, the first reads row 0 and the second row 1, of which each has its own half."""
-    Q, K, V = torch.full((1, 2), 1e3), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0]])
-    Q, K, V = (Y.double() for Y in (Q, K, V))
-    C = context(Q, K, V, 1.0, 2, 1)
-    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2, groups=1)
-    assert Z.row == pytest.approx(float(C.norm()), rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
 
 
 def test_a_shift_of_all_values_moves_each_row_once_for_each_head_that_shares_it():
@@ -284,30 +275,6 @@ def test_a_gain_attains_its_second_derivative_with_the_value():
     assert Y.hessian_all == pytest.approx({("y", "s"): 1.0, ("s", "y"): 1.0}, rel=1e-9)
 
 
-def test_equal_keys_or_values_have_no_second_derivative():
-    """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
-    Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
-    Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1), heads=1, groups=1)
-    assert Z.hessian_row["Q", "Q"] == Z.jacobian["Q"] == Z.hessian_all["V", "Q"] == 0.0
-    Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1), heads=1, groups=1)
-    assert Z.hessian_row["Q", "Q"] == Z.hessian_row["K", "K"] == Z.jacobian["K"] == Z.hessian_all["Q", "K"] == 0.0
-
-
-def test_a_bound_scales_as_its_block_does():
-    """(W_Q, W_K) -> (t W_Q, W_K / t) is the same function: a second derivative by W_Q is divided by t each time, by W_K multiplied."""
-    torch.manual_seed(0)
-    block = hk.TransformerBlock(4, 3, 2, "pre", n_kv_heads=1, activation="gelu", eps=0.1).double()
-    x, y, t = draw(3, 4), draw(3, 4, seed=7), 3.0
-    before = a_priori(block, x, y)
-    with torch.no_grad():
-        block.attention.W_Q.mul_(t)
-        block.attention.W_K.div_(t)
-    after, powers = a_priori(block, x, y), {"attention.W_Q": -1, "attention.W_K": 1}
-    for i in before.names:
-        for j in before.names:
-            assert after[i, j] == pytest.approx(before[i, j] * t ** (powers.get(i, 0) + powers.get(j, 0)), rel=1e-9), (i, j)
-
-
 def test_how_far_a_value_moves_over_a_ball():
     """Numbers in place of matrices, where the ends of the intervals are the worst case: every drift is attained."""
     x, w, v, b, r = -1.3, 0.7, 2.0, 0.4, (0.2, 0.5, 0.3)
@@ -385,7 +352,7 @@ def test_a_ball_that_reaches_a_row_of_scale_zero(layernorm):
         assert Y.jacobian["W"] == pytest.approx(2.0 / smallest, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_what_cancels_at_the_end_stays_below_the_structured_bound(seed):
     """Rows of a norm have one length, so ||Z||^2 has no curvature: what is left of two large terms is their rounding."""
     torch.manual_seed(seed)
@@ -471,19 +438,6 @@ def test_rotations_may_line_keys_up(monkeypatch):
     assert seen[0].range >= float(torch.cdist(rotate(x), rotate(x)).max())
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_ranges_and_rows_bound_what_they_say(seed):
-    X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
-    W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
-    b = torch.ones(3, dtype=torch.float64)
-    Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
-    assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
-    assert Y.row_jacobians() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
-    twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
-    assert twice.row_jacobians()["b"] == pytest.approx(2.0)
-    assert twice.jacobian["b"] == pytest.approx(2 * 5**0.5)
-
-
 @pytest.mark.parametrize("eps", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
@@ -492,7 +446,7 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
     x = torch.nn.functional.normalize(torch.randn(1, 3, generator=draw, dtype=torch.float64))
     W, ratios = torch.randn(3, d, generator=draw, dtype=torch.float64), []
     for size in (0.0, 1.0, 10.0):
-        for _ in range(6):
+        for _ in range(3):
             T = size * torch.randn(1, d, generator=draw, dtype=torch.float64)
 
             def loss(W, T=T):

@@ -15,7 +15,7 @@ SIZES = [5, 1, 40, 2, 17]
 
 
 @pytest.mark.parametrize("scale", ["blocks", "parameters"])
-@pytest.mark.parametrize("pixels", [5, 31, 90])
+@pytest.mark.parametrize("pixels", [5, 90])
 @pytest.mark.parametrize("how", ["max", "rms"])
 def test_pooling_covers_every_entry_of_its_own_block(scale: str, pixels: int, how: str) -> None:
     matrix = RNG.standard_normal((65, 65))

@@ -1,4 +1,4 @@
-"""Torch's own transformer modules, unmodified: fused attention has a closed form, and no backend is switched."""
+"""Torch's own transformer modules, unmodified, and a small GPT: fused attention has a closed form, and no backend is switched."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw, mse, randomised
+from curvature_reference import Formula, assert_exact, draw, mse, randomised, reverse_over_reverse
+from model_zoo import checked, generic
+from nano_gpt import VOCABULARY, WIDTH, Block, NanoGPT
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
 
@@ -112,3 +115,25 @@ def test_a_whole_transformer():
     model = nn.Transformer(4, 2, 1, 1, 2, 0.0, batch_first=True)
     found = assert_exact(randomised(model), (draw(2, 3, 4), draw(2, 2, 4, seed=5)))
     assert not any(ATTENTION in name for name in found.fallbacks)
+
+
+TOKENS = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(0))
+NEXT = torch.randint(VOCABULARY, (2, 5), generator=torch.Generator().manual_seed(1))
+
+
+def test_a_small_gpt():
+    report = checked(generic(NanoGPT(2, True)), TOKENS, NEXT, loss="cross_entropy")
+    assert "lm_head.weight" not in report.hessian.names  # tied: one parameter, the embedding's
+
+
+def test_fused_attention_has_the_hessian_of_the_plain_formula():
+    block, x, target = generic(Block()), draw(2, 5, WIDTH), draw(2, 5, WIDTH, seed=7)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        fused = hk.hessian(block, x, target)
+    with sdpa_kernel(SDPBackend.MATH):
+        plain = hk.hessian(block, x, target)
+    expected = reverse_over_reverse(block, x, target, mse)
+    scale = expected.abs().max()
+    assert (fused.matrix - expected).abs().max() <= 1e-12 * scale
+    assert (plain.matrix - expected).abs().max() <= 1e-12 * scale
+    assert not fused.fallbacks

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from primitive_cases import ACTIVATIONS, cross_entropy, layer_norm, rms_norm
-from second_order_reference import check_all_blocks, random_point
-from structured_reference import check_structure_of_all_blocks
+from second_order_reference import check_all_blocks, random_point, relative_error
+from structured_reference import check_structure, check_structure_of_all_blocks
 from torch import einsum
 from transformer_reference import attention, feedforward
 
@@ -31,6 +31,7 @@ from derivations.multihead import MultiHeadAttentionAt
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation
 from derivations.pooling import MeanPoolHeadAt
+from derivations.rotary import Rotations, rotary
 from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
 
@@ -319,3 +320,47 @@ def test_malformed_arguments(case: tuple[Callable[[], Any], str]) -> None:
     make, message = case
     with pytest.raises(ValueError, match=message):
         make()
+
+
+LENGTH, WIDTH, HEADS = 5, 6, 2
+
+
+def rotate_half(x):
+    return torch.cat((-x[..., WIDTH // 2 :], x[..., : WIDTH // 2]), -1)
+
+
+def turned(x, theta):
+    """q cos + rotate_half(q) sin for x of shape (HEADS, LENGTH, WIDTH), as in Hugging Face's modeling_llama."""
+    inverse_frequencies = 1.0 / (theta ** (torch.arange(0, WIDTH, 2, dtype=torch.float64) / WIDTH))
+    frequencies = torch.outer(torch.arange(LENGTH, dtype=torch.float64), inverse_frequencies)
+    angles = torch.cat((frequencies, frequencies), -1)
+    return x * angles.cos() + rotate_half(x) * angles.sin()
+
+
+@pytest.mark.parametrize("theta", [10000.0, 7.0])
+def test_it_is_rotate_half(theta):
+    x = random_point(0, x=(HEADS, LENGTH, WIDTH))["x"]
+    matrix = rotary(LENGTH, WIDTH, HEADS, theta)
+    assert relative_error((matrix @ x.reshape(-1)).reshape(HEADS, LENGTH, WIDTH), turned(x, theta)) <= 1e-15
+    check_structure(matrix, x, sharp=True)
+
+
+def test_exact_and_scaled_angles():
+    cos, sin = (np.array([[Fraction(n, 5)], [Fraction(2 * n, 5)]], dtype=object) for n in (3, 4))
+    matrix = rotary(2, 2, cos=cos, sin=sin)
+    assert (matrix @ np.array([5, 0, 0, 5], dtype=object)).tolist() == [3, 4, -8, 6]
+    assert (matrix.T @ matrix).dense().tolist() == np.diag([1, 1, 4, 4]).tolist()
+    assert matrix.norm_bound() == pytest.approx(2, abs=1e-15)  # the second pair is also stretched
+    assert rotary(2, 2, cos=cos[:1].repeat(2, 0), sin=sin[:1].repeat(2, 0)).norm_bound() == pytest.approx(1, abs=1e-15)
+
+
+def test_errors_of_rotations():
+    ones = torch.ones(LENGTH, WIDTH // 2)
+    with pytest.raises(ValueError, match="expected an even width"):
+        rotary(LENGTH, 3)
+    with pytest.raises(ValueError, match="both or none of cos and sin"):
+        rotary(LENGTH, WIDTH, cos=ones)
+    with pytest.raises(ValueError, match=r"cos and sin need shape \(4, 3\), got \(5, 3\)"):
+        rotary(4, WIDTH, cos=ones, sin=ones)
+    with pytest.raises(ValueError, match=r"Rotations: cos and sin need one shape \(LENGTH, w/2\)"):
+        Rotations(ones, ones[:1])

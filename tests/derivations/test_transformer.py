@@ -1,4 +1,4 @@
-"""The post-norm block in vec_r: every pair against reverse-over-reverse autograd, and against composition."""
+"""The post-norm block and its parts in vec_r, and LayerNorm's theorems: against autograd, and against composition."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from transformer_reference import attention, post_norm_block
 from derivations.attention import AttentionAt
 from derivations.composition import Composite, gauss_newton
 from derivations.feedforward import FeedForwardAt
+from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
 from derivations.loss import MeanSquaredErrorAt
 from derivations.matrix import Zero
 from derivations.normalization import LayerNormAt
@@ -136,3 +137,30 @@ def test_named_objects_are_derivatives_of_what_they_claim():
         assert relative_error(at.logits_jacobian(name).dense(), block) <= 1e-12
     assert isinstance(at.logits_jacobian("W_V"), Zero)
     assert isinstance(at.averaged_jacobian("W_V"), Zero)
+
+
+def centre(X):
+    return X - X.mean(1, keepdim=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 3)])
+def test_theorems_equal_the_compact_forms_and_autograd(shape):
+    point = random_point(13, X=shape)
+    compact = LayerNormAt(point["X"])
+
+    def layer_norm(X):
+        return centre(X) / (centre(X).square().mean(1, keepdim=True)).sqrt()
+
+    J, H = theorem2_jacobian(point["X"]).dense(), theorem3_hessian(point["X"]).dense()
+    assert relative_error(J, compact.jacobian("X").dense()) <= 1e-12
+    assert relative_error(H, compact.hessian("X", "X").dense()) <= 1e-12
+    jacobians, hessians = derivatives(layer_norm, point)
+    assert relative_error(J, jacobians["X"]) <= 1e-12
+    assert relative_error(H, hessians["X", "X"]) <= 1e-12
+
+
+def test_errors_of_the_theorems():
+    with pytest.raises(ValueError, match="a row of X is constant"):
+        LayerNormTheorems(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="one sequence"):
+        LayerNormTheorems(torch.ones(3))

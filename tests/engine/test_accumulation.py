@@ -18,8 +18,10 @@ from curvature_reference import (
     reverse_over_reverse,
 )
 from engine_cases import CASES, PRODUCTS, ROWS_MEET, SHAPES
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from readings import assert_readings
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import hessiankit as hk
@@ -141,3 +143,42 @@ def test_the_output_stays_where_the_loss_begins(name: str, loss: str) -> None:
     functions = {"mse": mse, "cross_entropy": cross_entropy, "callable": lambda z, t: flat(z.reshape(-1, 5), t.reshape(-1))}
     expected = gauss_newton(module, x, target, functions[loss])
     assert_readings(expected, module, x, target, loss=functions[loss] if loss == "callable" else loss, kind="ggn")
+
+
+WEIGHTS = {
+    "softmax": lambda scores, dim: scores.softmax(dim),
+    "softmax of a product": lambda scores, dim: (2 * scores).softmax(dim),
+    "sigmoid": lambda scores, dim: scores.sigmoid(),
+    "masked": lambda scores, dim: scores.masked_fill(torch.eye(scores.shape[-1], dtype=torch.bool), -torch.inf).softmax(dim),
+    "logarithm": lambda scores, dim: scores.log_softmax(dim),
+    "of a constant": lambda scores, dim: scores.detach().softmax(dim),
+}
+
+
+@given(
+    weights=st.sampled_from(sorted(WEIGHTS)),
+    dim=st.sampled_from([-1, -2, 2, 1]),
+    biases=st.tuples(*[st.booleans()] * 3),
+    turned=st.booleans(),
+    leading=st.sampled_from([(), (2,)]),
+    seed=st.integers(0, 5),
+)
+@settings(deadline=None, max_examples=30)
+def test_attention_in_any_order_of_its_products(
+    weights: str, dim: int, biases: tuple[bool, ...], turned: bool, leading: tuple[int, ...], seed: int
+) -> None:
+    """A softmax over queries, whose rows do not sum to one, biases, weights as torch's layers or as matrices hold them."""
+
+    def attention(s: Formula, x: Tensor) -> Tensor:
+        if turned:
+            q, k, v = (x @ weight for weight in (s.q.weight.mT, s.k.weight.mT, s.v.weight.mT))
+            v = v if s.v.bias is None else v + s.v.bias
+        else:
+            q, k, v = s.q(x), s.k(x), s.v(x)
+        A = WEIGHTS[weights](q @ k.mT, dim % x.ndim if abs(dim) <= x.ndim else -1)
+        return A @ v
+
+    module = Formula(attention, **{name: nn.Linear(3, 4, bias=bias) for name, bias in zip("qkv", biases, strict=True)})
+    x, target = draw(*leading, 5, 3, seed=seed), draw(*leading, 5, 4, seed=seed + 20)
+    expected = reverse_over_reverse(module, x, target, mse)
+    assert (hk.hessian(module, x, target).matrix - expected).abs().max() < 1e-12 * expected.abs().max()

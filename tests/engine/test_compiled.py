@@ -103,7 +103,7 @@ def test_sum_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "transposed", "dtype", "zeros"), pairwise([(21, 13, 11), (600, 4, 40), (130, 40, 4)], [False, True])
+    ("sizes", "transposed", "dtype", "zeros"), pairwise([(21, 13, 11), (300, 4, 20), (130, 20, 4)], [False, True])
 )
 def test_sum_of_a_weight_with_itself(sizes, transposed: bool, dtype: torch.dtype, zeros: float) -> None:
     n, i, p = sizes
@@ -268,7 +268,7 @@ class _Norm(torch.nn.Module):
         return torch.linalg.matrix_norm(y, float(self.kind)) ** 2 if self.kind != "nuc" else torch.linalg.matrix_norm(y, "nuc")
 
 
-@pytest.mark.parametrize("kind", ["imaginary part of a conjugate", "1", "-1", "inf", "2", "nuc"])
+@pytest.mark.parametrize("kind", ["imaginary part of a conjugate", "1", "nuc"])
 def test_modules_in_which_torch_makes_such_tensors(kind: str) -> None:
     torch.manual_seed(0)
     module, x = _Norm(kind).double(), torch.randn(4, 8, dtype=torch.float64)

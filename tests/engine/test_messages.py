@@ -1,11 +1,10 @@
-"""Error messages for arguments, contexts and points without a Hessian, or with another one than intended."""
+"""Error messages for arguments, contexts and points without a finite Hessian, or with another one than intended."""
 
 from __future__ import annotations
 
 from collections import UserDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -209,15 +208,6 @@ def test_a_list_of_batches_reads_as_any_other_iterable(name: str) -> None:
     assert float((as_list.matrix - whole.matrix).abs().max()) <= 1e-14 * float(whole.matrix.abs().max())
 
 
-@pytest.mark.parametrize("name", ["h.txt", "h", "h.npz"])
-def test_the_file_of_a_matrix_ends_in_npy(name: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        hk.InputError, match=rf"hessian: out='.*{name}' is written in NumPy's format; pass a path that ends in '.npy'"
-    ):
-        hk.hessian(net(), X, T, out=tmp_path / name)
-    assert not list(tmp_path.iterdir())
-
-
 CONTEXTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
     "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), r"called within torch.autocast\('cpu', torch.bfloat16\), .*; call it outside"),
     "device": (lambda: torch.device("meta"), r"default device is meta .* the parameters are on cpu, .*; call it within torch.device\('cpu'\)"),
@@ -282,3 +272,58 @@ def test_autocast_around_what_is_read_later() -> None:
         for name, expected in zip(("diagonal", "kfac", "ekfac"), approximated, strict=True):
             assert torch.equal(untouched.approximation(name) @ vector, expected)
         assert lazy.loss == found.loss
+
+
+POINTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "norm": (lambda z: z * z.norm(dim=-1, keepdim=True), r"has no finite derivative at its input, where row 1 is all zeros"),
+    "sqrt": (lambda z: z.abs().sqrt(), r"'sqrt' .* has no finite derivative at its input, where row 1"),
+    "power": (lambda z: z.abs() ** 1.5, r"'pow_1' .* has no finite second derivative at its input, where row 1"),
+}
+
+
+def vanishing(f: Callable[[Tensor], Tensor]) -> tuple[nn.Module, Tensor, Tensor]:
+    module = Formula(lambda m, x: f(m.lin(x)), lin=nn.Linear(4, 3))
+    x = draw(2, 4)
+    x[1] = 0
+    nn.init.zeros_(module.lin.bias)  # it moves the row of zeros
+    return module, x, draw(2, 3, seed=2)
+
+
+def multiplied(module: nn.Module, x: Tensor, t: Tensor) -> None:
+    operator = hk.hessian_operator(module, x, t)
+    operator @ torch.ones(operator.shape[0], dtype=operator.torch_dtype)
+
+
+@pytest.mark.parametrize("name", POINTS)
+@pytest.mark.parametrize("call", [hk.hessian, multiplied])
+def test_point_without_derivative(call: Callable[..., object], name: str) -> None:
+    f, message = POINTS[name]
+    start = r"the block \('lin.weight', 'lin.weight'\) is" if call is hk.hessian else "products with the Hessian are"
+    with pytest.raises(hk.InputError, match=f"{start} NaN or infinite: the operation .*{message}") as caught:
+        call(*vanishing(f))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_jacobian_that_is_not_finite(transposed: bool) -> None:
+    f, message = POINTS["sqrt"]
+    module, x, _ = vanishing(f)
+    J = hk.jacobian_operator(module, x)
+    with pytest.raises(hk.InputError, match=rf"products with the Jacobian are NaN or infinite: the operation .*{message}"):
+        (J.T if transposed else J).to_matrix()
+
+
+def test_a_mask_of_minus_infinity_is_not_blamed() -> None:
+    def f(z: Tensor) -> Tensor:
+        scores = (z @ z.mT).masked_fill(torch.eye(2, dtype=torch.bool), float("-inf"))
+        return POINTS["norm"][0](z) + torch.softmax(scores, -1).sum()
+
+    with pytest.raises(hk.InputError, match=POINTS["norm"][1]):
+        hk.hessian(*vanishing(f))
+
+
+def test_overflow_is_said_and_only_the_bad_batch_is_blamed() -> None:
+    module = Formula(lambda m, x: torch.exp(m.lin(x)), lin=nn.Linear(4, 3))
+    good = (draw(2, 4), draw(2, 3, seed=2))
+    with pytest.raises(hk.InputError, match=r"block \('lin.weight', 'lin.weight'\) is NaN or infinite.* use a wider dtype"):
+        hk.hessian(module, [good, (draw(2, 4) * 300, draw(2, 3))])

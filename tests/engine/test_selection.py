@@ -34,68 +34,48 @@ def chosen(*params: object) -> list[str]:
     return list(select("who", MODEL, params))  # type: ignore[arg-type]
 
 
-def test_none_takes_all_that_require_grad() -> None:
-    found = select("who", MODEL)
-    assert list(found) == EVERY
-    assert "norm.weight" not in found
-    assert "lm_head.weight" not in found
-    assert all(not value.requires_grad and value.data_ptr() == MODEL.get_parameter(n).data_ptr() for n, value in found.items())
+CHOSEN: dict[str, tuple[object, list[str]]] = {
+    "everything that requires grad": (None, EVERY),
+    "a name": ("wte.weight", ["wte.weight"]),
+    "a pattern": ("layers.*.attn.bias", [f"layers.{i}.attn.bias" for i in range(3)]),
+    "a parameter": (MODEL.wte.weight, ["wte.weight"]),
+    "a set": ({"wte.weight", "layers.1.mlp.bias"}, ["wte.weight", "layers.1.mlp.bias"]),
+    "an iterator": (iter(["layers.1.mlp.bias", "wte.weight"]), ["wte.weight", "layers.1.mlp.bias"]),
+    "a dict": (dict.fromkeys(["wte.weight", "layers.1.mlp.bias"]), ["wte.weight", "layers.1.mlp.bias"]),
+    "*.attn.*": ("*.attn.*", [n for n in EVERY if ".attn." in n]),
+    "[01]": ("layers.[01].*", [n for n in EVERY if n.startswith(("layers.0", "layers.1"))]),
+    "[!0]": ("layers.[!0].mlp.bias", ["layers.1.mlp.bias", "layers.2.mlp.bias"]),
+    "?": ("layers.?.mlp.weight", [f"layers.{i}.mlp.weight" for i in range(3)]),
+    "[s]": ("layers.0.attn.bia[s]", ["layers.0.attn.bias"]),
+    "*": ("*", EVERY),
+    "the other name of a tied one": ("lm_head.*", ["wte.weight"]),
+    "in any order, some twice": (
+        ["layers.2.mlp.bias", MODEL.lm_head.weight, "lm_head.weight", "wte.*", "layers.0.attn.bias", "layers.0.attn.b*"],
+        ["wte.weight", "layers.0.attn.bias", "layers.2.mlp.bias"],
+    ),
+    "parts": (
+        ["lm_head.weight[:, 0:2]", "layers.1.attn.weight[-1]", "wte.weight [2:4, ...]"],
+        ["wte.weight", "layers.1.attn.weight"],
+    ),
+    "a part of each match": ("layers.[02].attn.weight[0:2]", ["layers.0.attn.weight", "layers.2.attn.weight"]),
+}
 
 
-def test_one_item_needs_no_list() -> None:
-    assert list(select("who", MODEL, "wte.weight")) == ["wte.weight"]
-    assert list(select("who", MODEL, "layers.*.attn.bias")) == [f"layers.{i}.attn.bias" for i in range(3)]
-    assert list(select("who", MODEL, MODEL.wte.weight)) == ["wte.weight"]
+@pytest.mark.parametrize("name", CHOSEN)
+def test_chosen(name: str) -> None:
+    params, expected = CHOSEN[name]
+    found = select("who", MODEL, params)  # type: ignore[arg-type]
+    assert list(found) == expected
+    for n, value in found.items():  # whole parameters, in place
+        assert not value.requires_grad
+        assert (value.data_ptr(), value.shape) == (MODEL.get_parameter(n).data_ptr(), MODEL.get_parameter(n).shape)
 
 
-def test_every_iterable_will_do() -> None:
-    wanted = ["wte.weight", "layers.1.mlp.bias"]
-    for params in (wanted, tuple(wanted), set(wanted), iter(wanted), dict.fromkeys(wanted)):
-        assert list(select("who", MODEL, params)) == wanted
-    assert list(select("who", MODEL.layers, MODEL.layers.parameters())) == [n for n, _ in MODEL.layers.named_parameters()]
-
-
-@pytest.mark.parametrize(
-    ("pattern", "expected"),
-    [
-        ("*.attn.*", [n for n in EVERY if ".attn." in n]),
-        ("layers.[01].*", [n for n in EVERY if n.startswith(("layers.0", "layers.1"))]),
-        ("layers.[!0].mlp.bias", ["layers.1.mlp.bias", "layers.2.mlp.bias"]),
-        ("layers.?.mlp.weight", [f"layers.{i}.mlp.weight" for i in range(3)]),
-        ("layers.0.attn.bia[s]", ["layers.0.attn.bias"]),
-        ("*", EVERY),
-        ("lm_head.*", ["wte.weight"]),
-    ],
-)
-def test_patterns(pattern: str, expected: list[str]) -> None:
-    assert chosen(pattern) == expected
-
-
-def test_order_is_the_modules_and_nothing_counts_twice() -> None:
-    params = ["layers.2.mlp.bias", MODEL.lm_head.weight, "lm_head.weight", "wte.*", "layers.0.attn.bias", "layers.0.attn.b*"]
-    assert chosen(*params) == ["wte.weight", "layers.0.attn.bias", "layers.2.mlp.bias"]
-
-
-def test_a_shared_module_answers_to_both_names() -> None:
-    one = nn.Linear(2, 2)
+def test_names_of_other_modules() -> None:
+    one, odd = nn.Linear(2, 2), nn.Module()
+    odd.register_parameter("a[0]", nn.Parameter(torch.zeros(2)))
     assert list(select("who", nn.Sequential(one, one), ["1.bias", "1.weight"])) == ["0.weight", "0.bias"]
-
-
-def test_parts_choose_the_whole() -> None:
-    found = select("who", MODEL, ["lm_head.weight[:, 0:2]", "layers.1.attn.weight[-1]", "layers.1.attn.weight [2:4, ...]"])
-    assert {n: tuple(v.shape) for n, v in found.items()} == {"wte.weight": (7, 4), "layers.1.attn.weight": (6, 4)}
-
-
-def test_a_pattern_with_an_index_means_that_part_of_each_match() -> None:
-    found = select("who", MODEL, "layers.[02].attn.weight[0:2]")
-    assert list(found) == ["layers.0.attn.weight", "layers.2.attn.weight"]
-
-
-def test_a_name_with_brackets_is_a_name_first() -> None:
-    module = nn.Module()
-    module.register_parameter("a[0]", nn.Parameter(torch.zeros(2)))
-    found = select("who", module, "a[0]")
-    assert list(found) == ["a[0]"]
+    assert list(select("who", odd, "a[0]")) == ["a[0]"]  # a name before it is a part
 
 
 INDICES = ["0", "-1", ":", "...", "1:3", ":, 0:2", "..., 1", "1, ..., 0", "::2", "3:0:-1", "-2:, -3:-1", "0, 0, 0", "2, :, ::-1"]

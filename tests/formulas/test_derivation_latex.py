@@ -55,7 +55,10 @@ def check_latex(text):
     assert not re.search(rf"\^{index}\^|_{index}_|'_{index}\^|\^{index}_{index}\^|_{index}\^{index}_", text), "two indices"
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+FIRST = {placement.equation: name for name, placement in reversed(PLACEMENTS.items())}.values()  # one of each equation
+
+
+@pytest.mark.parametrize("placement", [pytest.param(p, marks=() if p in FIRST else pytest.mark.slow) for p in PLACEMENTS])
 def test_every_placement_is_latex(placement):
     block = TransformerBlock(4, 5, 2, placement, layer=2, n_layers=4, n_kv_heads=1, bias=True, activation="gelu")
     check_latex(derive(block, wrt=("X", "key")).latex(document=True))
@@ -64,7 +67,7 @@ def test_every_placement_is_latex(placement):
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_every_parameter_is_latex_in_lines_that_fit(block):
     names = [*(name for name, _ in block.named_parameters()), "X"]
-    for loss, name in zip(itertools.cycle([None, "mse", "cross_entropy"]), names[::2], strict=False):
+    for loss, name in zip(itertools.cycle([None, "mse", "cross_entropy"]), names[::4], strict=False):
         derivation = derive(block, wrt=(name, "attention.W_K"), loss=loss)
         check_latex(derivation.latex(document=True))
         check_latex(derivation._repr_latex_())

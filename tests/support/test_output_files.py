@@ -56,6 +56,7 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
         write_picture("plots", Figure(), tmp_path / "taken" / "a.svg")
 
 
+@pytest.mark.slow
 def test_a_study_writes_its_numbers_before_its_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full_disk(monkeypatch, ".png")
     monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})

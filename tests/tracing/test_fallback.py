@@ -264,7 +264,7 @@ def test_an_operation_with_kinks_and_one_route(mode: str, padding: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("size", [0.0, 1e-8, 1e-4])
 def test_two_routes_that_are_both_right_but_for_digits(size: float, dtype: torch.dtype) -> None:
     """The determinant near the identity: the two routes differ by more than rounding, each by little from the truth."""
 

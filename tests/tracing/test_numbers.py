@@ -1,4 +1,4 @@
-"""Numbers that a module or a loss reads out of tensors: constants to autograd, so that they may be kept, or decide what follows."""
+"""Numbers that a module or a loss reads out of tensors or draws from a seed: constants to autograd; others are refused."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, cross_entropy, draw, reverse_over_reverse
+import torch.nn.functional as F
+from curvature_reference import Formula, assert_exact, cross_entropy, draw, mse, reverse_over_reverse
 from readings import assert_readings, in_turn
-from torch import Tensor
+from torch import Tensor, nn
 
 import hessiankit as hk
 
@@ -184,3 +185,70 @@ def test_values_that_only_autograd_knows_may_become_numbers():
     module, x = Formula(forward, W=(3, 4), V=(4, 2)), draw(7, 3)
     expected = reverse_over_reverse(module, x, LABELS, cross_entropy)
     assert_readings(expected, module, x, LABELS, loss="cross_entropy")
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(7)
+
+
+def written_in_place(s: Formula, x: Tensor) -> Tensor:
+    noise, generator = torch.empty(3, 4, dtype=x.dtype), seeded()
+    first = noise[0]
+    noise[1:].normal_(generator=generator)
+    first.uniform_(1, 2, generator=generator)
+    return (x @ s.W).exp() * noise.exponential_(generator=generator) * first
+
+
+def with_the_global_seed(f: Callable[[Formula, Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
+    def forked(s: Formula, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return f(s, x)
+
+    return forked
+
+
+DRAWN: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    "normal": lambda s, x: (x @ s.W).exp() * torch.randn(3, 4, generator=seeded(), dtype=x.dtype),
+    "uniform": lambda s, x: (x @ s.W).exp() * torch.rand((3, 4), generator=seeded(), dtype=x.dtype),
+    "in place": written_in_place,
+    "integers": lambda s, x: (x @ s.W).exp()[torch.randperm(3, generator=seeded())] * torch.randint(5, (4,), generator=seeded()),
+    "of moving probabilities": lambda s, x: (
+        (p := (x @ s.W).sigmoid()) * torch.bernoulli(p, generator=seeded()) + torch.multinomial(p, 1, generator=seeded()) * p
+    ),
+    "of the shape of a moving value": with_the_global_seed(lambda s, x: (z := (x @ s.W).tanh()) * torch.randn_like(z) + z**2),
+    "dropout": with_the_global_seed(lambda s, x: F.dropout((x @ s.W).exp(), 0.3, training=True)),
+    "dropout of channels": with_the_global_seed(lambda s, x: F.dropout1d((x @ s.W).exp(), 0.5, training=True)),
+    "alpha dropout": with_the_global_seed(lambda s, x: F.alpha_dropout((x @ s.W).exp(), 0.3, training=True)),
+    "leaky by chance": with_the_global_seed(lambda s, x: F.rrelu(x @ s.W, training=True).sin()),
+    "gumbel": with_the_global_seed(lambda s, x: F.gumbel_softmax(x @ s.W, tau=0.7)),
+    "reparametrised": with_the_global_seed(lambda s, x: torch.distributions.Normal(x @ s.W, (x @ s.W).exp()).rsample()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_seeded_numbers_are_constants(name: str) -> None:
+    module, x, target = Formula(DRAWN[name], W=(4, 4)), draw(3, 4), draw(3, 4, seed=2)
+    state = torch.get_rng_state()
+    expected = reverse_over_reverse(module, x, target, mse)
+    assert hk.hessian(module, x, target).matrix.allclose(expected, rtol=0, atol=1e-12)
+    assert hk.hessian_operator(module, x, target).to_matrix().allclose(expected, rtol=0, atol=1e-12)
+    assert hk.hessian_diagonal(module, x, target).flat.allclose(expected.diagonal(), rtol=0, atol=1e-12)
+    assert torch.get_rng_state().equal(state)
+
+
+RANDOM: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    "in place": lambda s, x: x @ s.W * torch.empty(4).uniform_(),
+    "a layer made on the way": lambda s, x: nn.Linear(4, 4).double()(x @ s.W),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("call", [hk.hessian, hk.check])
+def test_numbers_without_a_seed_are_refused(call: Callable[..., object], name: str) -> None:
+    with pytest.raises(hk.InputError, match=r"give different losses .* it draws random numbers"):
+        call(Formula(RANDOM[name], W=(4, 4)), draw(3, 4), draw(3, 4, seed=2))
+
+
+def test_a_draw_that_changes_nothing_is_no_matter() -> None:
+    assert_exact(Formula(lambda s, x: (x @ s.W + 0 * torch.randn(4)).sin(), W=(4, 4)), draw(3, 4))

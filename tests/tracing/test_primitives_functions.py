@@ -16,6 +16,7 @@ from derivations.elementwise import Elementwise
 OTHER, SLOPES = draw(2, 3, 4, seed=13), draw(4, seed=11)
 
 FUNCTIONS = {
+    **{name: getattr(torch, name) for name in ["erfc", "sinh", "cosh", "tan", "asin", "acos", "atan", "asinh", "nan_to_num"]},
     "mish": F.mish,
     "elu": F.elu,
     "elu with a slope": lambda y: F.elu(y, 0.7),
@@ -27,15 +28,7 @@ FUNCTIONS = {
     "threshold": lambda y: F.threshold(y, 0.1, 0.3),
     "logit": lambda y: torch.logit(y.sigmoid()),
     "logit within": lambda y: torch.logit(y.sigmoid(), 0.3),
-    "erfc": torch.erfc,
     "erfinv": lambda y: torch.erfinv(0.9 * y),
-    "sinh": torch.sinh,
-    "cosh": torch.cosh,
-    "tan": torch.tan,
-    "asin": torch.asin,
-    "acos": torch.acos,
-    "atan": torch.atan,
-    "asinh": torch.asinh,
     "acosh": lambda y: torch.acosh(y + 3),
     "atanh": lambda y: torch.atanh(0.9 * y),
     "log2": lambda y: torch.log2(y + 2),
@@ -43,7 +36,6 @@ FUNCTIONS = {
     "frac": lambda y: torch.frac(3 * y),
     "remainder": lambda y: torch.remainder(y, 0.3),
     "fmod": lambda y: torch.fmod(y, 0.3),
-    "nan_to_num": torch.nan_to_num,
     "clip": lambda y: y.clip(-0.3, 0.4),
     "entr": lambda y: torch.special.entr(y + 2),
 }
@@ -84,12 +76,8 @@ PARTS = {
 }
 
 STEPS = {
-    "sign": torch.sign,
-    "floor": torch.floor,
-    "ceil": torch.ceil,
-    "round": torch.round,
+    **{name: getattr(torch, name) for name in ["sign", "floor", "ceil", "round", "trunc"]},
     "round to digits": lambda y: torch.round(y, decimals=1),
-    "trunc": torch.trunc,
     "division with rounding": lambda y: y.div(OTHER, rounding_mode="floor"),
     "one_hot": lambda y: F.one_hot(y.argmax(-1), 4),
     "bucketize": lambda y: SLOPES[torch.bucketize(y, torch.linspace(-1, 1, 3))],
