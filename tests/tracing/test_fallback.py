@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import hessiankit as hk
+from hessiankit.tracing.derivative_tests import batch_difference, difference
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 PRODUCT = AutomaticDifferentiation(lambda a, b: a.exp() * b**3, "a^e b^3")
@@ -41,6 +43,34 @@ def test_second_derivative(tangents):
     to_a, to_b = PRODUCT.curvature((A, B), ADJOINT, tangents)
     assert close(to_a, ADJOINT * A.exp() * (B**3 * ta + 3 * B**2 * tb))
     assert close(to_b, ADJOINT * A.exp() * (3 * B**2 * ta + 6 * B * tb))
+
+
+def test_another_point_is_another_proof():
+    cube = AutomaticDifferentiation(lambda a: a**3, "cube")
+    for x in (A, B):
+        assert close(cube.curvature((x,), ADJOINT, (TA,))[0], ADJOINT * 6 * x * TA)
+
+
+def test_what_is_right_at_one_point_may_be_refused_at_another():
+    class Partly(Cube):
+        @staticmethod
+        def backward(ctx: Any, adjoint: Tensor) -> Tensor:
+            x = ctx.saved_tensors[0]
+            return adjoint * 3 * x.square() * (1 if bool((x < 5).all()) else 2)
+
+    cube = AutomaticDifferentiation(lambda x: Partly.apply(x), "cube")
+    assert cube.vjp((A,), TA)[0] is not None
+    with pytest.raises(hk.TraceError, match="cannot be trusted"):
+        cube.vjp((10 + A,), TA)
+
+
+def test_differences_that_cannot_be_told_are_not_small():
+    one, nan = (torch.tensor([1.0]),), (torch.tensor([float("nan")]),)
+    assert math.isnan(difference(one, nan))
+    assert math.isnan(difference((*nan, *one), (*nan, *one)))
+    assert batch_difference((torch.tensor([[2.0], [1.0]]),), one) == 0.0
+    for wrong in ([[1.0], [1.0]], [[2.0], [2.0]]):
+        assert batch_difference((torch.tensor(wrong),), one) > 0.4
 
 
 def test_errors_name_the_operation():

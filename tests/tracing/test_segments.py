@@ -371,6 +371,20 @@ def test_a_rotary_in_float32_within_a_model_in_float64():
         assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
 
 
+def test_a_row_left_out_of_the_gradient_is_left_out_of_the_comparison():
+    """An embedding whose padding token is read, before something that only autograd knows."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4)).double()
+    tokens, target = torch.tensor([[0, 1, 2], [4, 1, 3]]), draw(2, 3, 4, seed=7)
+
+    def spectral(z: Tensor, t: Tensor) -> Tensor:
+        return (torch.fft.fft(z, dim=1).real - t).square().mean()
+
+    found = hk.hessian(module, tokens, target, loss=spectral)
+    assert any("autograd" in name for name in found.fallbacks)
+    assert not found.block("0.weight", "1.weight")[4:8].any()
+
+
 class Rounded(torch.autograd.Function):
     """A straight-through function: rounded on the way forward, the identity on the way back."""
 
