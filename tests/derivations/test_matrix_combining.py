@@ -37,6 +37,7 @@ SIMPLIFIED: list[tuple[Matrix, str]] = [
     (K @ K, r"K_{2,3}\,K_{2,3}"),
     (V.T @ V @ Commutation(3, 1) @ Commutation(1, 3), r"V^\top\,V"),
     ((2 * W) @ (Fraction(1, 4) * V), r"\frac{1}{2}\,W\,V"),
+    (product(Product([W, scaled(3, V)]), Dense(tensor("U", 3, 4), "U")), r"3\,W\,V\,U"),
     (kron(2 * W, Fraction(1, 2) * V), r"W\otimes V"),
     (3 * (2 * W), r"6\,W"),
     (scaled(Fraction(1), W), "W"),

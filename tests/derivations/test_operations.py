@@ -362,5 +362,5 @@ def test_errors_of_rotations():
         rotary(LENGTH, WIDTH, cos=ones)
     with pytest.raises(ValueError, match=r"cos and sin need shape \(4, 3\), got \(5, 3\)"):
         rotary(4, WIDTH, cos=ones, sin=ones)
-    with pytest.raises(ValueError, match=r"Rotations: cos and sin need one shape \(LENGTH, w/2\)"):
+    with pytest.raises(ValueError, match=r"Rotations: cos and sin need one shape \(L, w/2\)"):
         Rotations(ones, ones[:1])

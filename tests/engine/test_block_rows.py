@@ -17,8 +17,9 @@ from torch.nn.functional import layer_norm, linear
 
 import hessiankit as hk
 from derivations.softmax import LinearisedSoftmax
-from hessiankit.engine import block_rows, sections
+from hessiankit.engine import block_rows, jacobians, sections
 from hessiankit.engine.block_rows import BlockRows
+from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
 
@@ -265,3 +266,29 @@ def test_a_whole_weight_in_small_chunks(small_chunks: None) -> None:
         return torch.softmax(torch.tanh(x @ s.p) * torch.tanh(x.flip(-1) @ s.p + 0.3), -1)
 
     assert_exact(Formula(f, p=(4, 3)), draw(2, 3, 4))
+
+
+WHICH = torch.tensor([[0, 1, 4], [2, 1, 3], [0, 1, 3], [0, 5, 4], [2, 1, 4], [2, 5, 3]])
+JACOBIANS: dict[str, ParameterJacobian] = {
+    "weight": WeightJacobian("u", None, draw(6, 4, seed=2), 3, False),
+    "weight stored the other way": WeightJacobian("u", None, draw(6, 4, seed=2), 3, True),
+    "gain": GainJacobian("u", None, draw(6, 3, seed=3)),
+    "bias": GainJacobian("u", None, torch.ones((), dtype=torch.float64).expand(6, 3)),
+    "table": IndexJacobian("u", torch.arange(6), WHICH),
+}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 6])
+@pytest.mark.parametrize("name", JACOBIANS)
+def test_the_diagonal_of_a_jacobian_from_equal_columns(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of J^T K J, with rows that meet in groups."""
+    u, groups = JACOBIANS[name], 6 // rows
+    assert u.reaches_one_column()
+    K = draw(groups, rows, 3, rows, 3, seed=5)
+    K = K + K.permute(0, 3, 4, 1, 2)
+    J = u.columns(0, u.size, torch.zeros(6, 3, dtype=torch.float64)).reshape(u.size, groups, rows, 3)
+    expected = torch.einsum("ugmp,gmpnq,ugnq->u", J, K, J)
+    D = K.diagonal(dim1=2, dim2=4)
+    assert torch.allclose(u.diagonal(D), expected, rtol=1e-13)
+    monkeypatch.setattr(jacobians, "SCRATCH", 1)
+    assert torch.allclose(u.diagonal(D), expected, rtol=1e-13)

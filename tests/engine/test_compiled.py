@@ -297,6 +297,16 @@ def test_turned_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert library.kernels() is not None
 
 
+def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    library._found.cache_clear()
+    assert library.kernels() is None
+    library.built().parent.mkdir()
+    library.built().write_text("not a library")
+    library._found.cache_clear()
+    assert library.kernels() is None
+
+
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out) == {"path": str(library.built()), "used": True, "compiled_before": True}

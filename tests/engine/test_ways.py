@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import ways_calls  # noqa: F401  (enters its ways into the table)
-import ways_constants  # noqa: F401
-import ways_hooks  # noqa: F401
 import ways_parameters  # noqa: F401
 import ways_state  # noqa: F401
 from curvature_reference import sample
