@@ -126,6 +126,11 @@ def test_cdist_which_autograd_differentiates_once(p):
     assert found.fallbacks == ()
 
 
+def test_a_count_of_entries_that_are_not_zero():
+    """The norm of order 0, which does not move."""
+    assert_exact(module_of(lambda y: y * torch.linalg.vector_norm(y, 0, -1, keepdim=True)), draw(2, 3, 5))
+
+
 def test_distances_from_itself():
     """The distance of a row from itself is 0 at any parameters."""
     off = ~torch.eye(3, dtype=torch.bool)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from derivations.linear import Add, MatMul, Multiple
 from hessiankit.tracing.fallback import AutomaticDifferentiation
+from hessiankit.tracing.source_line import source_line
 from hessiankit.tracing.trace import Trace
 
 EVERYTHING = {"bias": True, "attention_bias": True, "n_heads": 2, "causal": True}
@@ -125,3 +126,19 @@ def test_trace_error_names_the_line() -> None:
     with pytest.raises(hk.InputError, match=r'at .*test_trace.py:\d+ in forward: raise ValueError\("one call') as caught:
         hk.hessian(Stubborn(), draw(2, 4), draw(2, 3))
     assert "\n" not in str(caught.value)
+
+
+def test_an_exception_that_led_to_another() -> None:
+    def fail() -> None:
+        raise ValueError("no")  # cause
+
+    class Elsewhere(Exception):
+        pass
+
+    error = Elsewhere()
+    try:
+        fail()
+    except ValueError as cause:
+        error.__cause__ = cause
+    assert source_line(error).endswith('in fail: raise ValueError("no")  # cause')
+    assert source_line(ValueError("never raised")) == ""
