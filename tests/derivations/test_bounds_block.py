@@ -237,6 +237,11 @@ class TestRegion:
             assert at.sigma_2 >= near.sigma_2
             assert norm(whole_hessian(lambda X, w: post_block(X, w, eps=eps), moved)) <= bound
 
+    def test_infinite_where_a_row_may_become_constant(self) -> None:
+        p = draw(3, 4, 2, 5)
+        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p)).inflated(10.0)).whole == math.inf
+        assert post_block_a_priori(PostBlockNorms.measured(p.X, *arrays(p), eps=1e-3).inflated(10.0)).whole < math.inf
+
     @pytest.mark.parametrize("field", ["w_1", "w_2", "gain_1", "gain_2"])
     def test_monotone(self, field: str) -> None:
         p = draw(3, 4, 2, 5)

@@ -132,6 +132,13 @@ def test_values_are_torchs():
     assert relative_error(GroupNormRowsAt(X, 3).value, F.group_norm(X, 3, eps=0.0)) <= 1e-13  # without eps unless asked
 
 
+def test_a_loss_at_given_weights():
+    logits, labels = random_point(52, logits=(3, 5))["logits"], torch.tensor([4, 0, 2])
+    own, given = CrossEntropyAt(logits, labels.tolist()), CrossEntropyAt(torch.zeros(3, 5), labels, torch.softmax(logits, -1))
+    assert relative_error(given.value, own.value) < 1e-14
+    assert torch.equal(given.hessian("logits", "logits").dense(), own.hessian("logits", "logits").dense())
+
+
 LOGITS = torch.zeros(2, 3, 5)
 REFUSED = [
     (lambda: CrossEntropy().value(LOGITS, torch.zeros(2, 3)), r"need integer labels of shape \(2, 3\), got torch.float32"),

@@ -36,6 +36,13 @@ def test_it_computes_as_what_it_stands_for():
     assert J.norm_bound() == J.T.norm_bound() == pytest.approx(float(torch.linalg.matrix_norm(M, 2)), rel=1e-14)
 
 
+def test_transposed_twice_is_itself():
+    assert J.T.T.latex() == "J"
+    assert J.T.latex() == r"J^\top"
+    S = Named("S", Identity(3))
+    assert S.T is S  # symmetric by its structure
+
+
 def test_definitions_come_in_reading_order_and_once():
     B = Named("B", J.T @ J, "product")
     C = Named("C", Dense(torch.ones(3, 3, dtype=torch.float64), "N"))

@@ -16,6 +16,7 @@ from derivations.matrix import (
     Dense,
     Identity,
     Matrix,
+    Ones,
     Product,
     Vec,
     Zero,
@@ -65,6 +66,7 @@ def test_simplified(matrix: Matrix, latex: str) -> None:
 
 def test_mixed_products_keep_their_value() -> None:
     a, v, q = A, V.value, Q.value
+    assert torch.equal((W + (W - (W + Ones(3, 2)))).dense(), a - 1)
     assert torch.equal((kron(Identity(4), W) @ kron(Q, Identity(2))).dense(), torch.kron(q, a))
     assert torch.equal((kron(W, V) @ kron(V, W) @ kron(W, V)).dense(), torch.kron(a @ v @ a, v @ a @ v))
     found = (kron(J, Identity(6)) @ kron(P, R, Identity(2))).dense()
@@ -152,6 +154,13 @@ class TestNames:
         W = Dense(A, symbol)
         assert W.T.latex() == transposed
         assert W.T.T.latex() == symbol
+
+    def test_a_known_norm_is_used(self) -> None:
+        assert Dense(A, "W", norm=7.0).T.norm_bound() == 7.0
+
+    def test_a_vector_is_no_matrix(self) -> None:
+        with pytest.raises(ValueError, match="expected a matrix"):
+            Dense(torch.zeros(3))
 
     def test_brackets(self) -> None:
         W, V = Dense(A, "W"), Dense(A, "V")

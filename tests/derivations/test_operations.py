@@ -354,6 +354,11 @@ def test_exact_and_scaled_angles():
     assert rotary(2, 2, cos=cos[:1].repeat(2, 0), sin=sin[:1].repeat(2, 0)).norm_bound() == pytest.approx(1, abs=1e-15)
 
 
+def test_latex_of_rotations():
+    assert rotary(LENGTH, WIDTH, HEADS).T.latex() == r"I_{2}\otimes \operatorname{blockdiag}_l(R_l^\top)"
+    assert rotary(LENGTH, WIDTH).latex() == r"\operatorname{blockdiag}_l(R_l)"
+
+
 def test_errors_of_rotations():
     ones = torch.ones(LENGTH, WIDTH // 2)
     with pytest.raises(ValueError, match="expected an even width"):

@@ -230,3 +230,10 @@ def test_claims_that_speed_depends_on(claim):
     primitive, shapes, moving, expected = claim
     inputs, flags = [torch.zeros(shape) for shape in shapes], [flag == "1" for flag in moving]
     assert "".join("T" if primitive.rowwise(inputs, n + 1, flags) else "-" for n in range(len(expected))) == expected
+
+
+def test_losses_mix_rows_but_their_curvature_does_not():
+    Z, labels = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
+    for loss, inputs, largest in ((MeanSquaredError(1.0), (Z, Z), 3), (CrossEntropy(), (Z, labels), 2)):
+        assert not loss.rowwise(inputs, 1, (True, False))
+        assert [loss.separable(inputs, axes, (True, False)) for axes in (1, largest, largest + 1)] == [True, True, False]

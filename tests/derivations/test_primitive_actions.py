@@ -16,6 +16,7 @@ from derivations.activation import Activation, ActivationAt
 from derivations.binary import KINDS as BINARY_KINDS
 from derivations.binary import Binary
 from derivations.cast import Cast
+from derivations.directions import ALONE, by_columns
 from derivations.elementwise import KINDS as ELEMENTWISE_KINDS
 from derivations.elementwise import Elementwise
 from derivations.embedding import Embedding
@@ -238,3 +239,12 @@ def test_actions_do_not_depend_on_the_size_of_a_part(name, entries, monkeypatch)
     monkeypatch.setattr(directions, "CACHE_ENTRIES", entries)
     case = CASES[name]
     check_actions(case.primitive, case.f, case.inputs, case.movable, directions=5)
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (2, 3, 4), (3, 64, ALONE // 64), (2, 2, 3, 4)])
+def test_columns_are_contiguous(shape: tuple[int, ...]) -> None:
+    (b,) = draw(shape, seed=3)
+    turned = by_columns(b)
+    assert torch.equal(turned, b)
+    assert turned.mT.is_contiguous()
+    assert by_columns(turned) is turned

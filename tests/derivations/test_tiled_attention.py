@@ -126,6 +126,12 @@ def test_products_through_tiles_equal_reverse_over_reverse(recompute: str | None
         assert any(isinstance(step.primitive, TiledAttention) for step in operator._batches[0]._steps(0))
 
 
+def test_weights_that_are_not_numbers_are_refused() -> None:
+    Q, K, V = SAME
+    with pytest.raises(ValueError, match="the attention weights are not numbers"):
+        TiledAttention(ScaledDotProductAttention(), [Q * torch.inf, K, V], None, None).push([Q.unsqueeze(0), None, None])
+
+
 @st.composite
 def masked_by_tiles(draws: st.DrawFn) -> tuple[Tensor, int]:
     """An additive mask (L, S), each tile of which is zero, hidden, or of numbers, and a seed; no query sees nothing."""

@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 import pytest
+import sympy
 import torch
 from torch import Tensor
 
 from derivations import vecr
-from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Ones, Vec, VecIdentity, Zero, kron
+from derivations.matrix import Commutation, Dense, Diagonal, Identity, Matrix, Ones, SliceTranspose, Vec, VecIdentity, Zero, kron
 
 F64 = torch.float64
 
@@ -61,6 +62,7 @@ class TestDefinitions:
         assert close(vecr.hadamard_power(A, alpha), A ** float(alpha))
         assert all(isinstance(v, (int, Fraction)) for v in exact.reshape(-1))
         assert [float(v) for v in exact[0]] == pytest.approx((A[0] ** float(alpha)).tolist())
+        assert close(vecr.hadamard_power(torch.tensor([8.0], dtype=F64), Fraction(1, 3)), torch.tensor([2.0], dtype=F64))
 
     @pytest.mark.parametrize(
         ("node", "kind"),
@@ -130,6 +132,8 @@ def test_shapes_and_zeros_are_checked() -> None:
         (lambda: vecr.product_rule(A, Zero(6, 1), B, Zero(20, 1)), "A B does not conform"),
         (lambda: vecr.kronecker_rule(A, Zero(6, 1), B, Zero(6, 1)), "dB/dX must have one row for each of the 20 entries"),
         (lambda: vecr.inverse_rule(A), "square"),
+        (lambda: vecr.unvec_r(torch.zeros(5), 2, 3), "has 6 entries"),
+        (lambda: vecr.hadamard_power(np.array([8], dtype=object), Fraction(1, 3)), "half-integer"),
         (lambda: vecr.row_scaling(torch.tensor([1.0, 0.0]), "sigma"), "sigma has a zero entry"),
         (lambda: vecr.slice_transpose(Zero(12, 5), 3, 5, 4), "slice_transpose"),
         (lambda: vecr.contract(torch.zeros(3), Zero(12, 5), 5), "contract"),
@@ -202,3 +206,12 @@ class TestSecondDerivatives:
         assert agrees(vecr.contract(weight, H, 6), reference.reshape(6, 12))
         assert agrees(vecr.contract(row, H, 6), reference.reshape(6, 12))
         assert vecr.contract(row, H, 6).latex().startswith(r"\left(\lambda^\top\otimes I_{6}\right)")
+
+    def test_slice_transpose_keeps_structure(self) -> None:
+        assert isinstance(vecr.slice_transpose(Zero(12, 5), 3, 4, 5), Zero)
+        assert vecr.slice_transpose(Zero(12, 5), 3, 4, 5).shape == (15, 4)
+        H = kron(Identity(4), Ones(3))
+        turned = vecr.slice_transpose(2 * H, 4, 3, 4)
+        assert isinstance(turned.children()[0], SliceTranspose)
+        assert turned.sympy() == sympy.Matrix(turned.dense().int().tolist())
+        assert vecr.slice_transpose(H, 1, 12, 4).latex() == H.T.latex()
