@@ -188,3 +188,16 @@ def test_what_a_block_prints():
     assert repr(Attention(4, 4, n_kv_heads=2)) == "Attention(4 heads on 2, d_k=1, d_v=1)"
     assert "None" not in starred
     assert repr(GroupNorm(4, 2)) == "GroupNorm(2 x 2, layernorm, eps=1e-05)"
+
+
+def test_norms_of_unknown_letters():
+    with pytest.raises(hk.InputError, match="expected letters of 'qkvc'"):
+        Attention(4, norms="qo")
+
+
+def test_a_constant_row_without_eps_is_named_by_the_engine():
+    block = randomised(hk.TransformerBlock(4, 5, eps=0.0, placement="pre"))
+    x = draw(3, 4)
+    x[1] = 2.0
+    with pytest.raises(hk.HessiankitError, match="norm_1"):
+        hk.hessian(block, x, draw(3, 4))

@@ -272,3 +272,18 @@ def test_the_rounding_of_eigenvectors_is_part_of_a_structured_bound():
     problem, name = draw_problem(3001331), "norm_1.bias"
     norm, bound = problem.hessian.spectral_norm(name, name), structured(task_of(problem)).pairs[name, name]
     assert norm <= bound < norm * (1 + 1e-3)
+
+
+def test_other_modules_have_what_needs_no_rules():
+    layer = nn.Linear(3, 2).double()
+    report = hk.bounds(layer, torch.randn(4, 3, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.float64))
+    assert report.ratio("structured") == pytest.approx(1.0, rel=1e-8)
+    assert any("a_priori" in note for note in report.notes)
+    assert "a_priori" not in report.values["whole"]
+
+
+def test_an_attention_that_hardly_moves():
+    # the logits' gap lets one softmax weight underflow, so that a factor of a product has derivatives of 1e-160
+    problem = draw_problem(100038)
+    own = structured(make_task("bounds", problem.module, problem.x[None], problem.target[None], problem.loss))
+    assert problem.hessian.spectral_norm() <= own.whole < 10 * problem.hessian.spectral_norm()

@@ -461,3 +461,34 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
             assert true <= limit * (1 + 1e-9) + 1e-12
             ratios.append(true / limit if limit else 0.0)
     assert max(ratios) > 0.3
+
+
+def test_heads_that_read_different_rows_have_a_longer_row_than_any_value():
+    """Two heads without shared values, the first reads row 0 and the second row 1, of which each has its own half."""
+    Q, K, V = torch.full((1, 2), 1e3), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    Q, K, V = (Y.double() for Y in (Q, K, V))
+    C = context(Q, K, V, 1.0, 2, 1)
+    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2, groups=1)
+    assert Z.row == pytest.approx(float(C.norm()), rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
+
+
+def test_equal_keys_or_values_have_no_second_derivative():
+    """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
+    Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
+    Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1), heads=1, groups=1)
+    assert Z.hessian_row["Q", "Q"] == Z.jacobian["Q"] == Z.hessian_all["V", "Q"] == 0.0
+    Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1), heads=1, groups=1)
+    assert Z.hessian_row["Q", "Q"] == Z.hessian_row["K", "K"] == Z.jacobian["K"] == Z.hessian_all["Q", "K"] == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_ranges_and_rows_bound_what_they_say(seed):
+    X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
+    W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
+    b = torch.ones(3, dtype=torch.float64)
+    Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
+    assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
+    assert Y.row_jacobians() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
+    twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
+    assert twice.row_jacobians()["b"] == pytest.approx(2.0)
+    assert twice.jacobian["b"] == pytest.approx(2 * 5**0.5)

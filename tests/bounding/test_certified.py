@@ -187,3 +187,8 @@ def test_small_helpers():
 def test_errors(matrix, message):
     with pytest.raises(InputError, match=message):
         certify(matrix, {"a": slice(0, 2)})
+
+
+def test_zero_matrix():
+    found = certify(torch.zeros(3, 3, dtype=torch.float64), {"a": slice(0, 3)})
+    assert found.whole == CertifiedInterval(0.0, 0.0)

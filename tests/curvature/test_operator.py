@@ -226,3 +226,22 @@ def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch
     assert error(operator @ v, expected) <= EXACT
     with pytest.raises(OutOfMemoryError, match="to_matrix"):
         operator.to_matrix()
+
+
+def test_many_batches_in_float32_add_no_rounding() -> None:
+    module, x, t = block().float(), X[:1].float(), T[:1].float()
+    one, many = hessian_operator(module, x, t), hessian_operator(module, [(x, t)] * 40)
+    v = draw(one.shape[0], dtype=torch.float32)
+    assert error(many @ v, one @ v) <= torch.finfo(torch.float32).eps
+    assert error(many.gradient, one.gradient) <= torch.finfo(torch.float32).eps
+
+
+def test_blocks_are_cut_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hessiankit.curvature import operator as room
+
+    module = block()
+    wide = hessian_operator(module, X, T)
+    monkeypatch.setattr(room, "WORKSPACE", 3 * wide._batches[0].bytes_per_vector + 8)
+    narrow = hessian_operator(module, X, T)
+    assert wide.block_size > narrow.block_size == 3
+    assert error(narrow.to_matrix(), wide.to_matrix()) <= EXACT
