@@ -45,10 +45,9 @@ CHOICES = {
 
 
 def in_turn(cases: Iterable[Any]) -> list[Any]:
-    """Cases with every choice; all but one of them, which take turns, are tried by ``-m ""`` alone."""
-    marks: dict[int, Any] = {0: (), 1: pytest.mark.slow}
+    """Cases with every choice; all but two of them, which take turns, are tried by ``-m ""`` alone."""
     return [
-        pytest.param(case, choice, marks=marks.get((k + j) % len(CHOICES), pytest.mark.exhaustive))
+        pytest.param(case, choice, marks=() if (k + j) % len(CHOICES) < 2 else pytest.mark.exhaustive)
         for k, case in enumerate(cases)
         for j, choice in enumerate(CHOICES)
     ]

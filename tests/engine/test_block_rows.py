@@ -33,7 +33,7 @@ def assert_matrix_and_diagonal(expected: Tensor, tolerance: float, module: Formu
     assert (diagonal.flat - expected.diagonal()).abs().max() <= allowed
 
 
-@pytest.mark.parametrize(("seed", "choice"), in_turn(range(1000, 1030)))
+@pytest.mark.parametrize(("seed", "choice"), in_turn(range(1000, 1020)))
 def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, expected = program(seed)
     force(monkeypatch, CHOICES[choice])
