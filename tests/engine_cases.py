@@ -256,9 +256,9 @@ CASES: dict[str, Case] = {
         for name, f in BRANCHES.items()
         for shape in ((2, 9, 2), (9, 2))
     },
-    **{f"sites: {name}": Case(after(f), {"W": (4, 4), "T": (5, 3), "b": (4,), "G": (3, 4)}) for name, f in SITES.items()},
     **ROWS_MEET,
     **ROWS_APART,
+    **{f"sites: {name}": Case(after(f), {"W": (4, 4), "T": (5, 3), "b": (4,), "G": (3, 4)}) for name, f in SITES.items()},
 }
 
 # How a parameter enters: each with entries of the vectors p (or q, r) of 20, in an order of its own, so that uses overlap.
