@@ -294,7 +294,7 @@ def test_an_operation_with_kinks_and_one_route(mode: str, padding: str, dtype: t
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [0.0, 1e-8, 1e-4])
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-2])
 def test_two_routes_that_are_both_right_but_for_digits(size: float, dtype: torch.dtype) -> None:
     """The determinant near the identity: the two routes differ by more than rounding, each by little from the truth."""
 
@@ -325,3 +325,11 @@ def test_two_routes_that_agree_and_are_both_wrong(call: Callable[..., Any]) -> N
     module = Formula(lambda s, x: torch.linalg.svdvals(s.W @ x).sum(), W=(5, 3))
     with pytest.raises(hk.TraceError, match=r"linalg_svdvals.*its two routes agree: .* from central differences of its value"):
         call(module, draw(3, 6), loss=None)
+
+
+def test_a_point_where_a_derivative_is_infinite_is_named():
+    module = Formula(lambda s, x: torch.special.entr(s.W.square()), W=(2, 2))
+    with torch.no_grad():
+        module.W[0, 0] = 0.0
+    with pytest.raises(hk.HessiankitError, match="NaN or infinite: the operation 'special_entr'"):
+        hk.hessian(module, draw(1), draw(2, 2))
