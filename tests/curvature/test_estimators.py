@@ -225,3 +225,16 @@ def test_what_cannot_be_used() -> None:
             hk.scalar_estimates(operator, **options)
     with pytest.raises(hk.InputError, match=r"operator is a Linear; pass what hessian_operator"):
         hk.scalar_estimates(nn.Linear(2, 2))
+
+
+def test_the_random_numbers_of_the_user_are_left_alone() -> None:
+    operator, before = hk.hessian_operator(*block()), torch.get_rng_state()
+    hk.scalar_estimates(operator, products=10)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert estimators.scalar_estimates is hk.scalar_estimates
+
+
+def test_intervals_of_another_level(one: ScalarEstimates) -> None:
+    half = hk.scalar_estimates(hk.hessian_operator(*block()), products=40, level=0.5)
+    assert half.trace.value == one.trace.value
+    assert half.trace.half_width == pytest.approx(one.trace.half_width * 0.68762 / 2.09302, rel=1e-4)  # Student, 19

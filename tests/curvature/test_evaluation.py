@@ -212,3 +212,10 @@ def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
             expected = wide if found.ndim == 2 else wide.diagonal()
             assert float((found - expected).abs().max()) <= 1e-5 * float(wide.abs().max()), name
         assert "use a wider dtype" in told, name
+
+
+@pytest.mark.parametrize("norm", ["spectral_norm", "frobenius_norm"])
+def test_norm_of_half_a_pair_is_refused(norm: str) -> None:
+    found = hk.hessian(block(), X, T)
+    with pytest.raises(hk.InputError, match=f"Hessian.{norm}: name_j='norm_1.weight' without name_i"):
+        getattr(found, norm)(name_j="norm_1.weight")

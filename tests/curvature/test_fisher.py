@@ -202,3 +202,13 @@ def test_quadratic_model_by_autograd() -> None:
 def test_what_does_not_fit_is_one_clear_error(call: Any, options: dict[str, Any], said: str) -> None:
     module = Formula(lambda m, x: (x @ m.W) if options.get("loss", 0) is not None else (x @ m.W).sum(), W=(3, 4))
     assert_one_clear_error(lambda: call(module, X, None if options.get("loss", 0) is None else draw(5, 4), **options), said)
+
+
+def test_confident_rows_keep_their_digits() -> None:
+    """At p = 1 - 1e-20 the gradient is 1e-20, which p - 1 would round to zero."""
+    module = Formula(lambda m, x: x @ m.W, W=(1, 2))
+    module.W.data = torch.tensor([[46.0, 0.0]], dtype=torch.float64)
+    x = torch.ones(1, 1, dtype=torch.float64)
+    found = hessian_operator(module, x, torch.tensor([0]), loss="cross_entropy", kind="fisher-empirical").to_matrix()
+    p = float(torch.exp(torch.tensor(-46.0, dtype=torch.float64)))
+    assert float(found[1, 1]) == pytest.approx(p**2, rel=1e-12)

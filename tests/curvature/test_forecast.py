@@ -129,3 +129,21 @@ def test_what_a_sweep_takes_is_known_before(name: str, monkeypatch: pytest.Monke
         found = hk.hessian(module, x, torch.zeros_like(module(x)), handshake=False)
     assert meter.peak <= 2 * max(expected) + 2 * found.matrix.nbytes
     assert max(expected) <= 4 * meter.peak  # and no more than that: memory enough is not taken for too little
+
+
+def test_interrupted_by_the_keyboard() -> None:
+    """The module, its data and torch's settings are as before."""
+    module, x, t = block().train(), X.clone(), T.clone()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hk.hessian(module, x, t, batch_size=2, progress=stop)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert torch.equal(x, X)
+    assert torch.equal(t, T)
+    assert module.training
+    assert torch.is_grad_enabled()
+    assert all(p.grad is None for p in module.parameters())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit import frobenius_norms
-from hessiankit.curvature import frobenius, planning
+from hessiankit.curvature import evaluation, frobenius, planning
 from hessiankit.curvature import streaming as panel_sum
 from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.engine import sections
@@ -133,3 +133,33 @@ def test_at_once_where_the_matrix_fits(kind: str, batch_size: int | None, monkey
     assert (found.shapes, found.kind, found.fallbacks) == (panels.shapes, panels.kind, panels.fallbacks)
     assert found.loss == pytest.approx(panels.loss, rel=1e-13)
     assert steps[-1] == (5, 5)
+
+
+def test_by_panels_where_the_derivatives_do_not_fit_beside_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = block()
+    expected = hk.hessian(module, X, T).matrix
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(evaluation, "available_memory", lambda device: expected.nbytes + 1000)
+    panels: list[Any] = []
+    monkeypatch.setattr(frobenius, "PanelSum", lambda *a, **k: panels.append(a) or panel_sum.PanelSum(*a, **k))
+    monkeypatch.setattr(frobenius, "PANEL", 2**28)
+    found = frobenius_norms(module, X, T)
+    assert len(panels) == 1
+    assert_norms(found, expected)
+
+
+def test_interrupted_it_leaves_nothing_behind() -> None:
+    module = block()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        frobenius_norms(module, X, T, progress=stop)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None for p in module.parameters())
+    assert torch.is_grad_enabled()
+    assert torch.backends.mha.get_fastpath_enabled()
+    assert_norms(frobenius_norms(module, X, T), reverse_over_reverse(module, X, T, mse))

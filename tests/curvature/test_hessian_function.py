@@ -172,3 +172,20 @@ def test_errors_are_those_of_hessian() -> None:
         module[0].weight[0, 0] = torch.nan
     with pytest.raises(InputError, match=r"hessian_function: '0.weight' contains NaN"):
         f()
+
+
+def test_it_prints_its_parameters() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    assert "Hessian function of 75 parameters" in repr(f)
+    assert "0.weight" in str(f)
+
+
+def test_refused_data_are_not_the_last_ones() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    expected = f().matrix
+    for wrong in (x.float(), x[:, :3], x * torch.nan):
+        with pytest.raises(InputError):
+            f(wrong)
+        assert torch.equal(f().matrix, expected)

@@ -187,3 +187,9 @@ def test_bad_requests(name: str, H: HessianOperator, b: torch.Tensor) -> None:
         call(H, b)
     assert str(seen.value).startswith("solve: ")
     assert "\n" not in str(seen.value)
+
+
+def test_zero_is_solved_by_zero(G: HessianOperator, b: torch.Tensor) -> None:
+    for method in ("cg", "minres", "lsmr"):
+        found = G.solve(0 * b, damping=0.1, method=method)
+        assert (found.residual, found.converged, float(found.x.norm())) == (0.0, True, 0.0)

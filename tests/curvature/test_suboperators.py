@@ -215,3 +215,12 @@ OPERATOR = hessian_operator(block(), X, T)
 )
 def test_what_cannot_be_is_one_clear_error(call: Any, said: str) -> None:
     assert_one_clear_error(call, said)
+
+
+def test_a_parameter_without_effect_and_a_fallback() -> None:
+    module = Formula(lambda m, x: torch.sinc(x @ m.W), W=(4, 2), unused=(3,))
+    J = jacobian_operator(module, X[0], params=["W", "unused"])
+    assert J.fallbacks
+    assert float(J.to_matrix()[:, J.slices["unused"]].abs().max()) == 0
+    module.W.data.zero_()  # the operator keeps its point
+    assert float((J @ draw(J.shape[1])).abs().max()) > 0
