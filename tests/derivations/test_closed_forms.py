@@ -168,7 +168,7 @@ L, d = 3, 4
 def test_eps_per_row():
     point = random_point(3, X=(L, d), gamma=(d,))
     eps = torch.tensor([0.1, 0.0, 2.0], dtype=torch.float64)
-    for shaped in (eps, eps.reshape(L, 1)):
+    for shaped in (eps.tolist(), eps.reshape(L, 1)):
         check_all_blocks(LayerNormAt(**point, eps=shaped), lambda **p: layer_norm(eps.reshape(L, 1))(**p), point)
 
 
