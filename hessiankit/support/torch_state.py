@@ -254,15 +254,15 @@ def ieee_arithmetic() -> Iterator[None]:
 
 def _float32_settings() -> list[tuple[Any, str, Any]]:
     """(module of torch, attribute, value) of what decides about float32 arithmetic."""
-    cudnn = torch.backends.cudnn
+    cudnn: Any = torch.backends.cudnn
     try:
         return [
             (torch, "float32_matmul_precision", torch.get_float32_matmul_precision()),
             (cudnn, "allow_tf32", cudnn.allow_tf32),
         ]
     except RuntimeError:  # set by the names of torch 2.9, which differ for products and convolutions, devices and the CPU
-        parts = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
-        parts += [torch.backends.mkldnn.matmul, torch.backends.mkldnn.conv, torch.backends.mkldnn.rnn]
+        host: Any = torch.backends.mkldnn
+        parts = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn, host.matmul, host.conv, host.rnn)
         return [(part, "fp32_precision", part.fp32_precision) for part in parts]
 
 
