@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+from hessiankit.support.errors import HessiankitError
 
-BlockProduct: TypeAlias = "Callable[[int, tuple[Tensor, ...]], tuple[Tensor, ...]]"
+T = TypeVar("T")
+BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
 """(k, tangents of the parameters of block k) -> the product with the k-th diagonal block, one tensor a parameter."""
 
 
@@ -28,8 +30,7 @@ class JacobianProducts:
 
     def forward(self, *v: Tensor) -> Tensor:
         """Return J v."""
-        (Jv,) = _grad(self.back, (self.u,), v)
-        return torch.zeros_like(self.y) if Jv is None else Jv
+        return _filled(_grad(self.back, (self.u,), v), (self.u,))[0]
 
     def adjoint(self, w: Tensor) -> tuple[Tensor, ...]:
         """Return J^T w."""
@@ -56,7 +57,7 @@ class HessianProducts:
 
         def product(v: Tensor) -> Tensor:
             flat = v.split([p.numel() for p in parameters])
-            tangents = tuple(part.view_as(p) for part, p in zip(flat, parameters, strict=True))
+            tangents = [part.view_as(p) for part, p in zip(flat, parameters, strict=True)]
             total = torch.zeros_like(v)
             for batch in self.data.batches:
                 multiply = self.cached or self._linearised(batch)
@@ -68,27 +69,25 @@ class HessianProducts:
     def _linearised(self, batch: MicroBatch) -> BlockProduct:
         out = self.data.output(batch)
         target = self.data.target(batch, out)
-        if self.kind == "hessian":
-            return self._hessian(self.data.summed(out, target))
-        return self._gauss_newton(out, lambda z: self.data.summed(z, target))
+        return self._hessian(self.data.summed(out, target)) if self.kind == "hessian" else self._gauss_newton(out, target)
 
     def _hessian(self, loss: Tensor) -> BlockProduct:
-        parameters = list({id(p): p for block in self.blocks for p in block}.values())
-        gradients = torch.autograd.grad(loss, parameters, create_graph=True, allow_unused=True)
-        of_parameter = {id(p): g for p, g in zip(parameters, gradients, strict=True)}
+        parameters = {id(p): p for block in self.blocks for p in block}
+        gradients = torch.autograd.grad(loss, list(parameters.values()), create_graph=True, allow_unused=True)
+        of_parameter = dict(zip(parameters, gradients, strict=True))
 
-        def multiply(k: int, v: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def multiply(k: int, v: Sequence[Tensor]) -> Sequence[Tensor]:
             block = self.blocks[k]
             return _filled(_grad([of_parameter[id(p)] for p in block], block, v), block)
 
         return multiply
 
-    def _gauss_newton(self, out: Tensor, loss: Callable[[Tensor], Tensor]) -> BlockProduct:
+    def _gauss_newton(self, out: Tensor, target: Tensor) -> BlockProduct:
         z = out.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(loss(z), z, create_graph=True)
+        (slope,) = torch.autograd.grad(self.data.summed(z, target), z, create_graph=True)
         jacobians: dict[int, JacobianProducts] = {}
 
-        def multiply(k: int, v: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        def multiply(k: int, v: Sequence[Tensor]) -> Sequence[Tensor]:
             if k not in jacobians:
                 jacobians.clear()  # one block after the other
                 jacobians[k] = JacobianProducts(out, *self.blocks[k])
@@ -111,3 +110,29 @@ def _grad(
 
 def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, gradients, strict=True))
+
+
+def by_route(
+    route: str, size: int, most: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
+) -> tuple[T, str, str]:
+    """Return what closed forms give, or autograd; the name of the route taken; and why, where it was not asked for.
+
+    Args:
+        route: The name of either route, or ``"auto"``: closed forms where they can be taken.
+        size: Number of parameters.
+        most: Parameters up to which ``"auto"`` tries closed forms.
+        closed_forms: Their name, and the function; it may raise one of the library's errors.
+        autograd: The function of the other route, ``"autograd"``.
+    """
+    name, exact = closed_forms
+    why = ""
+    if route == "auto" and size > most:
+        why = f"{size:,} parameters, more than {most:,}"
+    elif route != "autograd":
+        try:
+            return exact(), name, ""
+        except HessiankitError as error:
+            if route == name:
+                raise
+            why = f"{type(error).__name__}: {error}"
+    return autograd(), "autograd", why

@@ -49,6 +49,8 @@ class Blocks:
 
 @dataclass
 class _Call:
+    """One call of a module: when, the hidden state that it took and the one that it returned."""
+
     order: int
     x: Tensor
     y: Tensor | None = None
@@ -238,21 +240,22 @@ class _Children:
     def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
         self.block, self.middles = block, middles
         self.names = {child: name for name, child in block.named_children()}
-        self.outputs: dict[str, list[Tensor]] = {}
-        self.sums: list[Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Wait for the next call; until then, calls of the children are those of another block that shares them."""
         self.x: Tensor | None = None
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.sum: Tensor | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
         self.x = None if state is None else state[1]
-        self.outputs, self.sums = {}, []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
-        if state is None or self.x is None or state[1].shape != self.x.shape:
-            return
-        if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
-            self.sums.append(state[1])
+        if self.sum is None and state is not None and self._is_sum(state[1]):
+            self.sum = state[1]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
@@ -260,23 +263,19 @@ class _Children:
             self.outputs.setdefault(self.names[module], []).append(y)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(self.block, TransformerBlock):
-            self.middles.append(self._of_placement(self.block))
-        else:
-            self.middles.append(self.sums[0] if self.sums else None)
-        self.outputs, self.sums, self.x = {}, [], None
+        self.middles.append(self._of_placement(self.block) if isinstance(self.block, TransformerBlock) else self.sum)
+        self._forget()
 
     def _is_sum(self, candidate: Tensor) -> bool:
         """Return whether this is x plus the output of an earlier child."""
-        assert self.x is not None
-        x = self.x
-        allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
-        return any(float((candidate - x - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
+        if self.x is None or candidate.shape != self.x.shape or isinstance(self.block, TransformerBlock):
+            return False
+        rest = candidate - self.x
+        allowed = TOLERANCE * torch.finfo(candidate.dtype).eps * float(candidate.abs().max())
+        return any(float((rest - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
 
     def _of_placement(self, block: TransformerBlock) -> Tensor | None:
         """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
-        if self.x is None:
-            return None
         calls = {name: iter(outputs) for name, outputs in self.outputs.items()}
         branches = {name: (lambda _, outputs=outputs: next(outputs)) for name, outputs in calls.items()}
         scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}

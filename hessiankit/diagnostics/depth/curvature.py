@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import TypeAlias
 
-import torch
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.diagnostics.depth.autograd_products import HessianProducts
+from hessiankit.diagnostics.depth.autograd_products import HessianProducts, by_route
 from hessiankit.diagnostics.depth.blocks import WHO
 from hessiankit.diagnostics.depth.estimates import Estimator, Measured, trace_of
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
-from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
+from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue
 
@@ -22,6 +22,7 @@ KINDS = ("hessian", "ggn")
 METHODS = ("auto", "exact", "autograd")
 SMALL = 2**15
 """Parameters of all blocks up to which the closed forms are tried first."""
+Numbers: TypeAlias = "tuple[RitzValue, Measured]"
 
 
 @dataclass(frozen=True)
@@ -78,47 +79,37 @@ def layer_curvature(
     empty = next((k for k, block in enumerate(blocks) if not block), None)
     if empty is not None:
         raise InputError(f"{WHO}: block {empty + 1} has no parameters, so that there is no curvature in them; leave it out")
-    total = sum(p.numel() for block in blocks for p in block.values())
-    reason = f"{total:,} parameters in the blocks" if method == "auto" else ""
-    if method == "exact" or (method == "auto" and total <= SMALL):
-        try:
-            return _exact(data, blocks, kind, estimator, tell)
-        except (TraceError, InputError, OutOfMemoryError) as error:
-            if method == "exact":
-                raise
-            reason = str(error)
-    return replace(_autograd(data, blocks, kind, estimator, tell), reason=reason)
+    sizes = tuple(sum(p.numel() for p in block.values()) for block in blocks)
 
+    def exact() -> tuple[list[Numbers], int | None]:
+        pairs, names = data.pairs(), list(dict.fromkeys(name for block in blocks for name in block))
+        traces = hessian_diagonal(data.model, pairs, loss=data.loss, params=names, kind=kind, max_products=None).traces
 
-def _exact(
-    data: BatchedLoss, blocks: list[dict[str, nn.Parameter]], kind: str, estimator: Estimator, tell: Callable[[int, int], None]
-) -> LayerCurvature:
-    pairs, everything = data.pairs(), list(dict.fromkeys(name for block in blocks for name in block))
-    traces = hessian_diagonal(data.model, pairs, loss=data.loss, params=everything, kind=kind, max_products=None).traces
-    top = []
-    for k, block in enumerate(blocks):
-        tell(k, len(blocks))
-        operator = hessian_operator(data.model, pairs, loss=data.loss, params=list(block), kind=kind)
-        top.append(estimator.largest_eigenvalue(operator.__matmul__, operator.gradient))
-    trace = tuple(Measured(sum(traces[name] for name in block)) for block in blocks)
-    return LayerCurvature(kind, tuple(top), trace, "exact", None, _sizes(blocks))
+        def of(k: int) -> Numbers:
+            operator = hessian_operator(data.model, pairs, loss=data.loss, params=list(blocks[k]), kind=kind)
+            top = estimator.largest_eigenvalue(operator.__matmul__, operator.gradient)
+            return top, Measured(sum(traces[name] for name in blocks[k]))
 
+        return each(of), None
 
-def _autograd(
-    data: BatchedLoss, blocks: list[dict[str, nn.Parameter]], kind: str, estimator: Estimator, tell: Callable[[int, int], None]
-) -> LayerCurvature:
-    sizes = _sizes(blocks)
-    draws = estimator.draws_for(max(sizes))
-    products = HessianProducts(data, [list(block.values()) for block in blocks], kind)
-    top, trace = [], []
-    for k, size in enumerate(sizes):
-        tell(k, len(blocks))
-        p = next(iter(blocks[k].values()))
-        like = torch.zeros(size, dtype=p.dtype, device=p.device)
-        top.append(estimator.largest_eigenvalue(products.of(k), like))
-        trace.append(trace_of(products.of(k), like, draws, estimator.seed + k))
-    return LayerCurvature(kind, tuple(top), tuple(trace), "autograd", draws, sizes)
+    def autograd() -> tuple[list[Numbers], int | None]:
+        draws = estimator.draws_for(max(sizes))
+        products = HessianProducts(data, [list(block.values()) for block in blocks], kind)
 
+        def of(k: int) -> Numbers:
+            like = next(iter(blocks[k].values())).new_zeros(sizes[k])
+            top = estimator.largest_eigenvalue(products.of(k), like)
+            return top, trace_of(products.of(k), like, draws, estimator.seed + k)
 
-def _sizes(blocks: list[dict[str, nn.Parameter]]) -> tuple[int, ...]:
-    return tuple(sum(p.numel() for p in block.values()) for block in blocks)
+        return each(of), draws
+
+    def each(of: Callable[[int], Numbers]) -> list[Numbers]:
+        numbers = []
+        for k in range(len(blocks)):
+            tell(k, len(blocks))
+            numbers.append(of(k))
+        return numbers
+
+    (numbers, draws), taken, reason = by_route(method, sum(sizes), SMALL, ("exact", exact), autograd)
+    top, trace = zip(*numbers, strict=True)
+    return LayerCurvature(kind, top, trace, taken, draws, sizes, reason)

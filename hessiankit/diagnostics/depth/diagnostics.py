@@ -171,22 +171,22 @@ def _stream(
     data: BatchedLoss, blocks: Blocks, chosen: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
     """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
-    sums, angles = StreamSums(len(blocks)), AngleSums(len(blocks))
+    sums, angles = StreamSums(), AngleSums(len(blocks))
     report = tell("variance")
     with torch.no_grad():
         for number, batch in enumerate(data.batches):
             report(number, len(data.batches))
-            with recording(blocks) as recorded, recording_middles(blocks) as middles:
+            with recording(blocks) as stream, recording_middles(blocks) as middles:
                 data.output(batch)
-            check_finite(recorded, blocks)
-            counted = counted_tokens(batch, recorded.inputs[0])
+            check_finite(stream, blocks)
+            counted = counted_tokens(batch, stream.inputs[0])
             if not bool(counted.any()):
                 raise InputError(f"{WHO}: no token of batch {number} counts, its mask leaves all of them out; keep at least one")
             last = last_tokens(counted)
             if "variance" in chosen:
-                sums.add(recorded.stream, middles, counted if tokens == "all" else last)
+                sums.add(stream.states, middles, counted if tokens == "all" else last)
             if "angles" in chosen:
-                angles.add(recorded.stream, counted, last)
+                angles.add(stream.states, counted, last)
     return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
 
 

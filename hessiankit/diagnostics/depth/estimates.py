@@ -34,15 +34,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Estimator:
-    """Estimates from products with a matrix: Lanczos for the largest eigenvalue, random signs for traces and norms.
-
-    Attributes:
-        draws: Random probes of Frobenius norms and traces.
-        exact_below: Size up to which all unit vectors are taken in place of probes.
-        tol: Tolerance of Lanczos's residual, relative to the eigenvalue of largest magnitude.
-        products: Products of one Lanczos run at most.
-        seed: Of probes and first vectors.
-    """
+    """Lanczos for largest eigenvalues, random signs for traces and norms; the options of :func:`depth_diagnostics`."""
 
     draws: int = 8
     exact_below: int = 256
@@ -95,7 +87,11 @@ def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:
 
 
 def mean_of(values: list[float], *, exact: bool) -> Measured:
-    """Return the sum of the exact values, one a unit vector, or the mean of the probes' with its standard error."""
+    """Return the sum of the exact values, one a unit vector, or the mean of the probes' with its standard error.
+
+    >>> mean_of([3.0, 5.0], exact=False), mean_of([3.0, 5.0], exact=True)
+    (Measured(value=4.0, standard_error=1.0), Measured(value=8.0, standard_error=0.0))
+    """
     if exact:
         return Measured(math.fsum(values))
     mean = math.fsum(values) / len(values)
@@ -106,12 +102,7 @@ def mean_of(values: list[float], *, exact: bool) -> Measured:
 
 
 def trace_of(product: Product, like: Tensor, draws: int | None, seed: int) -> Measured:
-    """Return tr A from products with A: the sum of e_k^T A e_k, or the mean of z^T A z over random signs z (Hutchinson 1990).
-
-    >>> A = torch.tensor([[1.0, 5.0], [5.0, 2.0]], dtype=torch.float64)
-    >>> trace_of(A.matmul, A[0], None, 0)
-    Measured(value=3.0, standard_error=0.0)
-    """
+    """Return tr A from products with A: the sum of e_k^T A e_k, or the mean of z^T A z over random signs z (Hutchinson 1990)."""
     values = [float((z * product(z)).double().sum()) for z in probes(like, draws, seed)]
     return mean_of(values, exact=draws is None)
 

@@ -13,7 +13,7 @@ from hessiankit.diagnostics.depth.autograd_products import JacobianProducts
 from hessiankit.diagnostics.depth.blocks import Blocks
 from hessiankit.diagnostics.depth.estimates import Estimator, Measured, mean_of, probes, root
 from hessiankit.diagnostics.depth.recording import recording
-from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue
 
@@ -55,62 +55,53 @@ class Jacobians(WithDict):
         )
 
 
-class _Map:
-    """J or J - I of one micro-batch, in products with vectors of the state's shape."""
-
-    def __init__(self, y: Tensor, x: Tensor, *, minus_identity: bool) -> None:
-        self.J, self.x, self.minus_identity = JacobianProducts(y, x), x, minus_identity
-
-    def forward(self, v: Tensor) -> Tensor:
-        return self.J.forward(v) - v if self.minus_identity else self.J.forward(v)
-
-    def gram(self, v: Tensor) -> Tensor:
-        """Return A^T A v, v flat."""
-        Av = self.forward(v.reshape(self.x.shape))
-        (back,) = self.J.adjoint(Av)
-        return (back - Av if self.minus_identity else back).reshape(-1)
-
-    def squares(self, draws: int | None, seed: int) -> list[float]:
-        """Return ||A z||^2 of each probe; the sum over all unit vectors for draws=None."""
-        squares = [float(self.forward(z).double().square().sum()) for z in probes(self.x, draws, seed)]
-        return squares if draws is not None else [math.fsum(squares)]
-
-
 def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: Callable[[int, int], None]) -> Jacobians:
     """Return the Jacobians' norms; all unit vectors are probes where the state of every micro-batch is small enough.
 
     Memory: the model's graph twice over for one micro-batch, as in a training step with second derivatives, and 20 states.
     """
-    spectral: list[list[RitzValue]] = [[] for _ in range(len(blocks) + 1)]  # of each map, by micro-batch
-    squares: list[list[list[float]]] = [[] for _ in spectral]
-    error, total = 0.0, len(data.batches) * len(spectral)
-    sizes = [_state(data, batch, blocks).numel() for batch in data.batches]
+    count = len(blocks) + 1  # of matrices: J_l - I of every block, and J of the stack
+    spectral: list[list[RitzValue]] = [[] for _ in range(count)]  # by micro-batch
+    squares: list[list[list[float]]] = [[] for _ in range(count)]
+    sizes, error = [], 0.0
+    for batch in data.batches:
+        with torch.no_grad(), recording(blocks) as record:
+            data.output(batch)
+        sizes.append(record.inputs[0].numel())
     draws = estimator.draws_for(max(sizes))
     for number, batch in enumerate(data.batches):
-        with recording(blocks, leaves="first") as recorded:
+        with recording(blocks, leaves="first") as record:
             data.output(batch)
-        whole = _Map(recorded.outputs[-1], recorded.inputs[0], minus_identity=False)
-        with recording(blocks, leaves="each") as recorded:
+        whole = JacobianProducts(record.outputs[-1], record.inputs[0])
+        with recording(blocks, leaves="each") as record:
             data.output(batch)
-        maps = [_Map(y, x, minus_identity=True) for x, y in zip(recorded.inputs, recorded.outputs, strict=True)]
-        shift = 7919 * number
-        for k, one in enumerate((*maps, whole)):
-            tell(number * len(spectral) + k, total)
-            spectral[k].append(estimator.largest_singular_value(one.gram, one.x.reshape(-1), shift))
-            squares[k].append(one.squares(draws, estimator.seed + shift))
-        (v,) = probes(whole.x, 1, estimator.seed + shift)
+        maps = [JacobianProducts(y, x) for x, y in zip(record.inputs, record.outputs, strict=True)]
+        like, shift = record.inputs[0].detach(), 7919 * number
+        for k, J in enumerate((*maps, whole)):
+            tell(number * count + k, len(data.batches) * count)
+            minus = 0.0 if J is whole else 1.0  # times the identity
+
+            spectral[k].append(estimator.largest_singular_value(_gram(J, minus), like.reshape(-1), shift))
+            images = (J.forward(z) - minus * z for z in probes(like, draws, estimator.seed + shift))
+            lengths = [float(Az.double().square().sum()) for Az in images]
+            squares[k].append(lengths if draws is not None else [math.fsum(lengths)])
+        (v,) = probes(like, 1, estimator.seed + shift)
         product, expected = v, whole.forward(v)
-        for one in maps:
-            product = one.J.forward(product)
+        for J in maps:
+            product = J.forward(product)
         error = max(error, float((product - expected).norm() / expected.norm()))
-    sums = [[math.fsum(column) for column in zip(*of_map, strict=True)] for of_map in squares]
+    sums = [[math.fsum(column) for column in zip(*of_one, strict=True)] for of_one in squares]
     *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
-    *norms, whole_norm = (max(of_map, key=lambda recorded: recorded.value) for of_map in spectral)
+    *norms, whole_norm = (max(of_one, key=lambda norm: norm.value) for of_one in spectral)
     return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)
 
 
-@torch.no_grad()
-def _state(data: BatchedLoss, batch: MicroBatch, blocks: Blocks) -> Tensor:
-    with recording(blocks) as recorded:
-        data.output(batch)
-    return recorded.inputs[0]
+def _gram(J: JacobianProducts, minus: float) -> Callable[[Tensor], Tensor]:
+    """Return the function v -> A^T A v of flat vectors, A = J - ``minus`` I."""
+
+    def gram(v: Tensor) -> Tensor:
+        v = v.view_as(J.y)
+        Av = J.forward(v) - minus * v
+        return (J.adjoint(Av)[0] - minus * Av).reshape(-1)
+
+    return gram

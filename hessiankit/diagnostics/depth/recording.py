@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -74,24 +73,30 @@ def quiet(model: nn.Module) -> Iterator[None]:
         yield
 
 
-@dataclass
-class StreamRecording:
+class Stream:
     """The input and the output of every block in one forward pass.
 
     ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
     """
 
-    inputs: list[Tensor] = field(default_factory=list)
-    outputs: list[Tensor] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
 
     @property
-    def stream(self) -> list[Tensor]:
+    def states(self) -> list[Tensor]:
         """x_1, ..., x_{L+1}."""
         return [*self.inputs, self.outputs[-1]]
 
 
+def _state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    state = hidden_state(args, kwargs)
+    assert state is not None
+    return state
+
+
 @contextmanager
-def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecording]:
+def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
     """Record the stream of the forward passes inside; each one replaces the one before.
 
     Args:
@@ -99,33 +104,29 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[StreamRecordi
         leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
             (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
     """
-    record = StreamRecording()
+    stream = Stream()
     first = blocks.modules[0]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        state = hidden_state(args, kwargs)
-        assert state is not None
-        key, x = state
+        key, x = _state(args, kwargs)
         if module is first:
-            record.inputs.clear()
-            record.outputs.clear()
+            stream.inputs.clear()
+            stream.outputs.clear()
         cut = leaves == "each" or (leaves == "first" and module is first)
-        if cut:
-            x = x.detach().requires_grad_()
-        record.inputs.append(x)
+        stream.inputs.append(x.detach().requires_grad_() if cut else x)
         if not cut:
             return None
         if isinstance(key, int):
-            return (*args[:key], x, *args[key + 1 :]), kwargs
-        return args, {**kwargs, key: x}
+            return (*args[:key], stream.inputs[-1], *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: stream.inputs[-1]}
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
         assert y is not None
-        record.outputs.append(y)
+        stream.outputs.append(y)
 
     with hooks(blocks.modules, before, after):
-        yield record
+        yield stream
 
 
 @contextmanager
@@ -133,19 +134,16 @@ def removed(block: nn.Module) -> Iterator[None]:
     """Replace a block by the identity on its hidden state; further outputs stay."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        state = hidden_state(args, kwargs)
-        assert state is not None
-        if isinstance(output, tuple):
-            return (state[1], *output[1:])
-        return [state[1], *output[1:]] if isinstance(output, list) else state[1]
+        x = _state(args, kwargs)[1]
+        return type(output)((x, *output[1:])) if type(output) in (tuple, list) else x
 
     with hooks([block], after=hook):
         yield
 
 
-def check_finite(recorded: StreamRecording, blocks: Blocks) -> None:
+def check_finite(stream: Stream, blocks: Blocks) -> None:
     """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
-    for k, x in enumerate(recorded.stream):
+    for k, x in enumerate(stream.states):
         if not bool(torch.isfinite(x).all()):
             where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
             raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
@@ -163,21 +161,22 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
-    with torch.enable_grad(), recording(blocks) as recorded, saved:
+    with torch.enable_grad(), recording(blocks) as stream, saved:
         out = data.output(batch)
-    x = recorded.inputs[0]
-    states = (len(blocks) + 1) * x.numel()
-    graph = saved.bytes + out.numel() * out.element_size()
-    largest = max((sum(p.numel() for p in block.parameters()) for block in blocks.modules), default=0)
-    weights = sum(p.numel() * p.element_size() for block in blocks.modules for p in block.parameters())
+    x, parameters = stream.inputs[0], [list(block.parameters()) for block in blocks.modules]
+    states = (len(blocks) + 1) * x.numel() * (x.element_size() + 8)
+    logits, graph = out.numel() * out.element_size(), saved.bytes + out.numel() * out.element_size()
+    largest = max((sum(p.numel() for p in block) for block in parameters), default=0)
+    weights = sum(p.numel() * p.element_size() for block in parameters for p in block)
+    curvature = SECOND * graph + weights + BASIS * largest * x.element_size()
     needed = {
-        "variance": states * (x.element_size() + 8),
-        "angles": states * (x.element_size() + 8),
+        "variance": states,
+        "angles": states,
         "drop": out.numel() * 24,
-        "gradient": graph + 2 * out.numel() * out.element_size() + 2 * weights,
+        "gradient": graph + 2 * logits + 2 * weights,
         "jacobian": 2 * SECOND * graph + BASIS * x.numel() * x.element_size(),
-        "hessian": SECOND * graph + weights + BASIS * largest * x.element_size(),
-        "ggn": SECOND * graph + weights + BASIS * largest * x.element_size(),
+        "hessian": curvature,
+        "ggn": curvature,
     }
     needed = {name: size for name, size in needed.items() if name in quantities}
     free = available_memory(x.device)
