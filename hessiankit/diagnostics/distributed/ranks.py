@@ -13,7 +13,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,15 +21,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import hessiankit.support.errors
+from hessiankit.diagnostics.digest import digest
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.package import __version__
 
 R = TypeVar("R")
 _ARRIVED: dict[str, int] = {}  # exchanges that this process has reached, by group
 _PATIENCE = 5.0  # seconds for asking the store who is missing: it may have been on the machine that is gone
-_SILENT = "the store of the process group, which knows who is missing, does not answer"
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
 
@@ -87,6 +88,13 @@ class Ranks:
             dist.all_reduce(place, group=self.group)
         return place.to(value.device)
 
+    def whole(self, value: Tensor) -> Tensor:
+        """Return all of a tensor that ``fully_shard`` has spread over the ranks; of others the tensor itself."""
+        if not isinstance(value, DTensor):
+            return value
+        with self.exchange():
+            return value.full_tensor()
+
     def together(self, work: Callable[[], R]) -> R:
         """Do the work of this rank; if it fails on any rank, raise the same line on all of them.
 
@@ -124,8 +132,8 @@ class Ranks:
             yield
             return
         began = time.monotonic()
-        _ARRIVED[self._key] = _ARRIVED.get(self._key, 0) + 1
-        self._note("arrived", str(_ARRIVED[self._key]))
+        _ARRIVED[self._key] = now = _ARRIVED.get(self._key, 0) + 1
+        self._note(str(now))
         try:
             yield
         except RankError:
@@ -133,11 +141,11 @@ class Ranks:
         except Exception as error:
             said = _communication(error) or _communication(error.__cause__)
             if said is None:
-                self._note("failed", f"{_ARRIVED[self._key]} {type(error).__name__}: {' '.join(str(error).split())}")
+                self._note(f"{now} {type(error).__name__}: {' '.join(str(error).split())}")
                 raise
             raise RankError(
                 f"{self.who}: rank {self.rank} of {self.size} lost the others after {time.monotonic() - began:.1f} s: "
-                f"{self._missing()}; read that rank's log, and start all ranks again (torch: {said})"
+                f"{self._missing(now)}; read that rank's log, and start all ranks again (torch: {said})"
             ) from error
 
     def _line(self, error: Exception | None) -> tuple[str, str] | None:
@@ -156,43 +164,37 @@ class Ranks:
             return made
         return RankError(f"{self.who}: {on}{kind}: {text}")
 
-    def _note(self, kind: str, text: str) -> None:
+    def _note(self, text: str) -> None:
+        """Write into the store which exchange this rank has reached, and how it failed there."""
         store = _store()
         if store is not None:
-            try:
-                store.set(f"{self._key}/{kind}/{self.rank}", text)
-            except RuntimeError:  # the exchange itself fails next, and tells who is missing
-                return
+            with suppress(RuntimeError):  # the exchange itself fails next, and tells who is missing
+                store.set(f"{self._key}/{self.rank}", text)
 
-    def _missing(self) -> str:
-        """Return a phrase on the ranks that have not reached this exchange, according to the store."""
-        found: list[str] = []
-        asking = threading.Thread(target=lambda: found.append(self._ask(_store())), daemon=True)
+    def _missing(self, now: int) -> str:
+        """Return a phrase on the ranks that have not reached this exchange, according to the store, which may be gone too."""
+        notes: list[list[str]] = []
+        asking = threading.Thread(target=lambda: notes.append(self._notes()), daemon=True)
         asking.start()
         asking.join(_PATIENCE)
-        return found[0] if found else _SILENT
-
-    def _ask(self, store: Any) -> str:
-        now = _ARRIVED[self._key]
-        absent, stopped = [], []
-        try:
-            for rank in range(self.size):
-                failed = _get(store, f"{self._key}/failed/{rank}").partition(" ")
-                if int(failed[0] or 0) >= now:  # others are of earlier calls
-                    stopped.append(f"rank {rank} stopped with {failed[2]}")
-                elif int(_get(store, f"{self._key}/arrived/{rank}") or 0) < now:
-                    absent.append(str(rank))
-        except (RuntimeError, AttributeError):
-            return _SILENT
+        if not notes or not notes[0]:
+            return "the store of the process group, which knows who is missing, does not answer"
+        reached = {rank: note.partition(" ") for rank, note in enumerate(notes[0])}
+        stopped = [f"rank {rank} stopped with {how}" for rank, (at, _, how) in reached.items() if how and int(at) >= now]
+        absent = [str(rank) for rank, (at, _, _) in reached.items() if int(at or 0) < now]
         if stopped:
             return "; ".join(stopped)
         if absent:
             return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} did not arrive (killed, stuck, or too far behind)"
         return "all ranks had arrived, so the connection failed, or a rank was killed while it exchanged"
 
-
-def _get(store: Any, key: str) -> str:
-    return str(store.get(key).decode()) if store.check([key]) else ""
+    def _notes(self) -> list[str]:
+        """Return what each rank has noted, nothing where the store does not answer."""
+        store, keys = _store(), [f"{self._key}/{rank}" for rank in range(self.size)]
+        try:
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+        except (RuntimeError, AttributeError):
+            return []
 
 
 def _communication(error: BaseException | None) -> str | None:
@@ -275,33 +277,6 @@ def init(*, timeout: float = 300.0, backend: str | None = None) -> Peer:
     return Peer(dist.get_rank(), dist.get_world_size(), device)
 
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD, _ODD_TOO = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-_CHUNK = 1 << 15  # entries that stay in a processor's cache; a GPU takes a thousand times as many at once
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """Return an integer that depends on every bit of a tensor and on its place: the sum of a hash of each, modulo 2^64.
-
-    Computed where the tensor is; integer arithmetic, so the same on every device.
-
-    >>> x = torch.tensor([1.0, -2.0])
-    >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(-x), fingerprint(x) == fingerprint(x.flip(0))
-    (True, False, False)
-    """
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    step = _CHUNK if bits.device.type == "cpu" else 1000 * _CHUNK
-    for start in range(0, bits.numel(), step):
-        x = bits[start : start + step].to(torch.int64, copy=True)
-        x ^= torch.arange(start, start + x.numel(), device=x.device).mul_(_ODD)
-        for factor in (_ODD, _ODD_TOO):  # multiplying carries differences up, shifting brings them down again
-            x = (x ^ (x >> 32)).mul_(factor)
-        total += (x ^ (x >> 29)).sum()
-    return int(total)
-
-
 def check_versions(ranks: Ranks) -> None:
     """Raise an error on every rank unless all of them run the same releases."""
     python = ".".join(platform.python_version_tuple()[:2])
@@ -316,7 +291,7 @@ def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -
         return
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     ranks.agree(**{f"the {what} {name!r}": shape for name, shape in shapes.items()}, **{f"the number of {what}s": len(shapes)})
-    held = ranks.gather([fingerprint(x) for x in tensors.values()])
+    held = ranks.gather([digest(x) for x in tensors.values()])
     for at, name in enumerate(tensors):
         for rank, other in enumerate(held):
             if other[at] != held[0][at]:
