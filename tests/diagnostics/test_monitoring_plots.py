@@ -70,18 +70,6 @@ def test_the_table(tmp_path):
     assert "Norm ~ FFN" in log._repr_html_()
 
 
-def test_a_long_run_shows_its_first_and_last_steps(tmp_path):
-    lines = Lines(tmp_path / "run.jsonl", HEADER)
-    for step in range(100):
-        lines.append({"step": step, "loss": 1.0})
-    log = MonitorLog.read(lines.path)
-    shown = [line.split()[0] for line in str(log).splitlines()]
-    rule = next(k for k, word in enumerate(shown) if word.startswith("─"))
-    assert len(shown) <= 25
-    assert (shown[rule + 1], shown[-2]) == ("0", "99")
-    assert [line.split()[0] for line in log.table().splitlines()][-100:] == [str(step) for step in range(100)]
-
-
 def test_every_panel_is_drawn(path, tmp_path):
     log = MonitorLog.read(path)
     picture = log.plot(tmp_path / "new" / "run.png", title="Mine")
@@ -89,16 +77,6 @@ def test_every_panel_is_drawn(path, tmp_path):
     assert len([title for title in titles if title]) == 10
     assert picture.texts[0].get_text() == "Mine"
     assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_the_same_file_gives_the_same_bytes(tmp_path):
-    log = MonitorLog.read(by_hand(tmp_path / "run.jsonl"))
-    picture = log.plot(tmp_path / "a.svg")
-    MonitorLog.read(tmp_path / "run.jsonl").plot(tmp_path / "b.svg")
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert picture._repr_png_().startswith(b"\x89PNG")
-    assert picture.texts[0].get_text() == "Linear, 4 parameters (run.jsonl)"
-    assert len(picture.axes) == 3
 
 
 def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
