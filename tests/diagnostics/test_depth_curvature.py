@@ -10,7 +10,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.depth.estimates import trace_of
+from hessiankit.diagnostics.depth.products import trace_of
 from hessiankit.support.errors import InputError, TraceError
 
 IDS, LABELS = tokens(2, 3), tokens(2, 3, seed=1)

@@ -68,6 +68,13 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), None)
 
 
+def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    """Return the hidden state among the arguments of a block, which has one; as :func:`hidden_state`."""
+    state = hidden_state(args, kwargs)
+    assert state is not None
+    return state
+
+
 def first_tensor(output: Any) -> Tensor | None:
     """Return the hidden state among what a block returns: the tensor itself, or a tuple's first entry."""
     first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -212,6 +219,64 @@ def _chains(name: str, container: nn.Module, calls: dict[int, list[_Call]]) -> l
 
 def _size(modules: Iterable[nn.Module]) -> int:
     return sum(p.numel() for m in modules for p in m.parameters())
+
+
+class Stream:
+    """The input and the output of every block in one forward pass.
+
+    ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    @property
+    def states(self) -> list[Tensor]:
+        """x_1, ..., x_{L+1}."""
+        return [*self.inputs, self.outputs[-1]]
+
+
+@contextmanager
+def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
+    """Record the stream of the forward passes inside; each one replaces the one before.
+
+    Args:
+        blocks: The blocks.
+        leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
+            (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
+    """
+    stream = Stream()
+    first = blocks.modules[0]
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key, x = state_of(args, kwargs)
+        if module is first:
+            stream.inputs.clear()
+            stream.outputs.clear()
+        cut = leaves == "each" or (leaves == "first" and module is first)
+        stream.inputs.append(x.detach().requires_grad_() if cut else x)
+        if not cut:
+            return None
+        if isinstance(key, int):
+            return (*args[:key], stream.inputs[-1], *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: stream.inputs[-1]}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        y = first_tensor(output)
+        assert y is not None
+        stream.outputs.append(y)
+
+    with hooks(blocks.modules, before, after):
+        yield stream
+
+
+def check_finite(stream: Stream, blocks: Blocks) -> None:
+    """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
+    for k, x in enumerate(stream.states):
+        if not bool(torch.isfinite(x).all()):
+            where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
+            raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
 
 
 TOLERANCE = 64

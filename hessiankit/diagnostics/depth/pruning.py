@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.diagnostics.depth.blocks import WHO, Blocks
-from hessiankit.diagnostics.depth.recording import removed
+from hessiankit.diagnostics.depth.blocks import WHO, Blocks, hooks, state_of
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -50,6 +52,18 @@ def pruning_drop(data: BatchedLoss, blocks: Blocks, *, renumber: bool = False, t
         if accuracy is not None and right is not None:
             accuracies.append(right - accuracy)
     return PruningDrop(loss, accuracy, tuple(losses), None if accuracy is None else tuple(accuracies), renumber)
+
+
+@contextmanager
+def removed(block: nn.Module) -> Iterator[None]:
+    """Replace a block by the identity on its hidden state; further outputs stay."""
+
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        x = state_of(args, kwargs)[1]
+        return type(output)((x, *output[1:])) if type(output) in (tuple, list) else x
+
+    with hooks([block], after=hook):
+        yield
 
 
 def _layered(blocks: Blocks) -> list[TransformerBlock]:

@@ -12,8 +12,7 @@ from torch import nn
 
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
 from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
-from hessiankit.diagnostics.distributed.sharded import sharded_replicates
-from hessiankit.diagnostics.distributed.unwrapping import is_sharded, unwrapped
+from hessiankit.diagnostics.distributed.sharded import is_sharded, sharded_replicates, unwrapped
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, micro_batches
 from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
 from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates_of

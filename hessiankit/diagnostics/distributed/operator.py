@@ -22,7 +22,7 @@ from hessiankit.curvature.operator import HessianOperator, check_options, linear
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
 from hessiankit.diagnostics.distributed.same_function import check_same_function, common
-from hessiankit.diagnostics.distributed.unwrapping import filled, is_sharded, unwrapped
+from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
 from hessiankit.engine.problem.batches import Weights, batches
@@ -146,7 +146,7 @@ def hessian_operator(
         if ranks.size > 1 and not known:
             raise InputError(
                 f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms "
-                "each of this rank's batches' losses is the mean of (or a function (inputs, target) -> number), or reduction='sum'"
+                "the loss of each of this rank's batches is the mean of (or a function of inputs and target), or reduction='sum'"
             )
 
     ranks.together(check)

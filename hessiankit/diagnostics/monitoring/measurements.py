@@ -16,7 +16,7 @@ from hessiankit.curvature.dense import hessian, spectral_norm
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.suboperators import positions
 from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.depth.autograd_products import HessianProducts, by_route
+from hessiankit.diagnostics.depth.products import HessianProducts, by_route
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
