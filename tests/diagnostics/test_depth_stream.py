@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 from depth_reference import language_model, stream_of, tokens
 
 from hessiankit.blocks import PLACEMENTS, Placement
+from hessiankit.blocks.placements import steps
 from hessiankit.diagnostics.depth import angular_distance, depth_diagnostics, growth_laws
 
 IDS = tokens(3, 5)
@@ -48,11 +48,9 @@ def test_the_stream_between_the_sub_layers_of_every_placement(monkeypatch):
         if model.embedding_norm is not None:
             x = model.embedding_norm(x).detach()
         for k, block in enumerate(model.blocks):
-            seen = []
-            middle = _Spy(block, seen)
             with torch.no_grad():
-                y = block.equation(middle, _Traced(x, seen)).value
-            Y = seen[-1]
+                values = dict(steps(block.own_placement.equation, block, x))
+            Y, y = values["Y"], values[""]
             assert found.middle_variance[k] == pytest.approx(float(Y.var(-1, correction=0).mean()), rel=1e-10), name
             for kind, a, b in (("attention", x, Y), ("feedforward", Y, y)):
                 cosine = torch.cosine_similarity(a, b - a, dim=-1, eps=0)
@@ -60,40 +58,6 @@ def test_the_stream_between_the_sub_layers_of_every_placement(monkeypatch):
                 assert found.rho[kind][k] == pytest.approx(float(cosine.mean()), rel=1e-9), name
                 assert found.update_ratio[kind][k] == pytest.approx(float(ratio.mean()), rel=1e-9), name
             x = y
-
-
-class _Traced:
-    """The stream as an equation sees it, with the value of the variable Y noted where the second line begins."""
-
-    def __init__(self, value, seen):
-        self.value, self.seen = value, seen
-
-    def __add__(self, other):
-        return _Traced(self.value + other.value, self.seen)
-
-    def __mul__(self, other):
-        return _Traced(self.value * other, self.seen)
-
-    __rmul__ = __mul__
-
-
-class _Spy:
-    """A block whose local variable Y is read from the frame of its equation when the network is called."""
-
-    def __init__(self, block, seen):
-        self.block, self.seen = block, seen
-
-    def __getattr__(self, name):
-        part = getattr(self.block, name)
-        if not callable(part):
-            return part
-
-        def call(x):
-            if name == "feedforward":
-                self.seen.append(sys._getframe(1).f_locals["Y"].value)
-            return _Traced(part(x.value), self.seen)
-
-        return call
 
 
 def test_a_branch_of_zeros_has_no_direction():

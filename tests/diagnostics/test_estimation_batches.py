@@ -21,8 +21,8 @@ class Dictionary(nn.Module):
         super().__init__()
         self.model, self.form = tiny(), form
 
-    def forward(self, input_ids, attention_mask=None):
-        logits = self.model(input_ids)
+    def forward(self, input_ids, attention_mask=None, table=None):
+        logits = self.model(input_ids) * (1.0 if table is None else table.sum() / 21)
         if self.form == "tuple":
             return logits, None
         return {"logits": logits} if self.form == "dict" else type("Output", (), {"logits": logits})()
@@ -57,7 +57,9 @@ def test_mappings_are_keyword_arguments_whose_labels_are_one_place_later(form):
     batch = {"input_ids": X, "attention_mask": mask, "labels": X}
     assert values(batch, None, model) == pytest.approx(wanted, rel=1e-12)
     parts = [{key: x[rows] for key, x in batch.items()} for rows in (slice(0, 2), slice(2, 5))]
-    assert values(parts, None, model, micro_batch=1) == pytest.approx(values(batch, None, model, micro_batch=1), rel=1e-12)
+    shared = {**batch, "table": torch.arange(7)}  # which every micro-batch gets whole
+    for data in (parts, shared):
+        assert values(data, None, model, micro_batch=1) == pytest.approx(values(batch, None, model, micro_batch=1), rel=1e-12)
     unshifted = values({"input_ids": X, "attention_mask": mask}, X, model)
     assert values(batch, None, model, shift=False) == pytest.approx(unshifted, rel=1e-12)
     assert unshifted != pytest.approx(wanted, rel=1e-3)

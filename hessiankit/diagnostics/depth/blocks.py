@@ -23,12 +23,9 @@ NEGLIGIBLE = 0.1
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model, first to last.
+    """The blocks of a model, first to last, with their names in ``model.named_modules()``.
 
-    Attributes:
-        name: The list's name in the model, or ``"blocks"`` where they were named one by one.
-        names: Name of each block in ``model.named_modules()``.
-        modules: The blocks.
+    ``name`` is that of their list, or ``"blocks"`` where they were named one by one.
     """
 
     name: str
@@ -104,11 +101,7 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
 
     A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, keep the
     shape of their input, and each take the output of the one before. Of nested stacks, the one with most parameters is taken.
-
-    Args:
-        model: The model.
-        run: Calls the model once, without gradients.
-        blocks: The list's name, or the blocks (modules or their names) from first to last; then only checked.
+    Those that ``blocks`` names are only checked. ``run`` calls the model once, without gradients.
 
     Raises:
         InputError: If there is no such list, there are two beside each other, or the named ones are no chain.
@@ -241,10 +234,8 @@ class Stream:
 def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
     """Record the stream of the forward passes inside; each one replaces the one before.
 
-    Args:
-        blocks: The blocks.
-        leaves: Which blocks' inputs are cut off from what comes before and made leaves of autograd: ``"none"``, ``"first"``
-            (so that y_L is a function of x_1) or ``"each"`` (so that y_l is a function of x_l alone).
+    The inputs of ``leaves`` are cut off from what comes before and made leaves of autograd: of ``"none"`` of the blocks, of the
+    ``"first"`` (so that y_L is a function of x_1) or of ``"each"`` (so that y_l is a function of x_l alone).
     """
     stream = Stream()
     first = blocks.modules[0]

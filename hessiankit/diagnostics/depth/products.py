@@ -121,12 +121,8 @@ def by_route(
 ) -> tuple[T, str, str]:
     """Return what closed forms give, or autograd; the name of the route taken; and why, where it was not asked for.
 
-    Args:
-        route: The name of either route, or ``"auto"``: closed forms where they can be taken.
-        size: Number of parameters.
-        most: Parameters up to which ``"auto"`` tries closed forms.
-        closed_forms: Their name, and the function; it may raise one of the library's errors.
-        autograd: The function of the other route, ``"autograd"``.
+    ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``most`` parameters, unless
+    they raise one of the library's errors.
     """
     name, exact = closed_forms
     why = ""

@@ -41,11 +41,9 @@ def check_same_function(
 ) -> None:
     """Raise an error on every rank unless the same operations with the same numbers run on all of them.
 
-    Args:
-        ranks: The ranks, more than one.
-        run: Calls the module with the data of :func:`common`, within the context manager that it is passed.
-        named: Tensors that are known to be equal, by name: data, parameters, buffers.
-        sharded: Whether parameters are spread over the ranks: operations on these alone are left out.
+    ``run`` calls the module with the data of :func:`common`, within the context manager that it is passed. Tensors that are
+    known to be equal are ``named``: data, parameters, buffers. Of a ``sharded`` model operations on
+    parameters alone are left out.
     """
     calls = _Calls(named, data_only=sharded)
     with torch.compiler.set_stance("force_eager"):  # compiled code shows no operations

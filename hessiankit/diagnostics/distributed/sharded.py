@@ -65,15 +65,9 @@ def is_sharded(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Module:
-    """Write the whole parameters and buffers of a sharded model into a plain one, on every rank, and return that.
+    """Write the whole parameters and buffers of a sharded model into a plain replica of it, on every rank, and return that.
 
-    Memory: on each rank the replica, and one whole parameter at a time beside it.
-
-    Args:
-        ranks: The ranks.
-        model: The sharded model.
-        replica: A module of the same architecture that is not sharded. Its values are overwritten, its mode becomes the
-            model's.
+    Its mode becomes the model's. Memory: on each rank the replica, and one whole parameter at a time beside it.
     """
 
     def check() -> nn.Module:
@@ -96,9 +90,7 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
     found = ranks.together(check)
     targets = {**dict(found.named_parameters()), **dict(found.named_buffers())}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
-        with ranks.exchange():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-        targets[name].copy_(whole)
+        targets[name].copy_(ranks.whole(value))
     for copy, original in zip(found.modules(), model.modules(), strict=True):
         copy.training = original.training
     return found

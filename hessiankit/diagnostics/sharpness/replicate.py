@@ -24,6 +24,8 @@ from hessiankit.support.errors import InputError
 class Replicates:
     """The sum of h over the entries of each part, for each micro-batch and draw, before any statistics.
 
+    Attributes that are not named here are those of :class:`SharpnessReport`.
+
     Attributes:
         parts: The parts, in the order of the last axis of ``values``.
         values: Float64 (micro-batches, draws, parts) on the CPU.
@@ -33,14 +35,6 @@ class Replicates:
             (draws, rows).
         seen: Which of its rows the data looked up, (rows,).
         entries: For each parameter, the sum over micro-batches and draws of terms x h, in its shape; empty without histograms.
-        sequences: Number of sequences, of which at least one position counts.
-        per: ``"token"`` or ``"sequence"``: what a term is.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-        kind: ``"fisher-mc"``, ``"fisher-empirical"``, or ``"ggn"`` and ``"hessian"`` for exact values.
-        seed: Of the labels.
-        frozen: Parameters that were left out because they do not require a gradient.
-        unused: Parameters that no output depended on; their h is 0.
-        seconds: Time taken.
         unlikely: How many labels of one draw of all are expected not to be the likeliest one; infinite for squared error.
     """
 

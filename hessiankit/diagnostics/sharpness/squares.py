@@ -43,22 +43,9 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 class SquaredGradients:
-    """Sums of squared gradients over micro-batches and draws: by part, by row of an embedding, by entry.
+    """Sums of squared gradients over micro-batches and draws, so far: what :class:`Replicates` holds in the end, by its names.
 
-    Args:
-        measured: The parts.
-        draws: Draws of the labels.
-        histograms: Whether to add up squares entry by entry.
-        whole: Returns all of a tensor that is spread over several processes; of others the tensor itself.
-
-    Attributes:
-        values: For each micro-batch the sums over the entries of each part, float64 (draws, parts).
-        terms: For each micro-batch the number of terms of its loss.
-        sequences: Sequences so far.
-        unlikely: Labels of one draw so far that are expected not to be the likeliest one.
-        rows: For each embedding the sums along its rows, weighted by terms, (draws, rows).
-        entries: For each parameter the sums over micro-batches and draws, weighted by terms; empty without histograms.
-        unused: Parameters without a gradient so far.
+    ``whole`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
     """
 
     def __init__(
