@@ -56,6 +56,8 @@ def test_renumbered_factors_are_those_of_a_model_with_one_block_less():
     assert moved.loss_change[3] == frozen.loss_change[3]  # nothing lies behind the last block
     assert abs(moved.loss_change[0] - frozen.loss_change[0]) > 1e-4
     assert "renumbered" in str(depth_diagnostics(model, IDS, LABELS, what="drop", renumber=True))
+    pre = [depth_diagnostics(language_model(2), IDS, LABELS, what="drop", renumber=yes).drop for yes in (False, True)]
+    assert pre[0].loss_change == pre[1].loss_change  # a placement without factors
 
 
 def test_what_cannot_be_renumbered():

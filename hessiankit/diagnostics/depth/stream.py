@@ -77,7 +77,8 @@ class StreamSums:
         kinds = ("block", "attention", "feedforward") if self.has_middles else ("block",)
         means = {name: [tuple(row) for row in (sums / self.tokens).tolist()] for name, sums in self.sums.items()}
         rho, ratio = ({kind: means[kind][k] for kind in kinds} for k in (0, 1))
-        return StreamStatistics(*means["moments"], rho, ratio, means["middle"][0] if self.has_middles else None, self.tokens)
+        variance, second = means["moments"]
+        return StreamStatistics(variance, second, rho, ratio, means["middle"][0] if self.has_middles else None, self.tokens)
 
 
 def _tokens(x: Tensor, keep: Tensor) -> Tensor:
