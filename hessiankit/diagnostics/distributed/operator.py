@@ -7,7 +7,7 @@ processors, stop after different numbers of products, and deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -220,7 +220,11 @@ def _named(loss: Loss) -> str:
 
 
 LANCZOS = "top_eigenvalues"
-ENDS = {"LA": np.negative, "SA": np.positive, "LM": lambda values: -np.abs(values)}
+ENDS: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    "LA": np.negative,
+    "SA": np.positive,
+    "LM": lambda values: -np.abs(values),
+}
 """What the eigenvalues are sorted by, for each end of the spectrum."""
 
 

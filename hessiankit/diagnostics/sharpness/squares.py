@@ -57,6 +57,9 @@ class SquaredGradients:
         self.sequences, self.unlikely = 0, 0.0
         self.rows: dict[str, Tensor] = {}
         parameters = measured.parameters
+        self.places: dict[str, list[int]] = {name: [] for name in parameters}
+        for k, part in enumerate(measured.parts):
+            self.places[part.parameter].append(k)
         self.entries = {name: _zeros(p.detach()) for name, p in parameters.items()} if histograms else {}
         self.unused = set(parameters)
 
@@ -75,9 +78,8 @@ class SquaredGradients:
         squares = [torch.zeros(())] * len(self.parts)
         for name, own in gradients.items():
             gradient = self.whole(own)
-            for k, part in enumerate(self.parts):
-                if part.parameter == name:
-                    squares[k] = torch.stack([sum_of_squares(view) for view in part.of(gradient)]).sum()
+            for k in self.places[name]:
+                squares[k] = torch.stack([sum_of_squares(view) for view in self.parts[k].of(gradient)]).sum()
             if name in embeddings:
                 none = torch.zeros(self.draws, len(gradient), dtype=torch.float64)
                 self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)
@@ -122,7 +124,7 @@ class Histogram:
         entries: All of them.
 
     >>> found = histogram([torch.tensor([0.0, 1.0, 10.0, 15.0])])
-    >>> found.zeros, found.entries, found.median
+    >>> found.zeros, found.entries, found.quantile(0.5)
     (1, 4, 11.547819846894582)
     """
 
@@ -136,11 +138,6 @@ class Histogram:
     def edges(self) -> tuple[float, ...]:
         """log10 of the bins' edges, one more than there are bins."""
         return tuple(self.first + k / PER_DECADE for k in range(len(self.counts) + 1))
-
-    @property
-    def median(self) -> float:
-        """The median of the positive entries, interpolated inside its bin."""
-        return self.quantile(0.5)
 
     def quantile(self, level: float) -> float:
         """Return a quantile of the positive entries, interpolated inside its bin; NaN where there are none."""
