@@ -14,7 +14,6 @@ import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.support.errors import InputError
 
-
 IDS, LABELS = tokens(3, 5), tokens(3, 5, seed=1)
 LABELS[0, :3] = -100
 
