@@ -183,7 +183,7 @@ class Estimator:
         The first vector depends on seed + shift and the size only, not on device and dtype.
         """
         generator = torch.Generator().manual_seed(self.seed + shift)
-        start = torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        start = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
         return replace(lanczos(product, start, tol=self.tol, most=self.products), vector=None)
 
     def largest_singular_value(self, gram: Product, like: Tensor, shift: int = 0) -> RitzValue:
@@ -206,7 +206,7 @@ def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:
         return
     generator = torch.Generator().manual_seed(seed)
     for _ in range(draws):
-        signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8) * 2 - 1
+        signs = torch.randint(0, 2, like.shape, generator=generator, dtype=torch.int8, device="cpu") * 2 - 1
         yield signs.to(like)
 
 

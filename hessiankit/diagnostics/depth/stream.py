@@ -138,7 +138,7 @@ class AngularDistances(WithDict):
         out = self.by_distance(tokens)
         for n, row in enumerate(out):
             known = row[: len(row) - n]
-            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype) / 100)
+            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype, device="cpu") / 100)
             width = high - low
             known.copy_((known.clamp(low, high) - low) / width if width > 0 else torch.zeros_like(known))
         return out
@@ -169,7 +169,7 @@ class AngleSums:
     """Sums of angular distances over all counted tokens, and over the last one of each sequence, of all batches."""
 
     def __init__(self, n_layers: int) -> None:
-        self.sums = torch.zeros(2, n_layers + 1, n_layers + 1, dtype=torch.float64)
+        self.sums = torch.zeros(2, n_layers + 1, n_layers + 1, dtype=torch.float64, device="cpu")
         self.tokens = [0, 0]
 
     def add(self, stream: list[Tensor], keep: Tensor, last: Tensor) -> None:

@@ -362,7 +362,7 @@ def _variance(axes: Axes, log: MonitorLog) -> None:
 def _angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
     measured = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
-    at, values = measured[-1][0], torch.tensor(measured[-1][1], dtype=torch.float64)
+    at, values = measured[-1][0], torch.tensor(measured[-1][1], dtype=torch.float64, device="cpu")
     shown = AngularDistances(values, values).by_distance().numpy()
     edge = len(shown) + 0.5
     _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")

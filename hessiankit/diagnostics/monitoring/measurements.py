@@ -107,7 +107,7 @@ def eigenvalue(
     if not parameters:
         raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
     size, first = sum(p.numel() for p in parameters.values()), next(iter(parameters.values()))
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(first.device, first.dtype)
 
     def exact() -> Product:
         counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]

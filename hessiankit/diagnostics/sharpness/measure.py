@@ -149,8 +149,8 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
     return Replicates(
         parts=measured.parts,
-        values=torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
-        terms=torch.tensor([terms]),
+        values=torch.tensor(values, dtype=torch.float64, device="cpu").reshape(1, 1, -1),
+        terms=torch.tensor([terms], device="cpu"),
         squared_norms=measured.squared_norms(),
         rows={name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
         seen=looked_up,

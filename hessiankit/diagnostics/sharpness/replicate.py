@@ -145,7 +145,7 @@ def collected(
     return Replicates(
         parts=parts.parts,
         values=torch.stack(sums.values),
-        terms=torch.tensor(sums.terms),
+        terms=torch.tensor(sums.terms, device="cpu"),
         squared_norms=parts.squared_norms(sums.whole),
         rows=sums.rows,
         seen={name: mask.cpu() for name, mask in seen.items() if name in sums.rows},

@@ -65,7 +65,7 @@ class SquaredGradients:
 
     def begin(self, terms: int, sequences: int, unlikely: float) -> None:
         """Begin a micro-batch whose loss is a mean over that many terms."""
-        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64))
+        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64, device="cpu"))
         self.terms.append(terms)
         self.sequences += sequences
         self.unlikely += unlikely
@@ -75,13 +75,13 @@ class SquaredGradients:
         rows.
         """
         self.unused -= gradients.keys()
-        squares = [torch.zeros(())] * len(self.parts)
+        squares = [torch.zeros((), device="cpu")] * len(self.parts)
         for name, own in gradients.items():
             gradient = self.whole(own)
             for k in self.places[name]:
                 squares[k] = torch.stack([sum_of_squares(view) for view in self.parts[k].of(gradient)]).sum()
             if name in embeddings:
-                none = torch.zeros(self.draws, len(gradient), dtype=torch.float64)
+                none = torch.zeros(self.draws, len(gradient), dtype=torch.float64, device="cpu")
                 self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)
             if (total := self.entries.get(name)) is not None:
                 own = own.to(total.dtype)
