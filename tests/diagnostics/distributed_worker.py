@@ -161,50 +161,62 @@ def scaled(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def error_cases(rank: int, size: int) -> dict[str, Any]:
-    """Make mistakes on one rank."""
+    """Make mistakes on one rank; return how the line has to begin, and the line."""
     tokens, labels = share(rank, size)
     data = (tokens, labels) if len(tokens) else []
+    pairs = list(zip(tokens.split(1), labels.split(1), strict=True)) if len(tokens) else []
     last = rank == size - 1
-    wrong = (tokens, labels + 100) if last else data
-    far = (tokens + 100, labels) if last else data
-    moved = model()
+    wrong, far = ((tokens, labels + 100), (tokens + 100, labels)) if last else (data, data)
+    plain, moved, rated, mean = model(), model(), sharded(model()), nn.CrossEntropyLoss()
+    rated.set_gradient_divide_factor(1.0)
     with torch.no_grad():
         moved.blocks[1].norm_1.weight[3] += 1e-15 * last
-    rated = sharded(model())
-    rated.set_gradient_divide_factor(1.0)
-    mean = nn.CrossEntropyLoss()
     flagged, other_eps, constant, spread = model(), model(), model(), model()
     if last:
         flagged.blocks[1].attention.forward = scaled(flagged.blocks[1].attention.forward)
         for one in (other_eps, spread):
             one.blocks[0].norm_1.eps = 1e-3
         constant.blocks[0].feedforward.register_forward_hook(lambda module, inputs, out: out + torch.tensor(1e-9))
-    pairs = list(zip(tokens.split(1), labels.split(1), strict=True)) if len(tokens) else []
-    cross = {"loss": "cross_entropy"}
 
     def penalised(out: Tensor, t: Tensor) -> Tensor:
         return nn.functional.cross_entropy(out.flatten(0, 1), t.flatten(), reduction="sum") + (2.0 + last) * out.sum() * 0.0
 
-    return {
-        "eps": caught(lambda: hd.hessian_operator(other_eps.eval(), pairs, **cross)),
-        "attribute": caught(lambda: hd.hessian_operator(flagged.eval(), pairs, **cross)),
-        "constant": caught(lambda: hd.hessian_operator(constant.eval(), pairs, **cross)),
-        "loss": caught(lambda: hd.hessian_operator(model().eval(), pairs, loss=penalised, reduction="sum")),
-        "eps, sharpness": caught(lambda: hd.sharpness(other_eps, data, **OPTIONS)),
-        "eps, fsdp": caught(lambda: hd.sharpness(sharded(spread), data, parts=model_parts(model()), **OPTIONS)),
-        "labels": caught(lambda: hd.sharpness(model(), wrong, **OPTIONS)),
-        "labels, fsdp": caught(lambda: hd.sharpness(sharded(model()), wrong, parts=model_parts(model()), **OPTIONS)),
-        "tokens": caught(lambda: hd.sharpness(model(), far, **OPTIONS)),
-        "draws": caught(lambda: hd.sharpness(model(), data, draws=2 + last)),
-        "bad draws": caught(lambda: hd.sharpness(model(), data, draws=0)),
-        "parameters": caught(lambda: hd.sharpness(moved, data, **OPTIONS)),
-        "numbers": caught(lambda: hd.sharpness(model(), data, numbers=range(len(tokens)), **OPTIONS)),
-        "nothing": caught(lambda: hd.sharpness(model(), [], **OPTIONS)),
-        "factor": caught(lambda: hd.sharpness(rated, data, parts=model_parts(model()), **OPTIONS)),
-        "replica": caught(lambda: hd.hessian_operator(sharded(model()), data, loss="cross_entropy")),
-        "weights": caught(lambda: hd.hessian_operator(model(), data, loss=lambda out, t: mean(out.flatten(0, 1), t.flatten()))),
-        "operator": caught(lambda: hd.hessian_operator(model().eval(), wrong, loss="cross_entropy")),
-    }
+    def unknown(out: Tensor, t: Tensor) -> Tensor:
+        return mean(out.flatten(0, 1), t.flatten())
+
+    def sharpness(made: nn.Module, its: Any = data, **options: Any) -> str:
+        return caught(lambda: hd.sharpness(made, its, **{**OPTIONS, "parts": model_parts(plain), **options}))
+
+    def operator(made: nn.Module, its: Any = pairs, **options: Any) -> str:
+        return caught(lambda: hd.hessian_operator(made.eval(), its, **{"loss": "cross_entropy", **options}))
+
+    differs = "the same data take operation"
+    labels_lie = f"on rank {size - 1} of {size}: labels lie in [0, 112], expected 0 to 12"
+    ids = f"on rank {size - 1} of {size}: TokenEmbedding: token ids from 100 to 110"
+    value = f"the parameter 'blocks.1.norm_1.weight' has other values on rank {size - 1} than on rank 0"
+    of_sharpness = [
+        (differs, sharpness(other_eps)),
+        (differs, sharpness(sharded(spread))),
+        (labels_lie, sharpness(plain, wrong)),
+        (labels_lie, sharpness(sharded(model()), wrong)),
+        (ids, sharpness(plain, far)),
+        (f"draws is 2 on rank 0 and 3 on rank {size - 1}; expected the same on every rank", sharpness(plain, draws=2 + last)),
+        ("draws=0 draws no labels", sharpness(plain, draws=0)),
+        (value, sharpness(moved)),
+        ("two ranks hold a sequence of number 0", sharpness(plain, numbers=range(len(tokens)))),
+        ("no rank holds a label that counts", sharpness(plain, [])),
+        ("set_gradient_divide_factor is in force", sharpness(rated)),
+    ]
+    of_operator = [
+        (differs, operator(other_eps)),
+        (differs, operator(flagged)),
+        (differs, operator(constant)),
+        (differs, operator(plain, loss=penalised, reduction="sum")),
+        ("the model is sharded by fully_shard, and products need it whole; pass replica=", operator(sharded(model()), data)),
+        ("the weights of the ranks' batches are unknown with unknown", operator(plain, data, loss=unknown)),
+        (labels_lie, operator(plain, wrong)),
+    ]
+    return {"sharpness": of_sharpness, "hessian_operator": of_operator}
 
 
 def fail(how: str) -> dict[str, Any]:

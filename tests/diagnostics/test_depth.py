@@ -36,13 +36,6 @@ def test_everything_in_one_report():
     assert all(size > 0 for size in report.memory.values())
 
 
-def test_only_what_was_asked_for():
-    report = depth_diagnostics(language_model(), IDS, what="variance")  # no labels needed
-    assert report.stream is not None
-    assert report.angles is report.drop is report.gradient is report.jacobians is report.hessian is report.ggn is None
-    assert list(report.columns()) == ["sigma^2(x_l)", "sigma^2(y_l)", "cos(x,f)", "||f||/||x||"]
-
-
 def test_micro_batches_give_the_same_numbers():
     model = language_model(1, d_model=2, d_ff=2, n_heads=1)
     labels = LABELS.clone()
@@ -64,22 +57,23 @@ def test_micro_batches_give_the_same_numbers():
             assert (a - b).abs().max() <= 1e-10 * a.abs().max()
 
 
-def test_the_model_is_left_as_it_was():
-    model = language_model(placement="lns").train()
+@pytest.mark.parametrize(
+    ("at", "stop"),
+    [
+        ("variance", ZeroDivisionError),
+        ("drop", KeyboardInterrupt),
+        ("jacobian", KeyboardInterrupt),
+        ("hessian", ZeroDivisionError),
+    ],
+)
+def test_the_model_is_left_as_it_was_after_an_interrupt(stop, at):
+    model = language_model(2, "lns", d_model=2, d_ff=2, n_heads=1).train()
     model.blocks[0].norm_1.weight.requires_grad_(False)
     model.embedding.W_E.grad = torch.ones_like(model.embedding.W_E)
     before = state_of(model)
-    depth_diagnostics(model, IDS, LABELS, what="all", renumber=True, products=2)
-    assert_same_state(before, model)
-
-
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, ZeroDivisionError])
-@pytest.mark.parametrize("at", ["variance", "drop", "jacobian", "hessian"])
-def test_the_model_is_left_as_it_was_after_an_interrupt(stop, at):
-    model = language_model(2, "lns", d_model=2, d_ff=2, n_heads=1).train()
-    before = state_of(model)
 
     def interrupt(what: str, done: int, total: int) -> None:
+        assert "MiB" in what
         if what.startswith(at) and done == total - 1:
             raise stop
 
@@ -103,14 +97,6 @@ def test_the_model_is_left_as_it_was_when_a_block_fails():
     assert_same_state(before, model)
 
 
-def test_progress_says_what_is_done_and_the_memory():
-    seen = []
-    depth_diagnostics(language_model(2), IDS, LABELS, what="all", products=2, progress=lambda *told: seen.append(told))
-    kinds = {what.split(" ")[0] for what, _, _ in seen}
-    assert kinds == {"variance", "drop", "jacobian", "hessian", "ggn"}
-    assert all("MiB" in what and 0 <= done < total for what, done, total in seen)
-
-
 def test_padding_does_not_count():
     model = language_model(placement="pre", seed=3)
     padding = torch.zeros(2, 4, dtype=torch.bool)
@@ -121,16 +107,12 @@ def test_padding_does_not_count():
     alone = [depth_diagnostics(model, ids, what=("variance", "angles")) for ids in (IDS[:1], IDS[1:, :2])]
     mean = sum(n * torch.tensor(r.stream.variance) for n, r in zip((4, 2), alone, strict=True)) / 6
     assert (torch.tensor(report.stream.variance) - mean).abs().max() < 1e-6 * mean.max()
+    ends = depth_diagnostics(model, inputs, what="variance", tokens="last")
+    assert ends.stream.tokens == 2
+    assert ends.stream.variance != report.stream.variance
+    assert ends.angles is ends.drop is ends.gradient is ends.jacobians is ends.hessian is None
     last = (alone[0].angles.last + alone[1].angles.last) / 2
     assert (report.angles.last - last).abs().max() < 1e-12
-
-
-def test_last_tokens_only():
-    model = language_model()
-    report = depth_diagnostics(model, IDS, what="variance", tokens="last")
-    assert report.stream.tokens == 2
-    whole = depth_diagnostics(model, IDS, what="variance")
-    assert report.stream.variance != whole.stream.variance
 
 
 def test_squared_error():
@@ -172,7 +154,7 @@ def test_a_state_that_is_not_finite_is_named():
 
 
 def test_memory_is_refused_before_the_work(monkeypatch):
-    monkeypatch.setattr("hessiankit.diagnostics.depth.recording.available_memory", lambda device: 10_000)
+    monkeypatch.setattr("hessiankit.diagnostics.depth.diagnostics.available_memory", lambda device: 10_000)
     with pytest.raises(OutOfMemoryError, match="micro_batch="):
         depth_diagnostics(language_model(), IDS, LABELS, what="jacobian")
 

@@ -1,10 +1,12 @@
-"""Where the blocks of a model are: found by what flows between modules, or named."""
+"""Where the blocks of a model are, found by what flows between modules or named; and what a model does without one of them."""
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from depth_reference import language_model, stream_of, tokens
+from depth_reference import language_model, tokens
 from model_zoo import InDouble, generic
 from torch import Tensor, nn
 
@@ -12,7 +14,8 @@ import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.support.errors import InputError
 
-IDS = tokens(2, 5)
+IDS, LABELS = tokens(3, 5), tokens(3, 5, seed=1)
+LABELS[0, :3] = -100
 
 
 class Residual(nn.Module):
@@ -42,23 +45,9 @@ def test_our_models():
     assert len(report.stream.variance) == 2
 
 
-def test_the_final_norm_is_never_part_of_the_stream():
-    model = language_model()
-    with torch.no_grad():
-        model.final_norm.weight.mul_(100)
-    report = depth_diagnostics(model, IDS, what="variance")
-    x = stream_of(model, IDS)[-1]
-    assert report.stream.variance[-1] == pytest.approx(float(x.var(-1, correction=0).mean()), rel=1e-12)
-
-
 def test_a_run_of_equal_modules_inside_a_sequential():
     model = nn.Sequential(nn.Linear(3, 4), Residual(), Residual(), nn.LayerNorm(4), nn.Linear(4, 2))
     assert names(model, torch.randn(2, 5, 3)) == ("1", "2")
-
-
-def test_the_inner_lists_are_not_meant():
-    model = nn.Sequential(Residual(), Residual())
-    assert names(model, torch.randn(2, 5, 4)) == ("0", "1")
 
 
 def test_named_blocks():
@@ -98,11 +87,6 @@ def test_two_stacks_beside_each_other_have_to_be_named():
     with pytest.raises(InputError, match="two stacks of blocks, 'left' and 'right'"):
         names(Two(), x)
     assert names(Two(), x, blocks="right") == ("right.0", "right.1")
-
-
-def test_no_blocks():
-    with pytest.raises(InputError, match="pass blocks="):
-        names(nn.Linear(4, 4), torch.randn(2, 3, 4))
 
 
 def test_blocks_that_return_tuples_and_named_states():
@@ -166,3 +150,54 @@ def test_hugging_face_decoders():
         loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
         assert report.drop.loss == pytest.approx(float(loss), rel=1e-10)
         assert report.jacobians.product_error < 1e-10
+
+
+def score(model: nn.Module) -> tuple[float, float]:
+    with torch.no_grad():
+        logits = model(IDS)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+    return float(loss), float((logits.argmax(-1) == LABELS)[LABELS != -100].double().mean())
+
+
+def without(model: hk.Transformer, k: int) -> hk.Transformer:
+    cut = copy.deepcopy(model)
+    del cut.blocks[k]
+    return cut
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "lns", "hybridnorm*", "deepnorm"])
+def test_drop_equals_that_of_the_shorter_model(placement):
+    model = language_model(3, placement)
+    found = depth_diagnostics(model, IDS, LABELS, what="drop").drop
+    loss, accuracy = score(model)
+    assert (found.loss, found.accuracy) == (pytest.approx(loss, rel=1e-13), pytest.approx(accuracy, rel=1e-13))
+    for k in range(3):
+        less, right = score(without(model, k))
+        assert found.loss_change[k] == pytest.approx(less - loss, abs=1e-13)
+        assert found.accuracy_change[k] == pytest.approx(right - accuracy, abs=1e-13)
+    assert max(map(abs, found.loss_change)) > 1e-3
+
+
+def test_renumbered_factors_are_those_of_a_model_with_one_block_less():
+    model = language_model(4, "lns")
+    frozen = depth_diagnostics(model, IDS, LABELS, what="drop").drop
+    moved = depth_diagnostics(model, IDS, LABELS, what="drop", renumber=True).drop
+    loss, _ = score(model)
+    for k in range(4):
+        cut = without(model, k)
+        for layer, block in enumerate(cut.blocks, 1):
+            block.factor = layer**-0.5
+        assert moved.loss_change[k] == pytest.approx(score(cut)[0] - loss, abs=1e-13)
+    assert moved.loss_change[3] == frozen.loss_change[3]  # nothing lies behind the last block
+    assert abs(moved.loss_change[0] - frozen.loss_change[0]) > 1e-4
+    assert "renumbered" in str(depth_diagnostics(model, IDS, LABELS, what="drop", renumber=True))
+    pre = [depth_diagnostics(language_model(2), IDS, LABELS, what="drop", renumber=yes).drop for yes in (False, True)]
+    assert pre[0].loss_change == pre[1].loss_change  # a placement without factors
+
+
+def test_what_cannot_be_renumbered():
+    with pytest.raises(InputError, match="depend on the layer"):
+        depth_diagnostics(language_model(4, "mix-ln"), IDS, LABELS, what="drop", renumber=True)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 2, enable_nested_tensor=False)
+    with pytest.raises(InputError, match="layer number is not known"):
+        depth_diagnostics(encoder, torch.randn(2, 3, 4), tokens(2, 3, vocabulary=4), what="drop", renumber=True)

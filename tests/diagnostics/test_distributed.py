@@ -147,34 +147,11 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: tuple[int, dict[str, 
     assert "different on rank 1" in results["operator"]["other vectors"]
 
 
-SAID = {
-    "eps": "hessian_operator: the same data take operation",
-    "attribute": "hessian_operator: the same data take operation",
-    "constant": "hessian_operator: the same data take operation",
-    "loss": "hessian_operator: the same data take operation",
-    "eps, sharpness": "sharpness: the same data take operation",
-    "eps, fsdp": "sharpness: the same data take operation",
-    "labels": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
-    "labels, fsdp": "sharpness: on rank {last} of {size}: labels lie in [0, 112], expected 0 to 12",
-    "tokens": "sharpness: on rank {last} of {size}: TokenEmbedding: token ids from 100 to 110",
-    "draws": "sharpness: draws is 2 on rank 0 and 3 on rank {last}; expected the same on every rank",
-    "bad draws": "sharpness: draws=0 draws no labels",
-    "parameters": "sharpness: the parameter 'blocks.1.norm_1.weight' has other values on rank {last} than on rank 0",
-    "numbers": "sharpness: two ranks hold a sequence of number 0",
-    "nothing": "sharpness: no rank holds a label that counts",
-    "factor": "sharpness: set_gradient_divide_factor is in force",
-    "replica": "hessian_operator: the model is sharded by fully_shard, and products need it whole; pass replica=",
-    "weights": "hessian_operator: the weights of the ranks' batches are unknown with <lambda>",
-    "operator": "hessian_operator: on rank {last} of {size}: labels lie in [0, 112]",
-}
-
-
 def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: tuple[int, dict[str, Any]]) -> None:
-    size, results = found
-    assert results["errors"].keys() == SAID.keys()
-    for name, line in results["errors"].items():
-        assert line.startswith("InputError: " + SAID[name].format(last=size - 1, size=size)), name
-        assert "\n" not in line
+    for call, lines in found[1]["errors"].items():
+        for expected, line in lines:
+            assert line.startswith(f"InputError: {call}: {expected}")
+            assert "\n" not in line
 
 
 def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
@@ -189,3 +166,22 @@ def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
     assert len(alone) > 10
     assert together[1:-1] == alone[1:-1]  # the first line ends with the time, the last one with a rounding error
     assert together[-1].split()[0] == alone[-1].split()[0]
+
+
+LOST = {"last": (0, 0.0), "first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
+"""Way -> the rank that is left, and how many seconds it waits at least."""
+
+
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return found_by_ranks(tmp_path_factory.mktemp("failures"), 2, *LOST)
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_the_rank_that_is_left_stops(lost: dict[str, Any], how: str) -> None:
+    """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
+    left, least = LOST[how]
+    found = lost[f"{how}-{left}"]
+    assert found["said"].startswith(f"RankError: sharpness: rank {left} of 2 lost the others after ")
+    assert "\n" not in found["said"]
+    assert least <= found["seconds"] < 30  # the group's time-out is 60

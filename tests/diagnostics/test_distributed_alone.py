@@ -13,11 +13,10 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics import distributed as hd
-from hessiankit.diagnostics.distributed.ranks import Ranks, fingerprint
+from hessiankit.diagnostics.digest import digest
+from hessiankit.diagnostics.distributed.ranks import Ranks
 from hessiankit.diagnostics.distributed.same_function import check_same_function
-from hessiankit.diagnostics.distributed.sharded import LocalShard
 from hessiankit.diagnostics.sharpness import sharpness
-from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
@@ -40,28 +39,27 @@ class Logits(nn.Module):
 
 def test_one_process_measures_what_sharpness_measures() -> None:
     tokens, labels = sequences()
-    expected = sharpness(model(), tokens, labels, micro_batch=MICRO_BATCH, **OPTIONS)
-    pairs = zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True)
-    for found in (
-        hd.sharpness(model(), tokens, labels, micro_batch=MICRO_BATCH, **OPTIONS),
-        hd.sharpness(model(), pairs, **OPTIONS),  # an iterator, which can be read once
-    ):
-        assert own(found) == own(expected)
-
-
-def test_one_micro_batch_in_which_some_labels_do_not_count_and_a_squared_error() -> None:
-    tokens, labels = sequences()
-    assert own(hd.sharpness(model(), tokens, labels, **OPTIONS)) == own(sharpness(model(), tokens, labels, **OPTIONS))
     block, x = hk.TransformerBlock(4, 3).double(), torch.arange(24, dtype=torch.float64).reshape(2, 3, 4).sin()
     target = torch.full_like(x, -100.0)  # a number like others, where nothing is a label
-    found, expected = (measure(block, x, target, loss="mse", **OPTIONS) for measure in (hd.sharpness, sharpness))
-    assert own(found) == own(expected)
+    pairs = list(zip(tokens.split(MICRO_BATCH), labels.split(MICRO_BATCH), strict=True))
+    for made, data, options in (
+        (model(), (tokens, labels), {}),
+        (model(), pairs, {}),
+        (Logits(), {"input_ids": tokens, "labels": tokens}, {"micro_batch": MICRO_BATCH}),
+        (block, (x, target), {"loss": "mse"}),
+    ):
+        expected = own(sharpness(made, data, **options, **OPTIONS))
+        assert own(hd.sharpness(made, iter(data) if data is pairs else data, **options, **OPTIONS)) == expected
 
 
-def test_batches_of_keyword_arguments_are_shifted_as_sharpness_shifts_them() -> None:
-    tokens, _ = sequences()
-    batch = {"input_ids": tokens, "labels": tokens}
-    assert own(hd.sharpness(Logits(), batch, **OPTIONS)) == own(sharpness(Logits(), batch, **OPTIONS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_digests_tell_tensors_apart(dtype: torch.dtype) -> None:
+    drawn = torch.randn(3, 50, generator=torch.Generator().manual_seed(2))
+    x = drawn > 0 if dtype == torch.bool else (3 * drawn).to(dtype)
+    other = x.clone()
+    other[2, 49] = not other[2, 49] if dtype == torch.bool else other[2, 49] + 1
+    assert len({digest(x), digest(x.flip(1)), digest(x.flip(0)), digest(other), digest(x.reshape(50, 3))}) == 5
+    assert digest(x.T.contiguous().T) == digest(x)
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -133,35 +131,6 @@ def test_other_mistakes() -> None:
         Ranks("example").together(lambda: (_ for _ in ()).throw(InputError("example: k=7, and")))
     with pytest.raises(hd.RankError, match="example: KeyError: 'x'"):
         Ranks("example").together(lambda: {}["x"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_fingerprints_tell_tensors_apart(dtype: torch.dtype) -> None:
-    drawn = torch.randn(3, 50_000, generator=torch.Generator().manual_seed(2))
-    x = drawn > 0 if dtype == torch.bool else (3 * drawn).to(dtype)
-    before = x.clone()
-    marks = {fingerprint(x), fingerprint(x.flip(1)), fingerprint(x.flip(0))}
-    marks |= {fingerprint(~x if dtype == torch.bool else -x)}
-    for at in ((0, 0), (2, 49_999)):
-        y = x.clone()
-        y[at] = not y[at] if dtype == torch.bool else y[at] + 1
-        marks.add(fingerprint(y))
-    assert len(marks) == 6
-    assert torch.equal(x, before)
-    assert fingerprint(x.T.contiguous().T) == fingerprint(x)
-
-
-@pytest.mark.parametrize(("axis", "along"), [(0, 0), (1, 0), (0, 1), (1, 1)])
-def test_pieces_add_up_to_a_part(axis: int, along: int) -> None:
-    whole = torch.randn(7, 9, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    part = Part("w", "QK", "query", 0, "an example", 0, axis, ((1, 3), (4, 6)))
-    total = torch.zeros((), dtype=torch.float64)
-    for first, after in ((0, 2), (2, 5), (5, 5), (5, whole.shape[along])):
-        local = whole.narrow(along, first, after - first)
-        offset = (first, 0) if along == 0 else (0, first)
-        for _ in range(2):  # held by two ranks
-            total += LocalShard(tuple(local.shape), offset, copies=2).squared_norm(part, local)
-    assert float(total) == pytest.approx(float(part.squared_norm(whole)), rel=1e-14)
 
 
 class Rank:

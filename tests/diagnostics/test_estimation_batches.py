@@ -9,7 +9,6 @@ from torch import nn
 
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.sharpness import sharpness
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned, micro_batches
 from hessiankit.support.errors import InputError
 
 X, Y = tokens(5, 3), tokens(5, 3, seed=2)
@@ -22,8 +21,8 @@ class Dictionary(nn.Module):
         super().__init__()
         self.model, self.form = tiny(), form
 
-    def forward(self, input_ids, attention_mask=None):
-        logits = self.model(input_ids)
+    def forward(self, input_ids, attention_mask=None, table=None):
+        logits = self.model(input_ids) * (1.0 if table is None else table.sum() / 21)
         if self.form == "tuple":
             return logits, None
         return {"logits": logits} if self.form == "dict" else type("Output", (), {"logits": logits})()
@@ -58,17 +57,12 @@ def test_mappings_are_keyword_arguments_whose_labels_are_one_place_later(form):
     batch = {"input_ids": X, "attention_mask": mask, "labels": X}
     assert values(batch, None, model) == pytest.approx(wanted, rel=1e-12)
     parts = [{key: x[rows] for key, x in batch.items()} for rows in (slice(0, 2), slice(2, 5))]
-    assert values(parts, None, model, micro_batch=1) == pytest.approx(values(batch, None, model, micro_batch=1), rel=1e-12)
+    shared = {**batch, "table": torch.arange(7)}  # which every micro-batch gets whole
+    for data in (parts, shared):
+        assert values(data, None, model, micro_batch=1) == pytest.approx(values(batch, None, model, micro_batch=1), rel=1e-12)
     unshifted = values({"input_ids": X, "attention_mask": mask}, X, model)
     assert values(batch, None, model, shift=False) == pytest.approx(unshifted, rel=1e-12)
     assert unshifted != pytest.approx(wanted, rel=1e-3)
-
-
-def test_what_does_not_go_by_sequences_goes_to_every_micro_batch():
-    batch = MicroBatch({"x": torch.zeros(4, 2), "table": torch.zeros(7), "scale": 3.0}, torch.zeros(4), (0, 1, 2, 3))
-    part = batch.part(slice(1, 3))
-    assert {k: getattr(v, "shape", v) for k, v in part.inputs.items()} == {"x": (2, 2), "table": (7,), "scale": 3.0}
-    assert part.numbers == (1, 2)
 
 
 class Mixed(nn.Module):
@@ -90,14 +84,6 @@ def test_a_batch_is_cut_only_where_that_changes_nothing():
             with pytest.raises(InputError, match="two sequences and each of them alone give other outputs"):
                 who(Mixed(), inputs, y, micro_batch=size)
         assert sharpness(Mixed(), inputs, y).types["FFN"].value > 0
-
-
-def test_alignment():
-    labels = torch.tensor([[4, 5, -100]])
-    assert aligned("x", MicroBatch(None, labels, (0,), True), (1, 3, 9), "cross_entropy").tolist() == [[5, -100, -100]]
-    assert aligned("x", MicroBatch(None, labels, (0,), False), (1, 3, 9), "cross_entropy").tolist() == [[4, 5, -100]]
-    classes = torch.tensor([4, 5])
-    assert aligned("x", MicroBatch(None, classes, (0, 1), None), (2, 9), "cross_entropy").tolist() == [4, 5]  # no sequences
 
 
 @pytest.mark.parametrize(
@@ -129,6 +115,7 @@ def test_alignment():
         (X, Y, {"loss": "mse"}, "target has shape (5, 3), the module's output has (5, 3, 3); squared error needs equal shapes"),
         (X + 7, Y, {}, "token ids from 7 to 9; expected 0 to 2"),
         (X.double(), Y, {}, "the token ids are torch.float64; expected torch.int64"),
+        (X.to("meta"), Y, {}, "inputs is on meta, the parameters are on cpu; move one of them"),
         (X, Y, {"parts": ["W"]}, "parts holds a str; pass Parts"),
         (X, Y, {"parts": []}, "no parameter requires a gradient"),
     ],
@@ -138,13 +125,3 @@ def test_one_clear_error(data, target, options, message):
         sharpness(tiny(), data, target, **options)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_devices():
-    with pytest.raises(InputError, match="inputs is on meta, the parameters are on cpu; move one of them"):
-        sharpness(tiny(), X.to("meta"), Y)
-
-
-def test_numbers_move_the_labels():
-    assert values(X, Y, numbers=[5, 6, 7, 8, 9]) != values(X, Y)
-    assert [b.numbers for b in micro_batches("x", X, Y, micro_batch=3, numbers=[5, 6, 7, 8, 9])] == [(5, 6, 7), (8, 9)]

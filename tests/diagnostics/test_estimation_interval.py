@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from hessiankit.diagnostics.sharpness import replicates, sharpness
-from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
+from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.diagnostics.sharpness.squares import histogram
 from hessiankit.partition import Part
 
@@ -27,26 +27,12 @@ def interval(x, weights=ONE, confidence=0.95):
     return estimate(x, weights, entries=1, confidence=confidence)
 
 
-def test_value_and_standard_error():
-    found = interval(torch.tensor([[1.0, 2.0, 6.0]]).double())
-    assert found.value == 3.0
-    assert found.standard_error == pytest.approx(math.sqrt(7 / 3))
-    assert found.data_standard_error is None
-
-
 def test_micro_batches_add_their_variances():
     x = torch.tensor([[1.0, 3.0], [10.0, 14.0]]).double()
     found = interval(x, as_weights(torch.tensor([1, 3])))
     assert found.value == 0.25 * 2 + 0.75 * 12
     assert found.standard_error == pytest.approx(math.sqrt(0.0625 * 2 / 2 + 0.5625 * 8 / 2))
     assert found.data_standard_error == pytest.approx(math.sqrt(2 * ((0.25 * 7.5) ** 2 + (0.75 * 2.5) ** 2)))
-
-
-def test_differences_between_micro_batches_are_no_noise():
-    near = interval(torch.tensor([[1.0, 1.25], [1.0, 1.25]]).double(), ONE.repeat(2) / 2)
-    far = interval(torch.tensor([[1.0, 1.25], [91.0, 91.25]]).double(), ONE.repeat(2) / 2)
-    assert far.standard_error == pytest.approx(near.standard_error)
-    assert far.data_standard_error > 40
 
 
 def test_one_draw_has_no_error_and_no_noise_has_none():
@@ -59,21 +45,6 @@ def test_one_draw_has_no_error_and_no_noise_has_none():
     exact = estimate(torch.tensor([[2.0]]).double(), ONE, entries=1, confidence=0.95, exact=True)
     assert (exact.standard_error, exact.low, exact.high) == (0.0, 2.0, 2.0)
     assert str(exact) == "2"
-
-
-@pytest.mark.parametrize("factor", [1e-30, 1e-3, 1e30])
-def test_scale(factor):
-    x = chi_square(3, 4, freedom=5)
-    plain, scaled = interval(x, ONE.repeat(3) / 3), interval(factor * x, ONE.repeat(3) / 3)
-    for name in ("value", "standard_error", "low", "high", "data_standard_error"):
-        assert getattr(scaled, name) == pytest.approx(factor * getattr(plain, name), rel=1e-9, abs=0)
-
-
-def test_interval_lies_around_the_value_and_grows_with_confidence():
-    x = chi_square(2, 8, freedom=4)
-    narrow, wide = (interval(x, ONE.repeat(2) / 2, confidence) for confidence in (0.5, 0.99))
-    assert 0 < wide.low < narrow.low < narrow.value < narrow.high < wide.high
-    assert wide.high - wide.value > wide.value - wide.low  # skewed upwards
 
 
 def test_interval_by_its_formula():
@@ -148,40 +119,16 @@ def test_degrees_of_freedom_of_two_micro_batches_by_their_formula():
         assert end == pytest.approx(20 - Y + Y * math.exp(tau**2 / 2 + sign * t * tau), rel=1e-9)
 
 
-def test_many_draws_give_the_normal_interval():
-    x = 100 + torch.randn(1, 4000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = interval(x)
-    assert found.low == pytest.approx(found.value - 1.96 * found.standard_error, abs=2e-4)
-    assert found.high == pytest.approx(found.value + 1.96 * found.standard_error, abs=2e-4)
-
-
-@pytest.mark.parametrize(("freedom", "micro_batches", "draws"), [(4, 1, 8), (20, 1, 4), (5, 4, 8)])
-def test_coverage_of_chi_square_replicates(freedom, micro_batches, draws):
-    """800 trials: two standard errors are 1.5%; replicates of unequal micro-batches."""
-    scales = torch.linspace(0.5, 2.0, micro_batches, dtype=torch.float64).unsqueeze(1)
-    weights = as_weights(torch.arange(1, micro_batches + 1))
-    wanted = float(weights @ scales[:, 0]) * freedom
-    trials = scales * chi_square(800, micro_batches, draws, freedom=freedom)
-    inside = [found.low <= wanted <= found.high for x in trials for found in [interval(x, weights)]]
-    assert 0.92 <= sum(inside) / len(inside) <= 0.985
-
-
-def test_coverage_of_a_quotient():
-    common, own = chi_square(800, 1, 8, freedom=6), chi_square(800, 1, 8, freedom=6, seed=1)
-    inside = []
-    for a, b in zip(common + own, common + own.flip(0), strict=True):
-        found = ratio(2 * a, b, ONE, entries=1, confidence=0.95)
-        inside.append(found.low <= 2.0 <= found.high)
-    assert 0.92 <= sum(inside) / len(inside) <= 0.98
-
-
-def test_quotient_uses_that_the_draws_are_the_same():
-    x = chi_square(1, 8, freedom=5)
-    noise = 0.01 * chi_square(1, 8, freedom=5, seed=1)
-    together = ratio(x + noise, x, ONE, entries=1, confidence=0.95)
-    assert together.standard_error < 0.05 * interval(x).standard_error / interval(x).value
-    turned, value = ratio(x, x + noise, ONE, entries=1, confidence=0.95), together.value
-    assert (turned.value, turned.low, turned.high) == pytest.approx((1 / value, 1 / together.high, 1 / together.low))
+def test_coverage_of_chi_square_replicates():
+    """800 trials: two standard errors are 1.5%; replicates of unequal micro-batches, and quotients of what has a part in common."""
+    scales, weights = torch.linspace(0.5, 2.0, 4, dtype=torch.float64).unsqueeze(1), as_weights(torch.arange(1, 5))
+    wanted = float(weights @ scales[:, 0]) * 5
+    means = [interval(x, weights) for x in scales * chi_square(800, 4, 8, freedom=5)]
+    shared, own = chi_square(800, 1, 8, freedom=6), chi_square(800, 1, 8, freedom=6, seed=1)
+    pairs = zip(2 * (shared + own), shared + own.flip(0), strict=True)
+    quotients = [ratio(a, b, ONE, entries=1, confidence=0.95) for a, b in pairs]
+    for found, truth in ((means, wanted), (quotients, 2.0)):
+        assert 0.92 <= sum(one.low <= truth <= one.high for one in found) / 800 <= 0.98
 
 
 def test_quotient_with_zero():
@@ -189,10 +136,6 @@ def test_quotient_with_zero():
     assert ratio(ones, zeros, ONE, entries=1, confidence=0.95).value == math.inf
     assert math.isnan(ratio(zeros, zeros, ONE, entries=1, confidence=0.95).value)
     assert ratio(zeros, ones, ONE, entries=1, confidence=0.95).value == 0.0
-
-
-def test_estimate_prints_what_it_is():
-    assert str(SharpnessEstimate(0.01234, 0.0021, 0.0093, 0.0188, 5, 0.95)) == "0.0123 +- 0.002 (95%: 0.0093 to 0.0188)"
 
 
 def test_histogram():
@@ -206,4 +149,4 @@ def test_histogram():
     assert found.quantile(1.0) == pytest.approx(10**1.25)
     empty = histogram([torch.zeros(3)])
     assert (empty.counts, empty.zeros) == ((), 3)
-    assert math.isnan(empty.median)
+    assert math.isnan(empty.quantile(0.5))

@@ -1,7 +1,8 @@
-"""What the measurement does to a model: nothing; and what it says of models that it cannot measure."""
+"""What the measurement does to a model: nothing; what it says of models that it cannot measure; models of Hugging Face."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from sharpness_cases import expected_squares, plain_parts, tiny, tokens
 from torch import nn
 
+from hessiankit import Monitor, depth_diagnostics
 from hessiankit.blocks import Transformer
 from hessiankit.diagnostics.sharpness import probe, replicates, sharpness
 from hessiankit.partition import Part, model_parts
@@ -65,41 +67,23 @@ def test_faults(fault, message):
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_kernels_that_round_apart_with_and_without_autograd():
-    model = Faulty("rounding")
-    assert sharpness(model, X, Y, parts=plain_parts(model)).types["FFN"].value > 0
-
-
-def test_an_interrupt_leaves_the_model_as_it_was():
-    model = Faulty("interrupt")
-    model.model.blocks[0].eval()
-    before = [module.training for module in model.modules()]
-    with pytest.raises(KeyboardInterrupt):
-        sharpness(model, X, Y, parts=plain_parts(model), micro_batch=1)
-    assert [module.training for module in model.modules()] == before
-    assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_modes_and_gradients_are_left_alone():
-    model = nn.Sequential(tiny(), nn.Dropout(0.5)).train()
-    model[0].blocks[0].eval()
+@pytest.mark.parametrize("fault", [None, "interrupt", "rounding"])
+def test_modes_and_gradients_are_left_alone(fault):
+    """Also after Ctrl-C, and under no_grad, with kernels that round apart without autograd."""
+    model = nn.Sequential(Faulty(fault), nn.Dropout(0.5)).train()
+    model[0].model.blocks[0].eval()
     for p in model.parameters():
         p.grad = torch.full_like(p, 3.0)
     values, modes = [p.detach().clone() for p in model.parameters()], [module.training for module in model.modules()]
-    with torch.no_grad():
-        report = sharpness(model, X, Y, parts=plain_parts(model))
-    assert report.types["FFN"].value > 0
+    calls = []
+    with torch.no_grad(), pytest.raises(KeyboardInterrupt) if fault == "interrupt" else nullcontext():
+        report = sharpness(model, X, Y, parts=plain_parts(model), micro_batch=2, draws=3, progress=lambda *x: calls.append(x))
+        assert report.types["FFN"].value > 0
+        assert calls == [("sharpness: draws", k, 6) for k in range(1, 7)]
     assert [module.training for module in model.modules()] == modes
     assert all(bool((p.grad == 3).all()) for p in model.parameters())
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
     assert all(not module._forward_pre_hooks for module in model.modules())
-
-
-def test_inference_mode_around_the_call():
-    model = tiny()
-    with torch.inference_mode():
-        inside = sharpness(model, X + 0, Y)
-    assert inside.types == sharpness(tiny(), X, Y).types
 
 
 def test_frozen_parameters_are_left_out_and_named():
@@ -201,20 +185,12 @@ def test_narrow_models(dtype, tolerance):
     model = Transformer(11, d_model=16, d_ff=32, n_layers=2, n_heads=2, placement="pre", causal=True, max_len=8, seed=0)
     x, y = tokens(4, 8, vocab=11), tokens(4, 8, vocab=11, seed=2)
     wide = sharpness(model.double(), x, y)
-    narrow = sharpness(model.to(dtype), x, y)
+    model = model.to(dtype)
+    with torch.inference_mode():
+        narrow = sharpness(model, x + 0, y)
     assert narrow.replicates.values.dtype == torch.float64
     for kind in wide.types:
         assert narrow.types[kind].value == pytest.approx(wide.types[kind].value, rel=tolerance)
-
-
-def test_autocast_around_the_call():
-    model = Transformer(11, d_model=16, d_ff=32, n_layers=1, placement="pre", causal=True, max_len=8, seed=0)
-    x, y = tokens(2, 8, vocab=11), tokens(2, 8, vocab=11, seed=2)
-    plain = sharpness(model, x, y)
-    with torch.autocast("cpu", torch.bfloat16):
-        cast = sharpness(model, x, y)
-    for kind in plain.types:
-        assert cast.types[kind].value == pytest.approx(plain.types[kind].value, rel=0.1)
 
 
 def test_memory_is_forecast(monkeypatch):
@@ -223,12 +199,93 @@ def test_memory_is_forecast(monkeypatch):
         sharpness(tiny(), X, Y)
 
 
-def test_progress():
-    calls = []
-    sharpness(tiny(), X, Y, draws=3, micro_batch=2, progress=lambda *what: calls.append(what))
-    assert calls == [("sharpness: draws", k, 6) for k in range(1, 7)]
+def gpt2():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=16, attn_implementation="eager")
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(config)
 
 
-def test_not_a_model():
-    with pytest.raises(InputError, match=r"expected a torch\.nn\.Module, got function"):
-        sharpness(lambda x: x, X, Y)
+def batch(vocab=13):
+    ids = torch.randint(vocab, (3, 6), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[2, 4:] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+@pytest.fixture(scope="module")
+def measured():
+    model = gpt2().double()
+    return model, sharpness(model, batch(), draws=60, micro_batch=1), sharpness(model, batch(), exact=True)
+
+
+def test_gpt2_agrees_with_the_exact_values(measured):
+    model, found, wanted = measured
+    assert found.terms == wanted.terms == 5 + 5 + 3
+    assert set(found.types) == {"Emb", "QK", "VO", "FFN", "Norm"}
+    for kind, one in found.types.items():
+        assert abs(one.value - wanted.types[kind].value) < 4 * one.standard_error < 0.6 * one.value
+    assert sum(one.entries for one in found.types.values()) == sum(p.numel() for p in model.parameters())
+
+
+def test_slices_of_c_attn_differ(measured):
+    _, _, wanted = measured
+    kinds = {part.type for part in model_parts(measured[0]) if part.parameter.endswith("h.0.attn.c_attn.weight")}
+    assert kinds == {"QK", "VO"}
+    assert wanted.type_layers["VO", 0].value > 2 * wanted.type_layers["QK", 0].value
+
+
+def test_seen_rows(measured):
+    _, found, wanted = measured
+    tokens, positions = len(batch()["input_ids"].unique()), 6
+    assert found.seen_rows.entries == wanted.seen_rows.entries == 8 * (tokens + positions)
+    assert abs(found.seen_rows.value - wanted.seen_rows.value) < 4 * found.seen_rows.standard_error
+
+
+@pytest.mark.parametrize(
+    ("name", "shifted"), [("GPT2LMHeadModel", True), ("BertForMaskedLM", False), ("BertForTokenClassification", False)]
+)
+def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
+    transformers = pytest.importorskip("transformers")
+    gpt = name.startswith("GPT2")
+    sizes = (
+        {"n_embd": 8, "n_layer": 1, "n_head": 2}
+        if gpt
+        else {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "num_labels": 13}
+    )
+    config = getattr(transformers, "GPT2Config" if gpt else "BertConfig")(vocab_size=13, **sizes, attn_implementation="eager")
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(config)
+    parts = None if gpt else plain_parts(model)
+    report = sharpness(model, batch(), draws=1, parts=parts)
+    assert report.terms == 16 - 3 * shifted
+    assert sharpness(model, batch(), draws=1, parts=parts, shift=not shifted).terms == 16 - 3 * (not shifted)
+
+
+def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 13, "d_model": 8, "d_kv": 4, "d_ff": 10, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)).double()
+    own = batch()
+    whole = {**own, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(own["labels"])}
+    for options in ({"kind": "ggn"}, {"draws": 2, "micro_batch": 2}):
+        found, expected = (sharpness(model, data, **options) for data in (own, whole))
+        assert {k: x.value for k, x in found.types.items()} == {k: x.value for k, x in expected.types.items()}
+    model.eval()
+    loss = pytest.approx(model(**own).loss.item(), rel=1e-5)  # T5's norms compute in float32
+    assert depth_diagnostics(model, own, what="drop", blocks="decoder.block").drop.loss == loss
+    assert Monitor(model, own, tmp_path / "t5", depth=(), eigenvalue=False, sharpness=False).measure(0)["loss"] == loss
+
+
+def test_sequence_classification_has_one_term_a_sequence():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    model = transformers.BertForSequenceClassification(config)
+    data = {**batch(), "labels": torch.tensor([0, 1, 1])}
+    report = sharpness(model, data, draws=2, parts=plain_parts(model))
+    assert (report.terms, report.sequences) == (3, 3)
+    assert sharpness(model, data, draws=2, parts=plain_parts(model), per="sequence").types == report.types

@@ -15,6 +15,7 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
+from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
 from hessiankit.diagnostics.monitoring.measurements import SEED_STRIDE
 from hessiankit.diagnostics.monitoring.monitor import bare
 from hessiankit.diagnostics.sharpness import sharpness
@@ -61,7 +62,8 @@ def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):
         model = small()
         random.seed(5)
         np.random.seed(5)  # noqa: NPY002
-        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK) if watched else None
+        more = {"spectrum": 1, "approximations": ["diagonal"]}
+        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK, **more) if watched else None
         train(model, 5, monitor)
         numbers = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
         ends.append(({name: value.clone() for name, value in model.state_dict().items()}, numbers, model.training))
@@ -128,6 +130,8 @@ def test_steps_are_measured_once_and_on_time(tmp_path):
     assert monitor.step(22, force=True)["step"] == 22
     assert monitor.step(22, force=True) is None
     assert list(MonitorLog.read(monitor.path).steps) == [*measured, 22]
+    with pytest.raises(hk.InputError, match="step=-1"):
+        monitor.step(-1)
 
 
 def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp_path):
@@ -166,7 +170,7 @@ def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp
     [
         ({"seed": 1}, r"options\['seed'\] is 0 there, 1 here"),
         ({"draws": 3}, r"options\['sharpness'\]\['draws'\] is 2 there, 3 here"),
-        ({"eigenvalue": False}, r"options\['eigenvalue'\] is .* there, None here"),
+        ({"eigenvalue": False}, r"options\['eigenvalue'\]\['route'\] is 'auto' there, None here"),
         ({"data": pair(3)}, "data is '.*' there"),
         ({"layers": 1}, "entries is .* there"),
     ],
@@ -251,6 +255,9 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
     ("data", "target", "options", "message"),
     [
         (pair(), None, {"every": 0}, "every=0 measures at no step"),
+        (pair(), None, {"share": 1.5}, "share=1.5 is no share of the time"),
+        (pair(), None, {"spectrum": -1}, "spectrum=-1; pass how many"),
+        (pair(), None, {"approximations": ["kfca"]}, "approximations='kfca' is not known; did you mean 'kfac'"),
         (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known; choose one of raise, record"),
         (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known; pass some of 'variance'"),
         (tokens(0), None, {}, "monitor: data is a tensor"),
@@ -260,11 +267,6 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
 def test_arguments_that_do_not_fit_are_named(tmp_path, data, target, options, message):
     with pytest.raises(hk.InputError, match=message):
         Monitor(small(), data, tmp_path / "run.jsonl", target, **options)
-
-
-def test_a_step_before_the_first_one_is_refused(tmp_path):
-    with pytest.raises(hk.InputError, match="step=-1"):
-        Monitor(small(), pair(), tmp_path / "run.jsonl").step(-1)
 
 
 def test_data_are_read_once_without_drawing(tmp_path):
@@ -292,3 +294,40 @@ def test_sharded_parameters_are_refused(tmp_path):
     next(model.parameters()).device_mesh = "of two"
     with pytest.raises(hk.InputError, match="is sharded over several processes"):
         monitor.step(0)
+
+
+def test_sections_of_curvature_are_those_of_the_functions(tmp_path):
+    """Of two batches: the Hessian of the mean over all labels."""
+    model, batches = small(layers=1).double().eval(), [pair(1), pair(2)]
+    options = {"spectrum": 2, "approximations": ["kfac"], "hessian": True, "norms": False, **LOSS_AND_NORMS}
+    record = Monitor(model, batches, tmp_path / "run.jsonl", **options).measure(0)
+    whole = [torch.cat(x) for x in zip(*batches, strict=True)]
+    H = hk.hessian(model, *whole, loss="cross_entropy").matrix
+    values = torch.linalg.eigvalsh(H)
+    expected = {"top": values[-1], "bottom": values[0], "frobenius": H.norm()}
+    assert {name: record["hessian"][name] for name in expected} == pytest.approx({k: float(x) for k, x in expected.items()})
+    found = record["spectrum"]
+    for k, value in ((0, values[-1]), (1, values[-2]), (-1, values[0])):
+        assert abs(found["eigenvalues"][k] - float(value)) <= found["residuals"][k] + 1e-9 * float(values[-1])
+    own = hk.approximations(model, batches, loss="cross_entropy", against="ggn", of=["kfac"])
+    assert record["approximations"]["by_name"]["kfac"]["frobenius"]["value"] == own["kfac"].measures.frobenius.value
+
+
+def test_a_share_of_the_time(tmp_path, monkeypatch):
+    """A clock of our own: every measurement takes 3 s, every step of training 1 s, and a quarter of the time is allowed."""
+    now = [0.0]
+    monkeypatch.setattr(module_of_monitor.time, "perf_counter", lambda: now[0])
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", every=1, share=0.25, norms=False, **LOSS_AND_NORMS)
+
+    def slow(*_):
+        now[0] += 3.0
+        return 1.0
+
+    monitor._sections = {"loss": slow}
+    for step in range(30):
+        monitor.step(step)
+        now[0] += 1.0
+    log = MonitorLog.read(tmp_path / "run.jsonl")
+    assert log.steps.tolist() == [0, 9, 18, 27]  # 3 s of 12, of 24, of 36
+    assert log.records[1]["time"] == {"measuring": 6.0, "since_start": 15.0, "skipped": list(range(1, 9))}
+    assert monitor.step(29, force=True) is not None

@@ -109,4 +109,4 @@ def test_every_public_function_is_called():
     assert set(hk.__all__) - RESULTS - called == set()
     functions = {n for room in (optim, depth, monitoring, parts) for n in room.__all__ if n[0].islower()}
     assert functions - called == set()
-    assert distributed.__all__  # needs processes: tests/diagnostics/test_distributed_failures.py
+    assert distributed.__all__  # needs processes: tests/diagnostics/test_distributed.py

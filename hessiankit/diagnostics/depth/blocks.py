@@ -23,12 +23,9 @@ NEGLIGIBLE = 0.1
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model, first to last.
+    """The blocks of a model, first to last, with their names in ``model.named_modules()``.
 
-    Attributes:
-        name: The list's name in the model, or ``"blocks"`` where they were named one by one.
-        names: Name of each block in ``model.named_modules()``.
-        modules: The blocks.
+    ``name`` is that of their list, or ``"blocks"`` where they were named one by one.
     """
 
     name: str
@@ -49,6 +46,8 @@ class Blocks:
 
 @dataclass
 class _Call:
+    """One call of a module: when, the hidden state that it took and the one that it returned."""
+
     order: int
     x: Tensor
     y: Tensor | None = None
@@ -64,6 +63,13 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     if "hidden_states" in kwargs:
         named.insert(0, ("hidden_states", kwargs["hidden_states"]))
     return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), None)
+
+
+def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
+    """Return the hidden state among the arguments of a block, which has one; as :func:`hidden_state`."""
+    state = hidden_state(args, kwargs)
+    assert state is not None
+    return state
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -95,11 +101,7 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
 
     A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, keep the
     shape of their input, and each take the output of the one before. Of nested stacks, the one with most parameters is taken.
-
-    Args:
-        model: The model.
-        run: Calls the model once, without gradients.
-        blocks: The list's name, or the blocks (modules or their names) from first to last; then only checked.
+    Those that ``blocks`` names are only checked. ``run`` calls the model once, without gradients.
 
     Raises:
         InputError: If there is no such list, there are two beside each other, or the named ones are no chain.
@@ -212,6 +214,62 @@ def _size(modules: Iterable[nn.Module]) -> int:
     return sum(p.numel() for m in modules for p in m.parameters())
 
 
+class Stream:
+    """The input and the output of every block in one forward pass.
+
+    ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: list[Tensor] = []
+        self.outputs: list[Tensor] = []
+
+    @property
+    def states(self) -> list[Tensor]:
+        """x_1, ..., x_{L+1}."""
+        return [*self.inputs, self.outputs[-1]]
+
+
+@contextmanager
+def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
+    """Record the stream of the forward passes inside; each one replaces the one before.
+
+    The inputs of ``leaves`` are cut off from what comes before and made leaves of autograd: of ``"none"`` of the blocks, of the
+    ``"first"`` (so that y_L is a function of x_1) or of ``"each"`` (so that y_l is a function of x_l alone).
+    """
+    stream = Stream()
+    first = blocks.modules[0]
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        key, x = state_of(args, kwargs)
+        if module is first:
+            stream.inputs.clear()
+            stream.outputs.clear()
+        cut = leaves == "each" or (leaves == "first" and module is first)
+        stream.inputs.append(x.detach().requires_grad_() if cut else x)
+        if not cut:
+            return None
+        if isinstance(key, int):
+            return (*args[:key], stream.inputs[-1], *args[key + 1 :]), kwargs
+        return args, {**kwargs, key: stream.inputs[-1]}
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        y = first_tensor(output)
+        assert y is not None
+        stream.outputs.append(y)
+
+    with hooks(blocks.modules, before, after):
+        yield stream
+
+
+def check_finite(stream: Stream, blocks: Blocks) -> None:
+    """Raise InputError if a hidden state is not finite, naming the first block that returned it."""
+    for k, x in enumerate(stream.states):
+        if not bool(torch.isfinite(x).all()):
+            where = f"the input of block {blocks.names[0]!r}" if k == 0 else f"the output of block {blocks.names[k - 1]!r}"
+            raise InputError(f"{WHO}: {where} is NaN or infinite, expected finite numbers; look for the cause there")
+
+
 TOLERANCE = 64
 """Roundings of the stream's largest entry that x' may differ from x plus a branch."""
 
@@ -238,21 +296,22 @@ class _Children:
     def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
         self.block, self.middles = block, middles
         self.names = {child: name for name, child in block.named_children()}
-        self.outputs: dict[str, list[Tensor]] = {}
-        self.sums: list[Tensor] = []
+        self._forget()
+
+    def _forget(self) -> None:
+        """Wait for the next call; until then, calls of the children are those of another block that shares them."""
         self.x: Tensor | None = None
+        self.outputs: dict[str, list[Tensor]] = {}
+        self.sum: Tensor | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
         self.x = None if state is None else state[1]
-        self.outputs, self.sums = {}, []
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         state = hidden_state(args, kwargs)
-        if state is None or self.x is None or state[1].shape != self.x.shape:
-            return
-        if not isinstance(self.block, TransformerBlock) and self._is_sum(state[1]):
-            self.sums.append(state[1])
+        if self.sum is None and state is not None and self._is_sum(state[1]):
+            self.sum = state[1]
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)
@@ -260,23 +319,19 @@ class _Children:
             self.outputs.setdefault(self.names[module], []).append(y)
 
     def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if isinstance(self.block, TransformerBlock):
-            self.middles.append(self._of_placement(self.block))
-        else:
-            self.middles.append(self.sums[0] if self.sums else None)
-        self.outputs, self.sums, self.x = {}, [], None
+        self.middles.append(self._of_placement(self.block) if isinstance(self.block, TransformerBlock) else self.sum)
+        self._forget()
 
     def _is_sum(self, candidate: Tensor) -> bool:
         """Return whether this is x plus the output of an earlier child."""
-        assert self.x is not None
-        x = self.x
-        allowed = TOLERANCE * torch.finfo(x.dtype).eps * float(candidate.abs().max())
-        return any(float((candidate - x - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
+        if self.x is None or candidate.shape != self.x.shape or isinstance(self.block, TransformerBlock):
+            return False
+        rest = candidate - self.x
+        allowed = TOLERANCE * torch.finfo(candidate.dtype).eps * float(candidate.abs().max())
+        return any(float((rest - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
 
     def _of_placement(self, block: TransformerBlock) -> Tensor | None:
         """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
-        if self.x is None:
-            return None
         calls = {name: iter(outputs) for name, outputs in self.outputs.items()}
         branches = {name: (lambda _, outputs=outputs: next(outputs)) for name, outputs in calls.items()}
         scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}

@@ -3,36 +3,123 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.diagnostics.depth.blocks import WHO, Blocks, find_blocks, recording_middles
-from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, layer_curvature
-from hessiankit.diagnostics.depth.depth_report import DepthReport
-from hessiankit.diagnostics.depth.estimates import Estimator
-from hessiankit.diagnostics.depth.jacobians import jacobians
-from hessiankit.diagnostics.depth.laws import growth_laws, theory_of
-from hessiankit.diagnostics.depth.pruning import pruning_drop
-from hessiankit.diagnostics.depth.recording import (
-    check_finite,
-    counted_tokens,
-    expected_memory,
-    last_tokens,
-    quiet,
-    read_data,
-    recording,
-)
+from hessiankit.diagnostics.depth.blocks import WHO, Blocks, check_finite, find_blocks, recording, recording_middles
+from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
+from hessiankit.diagnostics.depth.laws import GrowthLaws, growth_laws, theory_of
+from hessiankit.diagnostics.depth.products import Estimator
+from hessiankit.diagnostics.depth.pruning import PruningDrop, pruning_drop
 from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
-from hessiankit.diagnostics.sharpness.batches import BatchedLoss
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
+from hessiankit.diagnostics.sharpness.options import LOSSES
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, placed
+from hessiankit.engine.problem.batches import FORMS
+from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
+from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
+from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
-from hessiankit.support.torch_state import one_at_a_time
+from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class DepthReport(Printed, WithDict):
+    """Diagnostics of the blocks of a model by depth; made by :func:`depth_diagnostics`. Quantities that were not chosen are None.
+
+    Attributes:
+        model: Name of the model's class.
+        blocks: Names of the blocks, first to last.
+        tokens: Which tokens the stream's numbers are means over: ``"all"`` or ``"last"``.
+        stream: Variance, second moment, rho, update ratio.
+        laws: Growth laws through the variance; None in a stack of one block.
+        angles: Angular distances.
+        drop: Loss and accuracy with one block removed.
+        gradient: Norm of the loss's gradient in each block's parameters.
+        jacobians: Distance of each block from the identity; the stack's gain.
+        hessian: lambda_max and trace of the Hessian in each block's parameters.
+        ggn: The same of its Gauss-Newton part.
+        memory: Bytes that each quantity was expected to hold, beside the model.
+        seconds: Time taken.
+    """
+
+    model: str
+    blocks: tuple[str, ...]
+    tokens: str
+    stream: StreamStatistics | None
+    laws: GrowthLaws | None
+    angles: AngularDistances | None
+    drop: PruningDrop | None
+    gradient: tuple[float, ...] | None
+    jacobians: Jacobians | None
+    hessian: LayerCurvature | None
+    ggn: LayerCurvature | None
+    memory: dict[str, int]
+    seconds: float
+
+    def columns(self) -> dict[str, tuple[str, ...]]:
+        """Return the table's columns after the layer's number: heading -> one text a layer."""
+        columns: dict[str, tuple[str, ...]] = {}
+        L = len(self.blocks)
+        if self.stream is not None:
+            columns["sigma^2(x_l)"] = _numbers(self.stream.variance[:L])
+            columns["sigma^2(y_l)"] = _numbers(self.stream.variance[1:])
+            columns["cos(x,f)"] = tuple(f"{x:.3f}" for x in self.stream.rho["block"])
+            columns["||f||/||x||"] = _numbers(self.stream.update_ratio["block"])
+        if self.angles is not None:
+            columns["d(x_l,y_l)"] = _numbers(self.angles.all.diagonal(1).tolist())
+        if self.drop is not None:
+            columns["dloss"] = tuple(f"{x:+.4f}" for x in self.drop.loss_change)
+            if self.drop.accuracy_change is not None:
+                columns["dacc"] = tuple(f"{x:+.4f}" for x in self.drop.accuracy_change)
+        if self.gradient is not None:
+            columns["||grad||"] = _numbers(self.gradient)
+        if self.jacobians is not None:
+            columns["||J-I||_2"] = tuple(map(str, self.jacobians.spectral))
+            columns["rms(J-I)"] = tuple(map(str, self.jacobians.rms))
+        for name, part in (("H", self.hessian), ("G", self.ggn)):
+            if part is not None:
+                columns[f"lambda_max {name}"] = tuple(map(str, part.top))
+                columns[f"tr {name}"] = tuple(map(str, part.trace))
+        return columns
+
+    def _headline(self) -> str:
+        loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
+        accuracy = f", accuracy {self.drop.accuracy:.4g}" if self.drop is not None and self.drop.accuracy is not None else ""
+        counted = f", {self.stream.tokens:,} tokens ({self.tokens})" if self.stream is not None else ""
+        return f"depth of {self.model}: {len(self.blocks)} blocks{counted}{loss}{accuracy}, {self.seconds:.2f} s"
+
+    def _remarks(self) -> list[str]:
+        remarks = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
+        if any("?" in text for column in self.columns().values() for text in column):
+            remarks.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
+        if self.drop is not None and self.drop.renumbered:
+            remarks.append("dloss, dacc: later blocks renumbered")
+        return remarks
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        columns, drop = self.columns(), ("block", "sigma^2(y_l)", "rms(J-I)", "||f||/||x||")
+        layers = map(str, range(1, len(self.blocks) + 1))
+        rows = zip(layers, self.blocks, *columns.values(), strict=True)
+        yield table(("l", "block", *columns), rows, left=2, names=self.blocks, drop=drop)
+        yield from self._remarks()
+
+
+def _numbers(values: Any) -> tuple[str, ...]:
+    return tuple(f"{x:.4g}" for x in values)
+
 
 QUANTITIES = ("variance", "angles", "drop", "gradient", "jacobian", "hessian", "ggn")
 CHEAP = QUANTITIES[:4]
@@ -171,22 +258,22 @@ def _stream(
     data: BatchedLoss, blocks: Blocks, chosen: tuple[str, ...], tokens: str, tell: Callable[[str], Callable[[int, int], None]]
 ) -> tuple[StreamStatistics | None, AngularDistances | None]:
     """Return statistics and angles of the hidden states, from one forward pass a batch; NaN is refused in any case."""
-    sums, angles = StreamSums(len(blocks)), AngleSums(len(blocks))
+    sums, angles = StreamSums(), AngleSums(len(blocks))
     report = tell("variance")
     with torch.no_grad():
         for number, batch in enumerate(data.batches):
             report(number, len(data.batches))
-            with recording(blocks) as recorded, recording_middles(blocks) as middles:
+            with recording(blocks) as stream, recording_middles(blocks) as middles:
                 data.output(batch)
-            check_finite(recorded, blocks)
-            counted = counted_tokens(batch, recorded.inputs[0])
+            check_finite(stream, blocks)
+            counted = counted_tokens(batch, stream.inputs[0])
             if not bool(counted.any()):
                 raise InputError(f"{WHO}: no token of batch {number} counts, its mask leaves all of them out; keep at least one")
             last = last_tokens(counted)
             if "variance" in chosen:
-                sums.add(recorded.stream, middles, counted if tokens == "all" else last)
+                sums.add(stream.states, middles, counted if tokens == "all" else last)
             if "angles" in chosen:
-                angles.add(recorded.stream, counted, last)
+                angles.add(stream.states, counted, last)
     return sums.result() if "variance" in chosen else None, angles.result() if "angles" in chosen else None
 
 
@@ -199,3 +286,95 @@ def _teller(progress: Tell | None, memory: dict[str, int]) -> Callable[[str], Ca
     if progress is None:
         return lambda name: lambda done, total: None
     return lambda name: partial(progress, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
+
+
+def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
+    """Return data of the forms of :func:`hessiankit.sharpness` as micro-batches; where ``labelled`` is False, without labels
+    too.
+    """
+    check_name(WHO, "loss", loss, LOSSES)
+    if target is None and not labelled:
+        first = data if isinstance(data, Tensor) else None
+        if isinstance(data, Mapping) and data.get("labels") is None:
+            first = next((x for x in data.values() if isinstance(x, Tensor) and x.ndim), None)
+            if first is None:
+                raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
+        if first is not None:
+            target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
+    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
+    for batch in batches:
+        check_devices(WHO, batch, model)
+    check_cut(WHO, model, batches)
+    return BatchedLoss(WHO, model, tuple(placed(WHO, model, batches)), loss)
+
+
+def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
+    """Return booleans of the shape of a hidden state without its features: True where a token is not padding.
+
+    Read from ``attention_mask`` (1: a token) or ``key_padding_mask`` (True: padding) among the inputs, if it has that shape.
+    """
+    shape = state.shape[:-1]
+    kwargs = arguments(batch.inputs)[1]
+    for name, flip in (("attention_mask", False), ("key_padding_mask", True)):
+        mask = kwargs.get(name)
+        if isinstance(mask, Tensor) and mask.shape == shape:
+            return ~mask.bool() if flip else mask.bool()
+    return torch.ones(shape, dtype=torch.bool, device=state.device)
+
+
+def last_tokens(counted: Tensor) -> Tensor:
+    """Return booleans: True at the last counted token of each sequence; tokens are the last axis.
+
+    >>> last_tokens(torch.tensor([[True, True, False], [True, True, True]]))
+    tensor([[False,  True, False],
+            [False, False,  True]])
+    """
+    return counted & (counted.flip(-1).cumsum(-1).flip(-1) == 1)
+
+
+@contextmanager
+def quiet(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, attention that has second derivatives, and afterwards everything of the model as it was."""
+    with preserved_state(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+        check_module(WHO, model)
+        yield
+
+
+BASIS = 20
+"""Vectors that Lanczos keeps."""
+SECOND = 3
+"""A graph with second derivatives, in graphs of a training step: the forward pass, its derivative, and work space."""
+
+
+def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
+    """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
+    micro-batch, which is run once.
+    """
+    batch = max(data.batches, key=lambda b: len(b.numbers))
+    saved = CountedGraph(data.model, keep=False)
+    with torch.enable_grad(), recording(blocks) as stream, saved:
+        out = data.output(batch)
+    x, parameters = stream.inputs[0], [list(block.parameters()) for block in blocks.modules]
+    states = (len(blocks) + 1) * x.numel() * (x.element_size() + 8)
+    logits, graph = out.numel() * out.element_size(), saved.bytes + out.numel() * out.element_size()
+    largest = max((sum(p.numel() for p in block) for block in parameters), default=0)
+    weights = sum(p.numel() * p.element_size() for block in parameters for p in block)
+    curvature = SECOND * graph + weights + BASIS * largest * x.element_size()
+    needed = {
+        "variance": states,
+        "angles": states,
+        "drop": out.numel() * 24,
+        "gradient": graph + 2 * logits + 2 * weights,
+        "jacobian": 2 * SECOND * graph + BASIS * x.numel() * x.element_size(),
+        "hessian": curvature,
+        "ggn": curvature,
+    }
+    needed = {name: size for name, size in needed.items() if name in quantities}
+    free = available_memory(x.device)
+    for name, size in needed.items():
+        if size > free:
+            raise OutOfMemoryError(
+                f"{WHO}: {name!r} holds about {gib(size)} for {len(batch.numbers)} sequences at once, but only {gib(free)} "
+                f"are free on {x.device}; pass a smaller micro_batch=, or leave it out of what="
+            )
+    return needed

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
+from hessiankit.engine.problem.fisher import wide
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
-
-KINDS = ("block", "attention", "feedforward")
 
 
 @dataclass(frozen=True)
@@ -48,14 +48,12 @@ class StreamStatistics(WithDict):
 
 
 class StreamSums:
-    """Sums over tokens, a batch at a time."""
+    """Sums over the counted tokens of all batches: rows of numbers by layer, by name."""
 
-    def __init__(self, n_layers: int) -> None:
-        self.moments = torch.zeros(2, n_layers + 1, dtype=torch.float64)  # variance, second moment
-        self.middle = torch.zeros(n_layers, dtype=torch.float64)
-        self.branches = torch.zeros(len(KINDS), 2, n_layers, dtype=torch.float64)  # rho, update ratio
-        self.has_middles = True
+    def __init__(self) -> None:
+        self.sums: dict[str, Tensor] = {}
         self.tokens = 0
+        self.has_middles = True
 
     def add(self, stream: list[Tensor], middles: list[Tensor | None], keep: Tensor) -> None:
         """Add the tokens of one batch that ``keep`` (...) counts: of x_1, ..., x_{L+1}, each (..., d), and x'_l, None
@@ -63,45 +61,40 @@ class StreamSums:
         """
         self.tokens += int(keep.sum())
         self.has_middles &= all(x is not None for x in middles)
-        x = _tokens(stream[0], keep)
-        for k, following in enumerate([*stream[1:], None]):
-            self.moments[0, k] += x.var(-1, correction=0).sum().cpu()
-            self.moments[1, k] += x.square().mean(-1).sum().cpu()
-            if following is None:
-                break
-            y, middle = _tokens(following, keep), middles[k]
-            self._branch(0, k, x, y)
-            if self.has_middles and middle is not None:
-                between = _tokens(middle, keep)
-                self.middle[k] += between.var(-1, correction=0).sum().cpu()
-                self._branch(1, k, x, between)
-                self._branch(2, k, between, y)
-            x = y
-
-    def _branch(self, kind: int, k: int, x: Tensor, y: Tensor) -> None:
-        f = y - x
-        sizes = f.norm(dim=-1), x.norm(dim=-1)
-        cosine = (f * x).sum(-1) / (sizes[0] * sizes[1])
-        self.branches[kind, 0, k] += torch.where(sizes[0] > 0, cosine, 0.0).sum().cpu()  # a branch of zeros has no direction
-        self.branches[kind, 1, k] += (sizes[0] / sizes[1]).sum().cpu()
+        xs = [_tokens(x, keep) for x in stream]
+        between = [_tokens(x, keep) for x in middles if x is not None] if self.has_middles else []
+        rows = {"moments": [_moments(x) for x in xs], "block": [_branch(x, y) for x, y in pairwise(xs)]}
+        if self.has_middles:
+            rows["middle"] = [_moments(x) for x in between]
+            rows["attention"] = [_branch(x, y) for x, y in zip(xs[:-1], between, strict=True)]
+            rows["feedforward"] = [_branch(x, y) for x, y in zip(between, xs[1:], strict=True)]
+        for name, row in rows.items():
+            sums = torch.stack(row, 1).cpu().double()
+            self.sums[name] = self.sums[name] + sums if name in self.sums else sums
 
     def result(self) -> StreamStatistics:
         """Return the means."""
-        kinds = KINDS if self.has_middles else KINDS[:1]
-        rho = {kind: _mean(self.branches[k, 0], self.tokens) for k, kind in enumerate(kinds)}
-        ratio = {kind: _mean(self.branches[k, 1], self.tokens) for k, kind in enumerate(kinds)}
-        middle = _mean(self.middle, self.tokens) if self.has_middles else None
-        variance, second = (_mean(row, self.tokens) for row in self.moments)
-        return StreamStatistics(variance, second, rho, ratio, middle, self.tokens)
+        kinds = ("block", "attention", "feedforward") if self.has_middles else ("block",)
+        means = {name: [tuple(row) for row in (sums / self.tokens).tolist()] for name, sums in self.sums.items()}
+        rho, ratio = ({kind: means[kind][k] for kind in kinds} for k in (0, 1))
+        variance, second = means["moments"]
+        return StreamStatistics(variance, second, rho, ratio, means["middle"][0] if self.has_middles else None, self.tokens)
 
 
 def _tokens(x: Tensor, keep: Tensor) -> Tensor:
     """Return the counted tokens (tokens, d) in float64, where the device has it."""
-    return x.detach()[keep].to(torch.float32 if x.device.type == "mps" else torch.float64)
+    return x.detach()[keep].to(wide(x.device))
 
 
-def _mean(sums: Tensor, tokens: int) -> tuple[float, ...]:
-    return tuple((sums / tokens).tolist())
+def _moments(x: Tensor) -> Tensor:
+    return torch.stack([x.var(-1, correction=0).sum(), x.square().mean(-1).sum()])
+
+
+def _branch(x: Tensor, y: Tensor) -> Tensor:
+    f = y - x
+    size, length = f.norm(dim=-1), x.norm(dim=-1)
+    cosine = (f * x).sum(-1) / (size * length)
+    return torch.stack([torch.where(size > 0, cosine, 0.0).sum(), (size / length).sum()])  # a branch of zeros has no direction
 
 
 CLIP = (1.0, 99.0)
@@ -145,7 +138,7 @@ class AngularDistances(WithDict):
         out = self.by_distance(tokens)
         for n, row in enumerate(out):
             known = row[: len(row) - n]
-            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype) / 100)
+            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype, device="cpu") / 100)
             width = high - low
             known.copy_((known.clamp(low, high) - low) / width if width > 0 else torch.zeros_like(known))
         return out
@@ -173,19 +166,18 @@ def angular_distance(x: Tensor, y: Tensor) -> Tensor:
 
 
 class AngleSums:
-    """Sums over tokens, a batch at a time."""
+    """Sums of angular distances over all counted tokens, and over the last one of each sequence, of all batches."""
 
     def __init__(self, n_layers: int) -> None:
-        self.sums = torch.zeros(2, n_layers + 1, n_layers + 1, dtype=torch.float64)
+        self.sums = torch.zeros(2, n_layers + 1, n_layers + 1, dtype=torch.float64, device="cpu")
         self.tokens = [0, 0]
 
     def add(self, stream: list[Tensor], keep: Tensor, last: Tensor) -> None:
         """Add the tokens of one batch that ``keep`` (...) counts, and those of them that are the ``last`` of a sequence."""
+        states = [_tokens(x, keep) for x in stream]
+        for k, chosen in enumerate((keep, last)):
+            self.tokens[k] += int(chosen.sum())
         is_last = last[keep]
-        self.tokens[0] += int(keep.sum())
-        self.tokens[1] += int(is_last.sum())
-        wide = torch.float32 if keep.device.type == "mps" else torch.float64
-        states = [x.detach()[keep].to(wide) for x in stream]
         for i, x in enumerate(states):
             for j in range(i + 1, len(states)):
                 d = angular_distance(x, states[j])
@@ -194,8 +186,7 @@ class AngleSums:
 
     def result(self) -> AngularDistances:
         """Return the means."""
-        means = [(s + s.T) / n for s, n in zip(self.sums, self.tokens, strict=True)]
-        return AngularDistances(*means)
+        return AngularDistances(*((s + s.T) / n for s, n in zip(self.sums, self.tokens, strict=True)))
 
 
 def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> tuple[float, ...]:
@@ -203,7 +194,7 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
 
     The paper's Theorem 4.3 speaks of dy_L/dW_1, a Jacobian; its bound does not hold as printed. This is what an optimiser sees.
     """
-    parameters = list({id(p): p for block in blocks for p in block.values()}.values())
+    parameters = {id(p): p for block in blocks for p in block.values()}
     if not parameters:
         return (0.0,) * len(blocks)
     sums: dict[int, Tensor] = {}
@@ -212,9 +203,9 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
         out = data.output(batch)
         target = data.target(batch, out)
         terms += data.count(target)
-        gradients = torch.autograd.grad(data.summed(out, target), parameters, allow_unused=True)
-        for p, g in zip(parameters, gradients, strict=True):
+        gradients = torch.autograd.grad(data.summed(out, target), list(parameters.values()), allow_unused=True)
+        for key, g in zip(parameters, gradients, strict=True):
             if g is not None:
-                sums[id(p)] = sums[id(p)] + g if id(p) in sums else g
+                sums[key] = sums[key] + g if key in sums else g
     squares = {key: float(g.double().square().sum()) for key, g in sums.items()}
     return tuple(math.sqrt(math.fsum(squares.get(id(p), 0.0) for p in block.values())) / terms for block in blocks)

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
-from hessiankit.diagnostics.distributed.same_function import check_same_function, common, forward_of, sequence
-from hessiankit.diagnostics.distributed.sharded import sharded_replicates
-from hessiankit.diagnostics.distributed.unwrapping import is_sharded, unwrapped
+from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
+from hessiankit.diagnostics.distributed.sharded import is_sharded, sharded_replicates, unwrapped
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, micro_batches
 from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
-from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates
+from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates_of
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.support.arguments import checked
@@ -42,43 +40,34 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
 
     own = ranks.together(read)
     ranks.agree(**{"numbers=": "given" if given is not None else "not given"})
-    numbered = [number for batch in own for number in batch.numbers]
+    held = ranks.gather([number for batch in own for number in batch.numbers])
     if given is None:
-        first = sum(ranks.gather(len(numbered))[: ranks.rank])
+        first = sum(map(len, held[: ranks.rank]))
         return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in own]
-    claimed = Counter(number for of_rank in ranks.gather(numbered) for number in of_rank)
+    claimed = Counter(number for of_rank in held for number in of_rank)
     twice = next((number for number, times in claimed.items() if times > 1), None)
     if twice is not None:
         raise InputError(f"{ranks.who}: two ranks hold a sequence of number {twice}; give each sequence of all data its own")
     return own
 
 
-def counts(batch: MicroBatch, loss: str) -> bool:
-    """Return whether any position of a micro-batch has a label that counts."""
-    return loss == "mse" or bool((batch.labels != IGNORE_INDEX).any())
-
-
-def replicated(ranks: Ranks, model: nn.Module, measure: Callable[[], Replicates | None]) -> Replicates:
-    """Return the replicates of all ranks' micro-batches, rank by rank, to every rank; ``measure`` returns None where no
-    label counts.
+def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], options: SharpnessOptions) -> Replicates:
+    """Return the replicates of all ranks' micro-batches, rank by rank, to every rank.
 
     Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.
     """
-    own = ranks.together(measure)
-    found: list[Replicates] = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]
-    if not found:
+    counts = any(options.loss == "mse" or bool((batch.labels != IGNORE_INDEX).any()) for batch in batches)
+    own = ranks.together(lambda: replicates_of(model, batches, options) if counts else None)
+    held = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]
+    if not held:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
     dtypes = ranks.gather(None if own is None else {name: total.dtype for name, total in own.entries.items()})
-    wanted: dict[str, torch.dtype] = next(held for held in dtypes if held is not None)
-    held = (
-        own.entries
-        if own is not None
-        else {
-            name: torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False) for name, dtype in wanted.items()
-        }
-    )
-    return replace(joined(found), entries={name: ranks.sum(held[name]) for name in wanted})
+    entries = {}
+    for name, dtype in next(one for one in dtypes if one is not None).items():
+        none = torch.zeros_like(model.get_parameter(name), dtype=dtype, requires_grad=False)
+        entries[name] = ranks.sum(none if own is None else own.entries[name])
+    return replace(joined(held), entries=entries)
 
 
 AGREED = ("loss", "draws", "seed", "per", "kind", "histograms", "shift")
@@ -140,20 +129,12 @@ def sharpness(
     own = ranks.together(lambda: SharpnessOptions(**given))
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
-    data = list(data) if isinstance(data, Iterable) and not isinstance(data, (Tensor, Mapping, list, tuple)) else data
     batches = local_batches(ranks, module, data, target, own)
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
     if is_sharded(module):
-        found, drawn = sharded_replicates(ranks, module, batches, own)
-        return replace(report_of(found, confidence=confidence), histograms=drawn)
+        return report_of(sharded_replicates(ranks, module, batches, own), confidence=confidence)
     check_same_tensors(ranks, dict(module.named_parameters()), "parameter")
-    if ranks.size > 1 and (sent := common(ranks, sequence(batches))) is not None:
-        check_same_function(ranks, *forward_of(module, sent))
-    numbers = [number for batch in batches for number in batch.numbers]
-
-    def measure() -> Replicates | None:
-        if not any(counts(batch, own.loss) for batch in batches):
-            return None
-        return replicates(module, data, target, **{**given, "numbers": numbers})
-
-    return report_of(replicated(ranks, module, measure), confidence=confidence)
+    if ranks.size > 1:
+        first = [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]]
+        check_same_forward(ranks, module, common(ranks, first))
+    return report_of(replicated(ranks, module, batches, own), confidence=confidence)

@@ -7,7 +7,7 @@ processors, stop after different numbers of products, and deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
@@ -19,9 +19,10 @@ from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, fingerprint
+from hessiankit.diagnostics.digest import digest
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
 from hessiankit.diagnostics.distributed.same_function import check_same_function, common
-from hessiankit.diagnostics.distributed.unwrapping import filled, is_sharded, unwrapped
+from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
 from hessiankit.engine.problem.batches import Weights, batches
@@ -30,7 +31,7 @@ from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.engine.problem.task import Loss, Params, Task
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 WHO = "hessian_operator"
 
@@ -70,7 +71,7 @@ class DistributedOperator(HessianOperator):
         return self.ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(self.torch_dtype)
 
     def _check_same(self, vectors: Tensor) -> None:
-        (first, mark), *others = self.ranks.gather((f"{tuple(vectors.shape)}, {vectors.dtype}", fingerprint(vectors)))
+        (first, mark), *others = self.ranks.gather((f"{tuple(vectors.shape)}, {vectors.dtype}", digest(vectors)))
         for rank, (its, other) in enumerate(others, start=1):
             if (its, other) != (first, mark):
                 seen = f"{its} on rank {rank} and {first} on rank 0" if its != first else f"different on rank {rank}"
@@ -136,7 +137,19 @@ def hessian_operator(
     """
     ranks = Ranks(WHO, group)
     params = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else params
-    ranks.together(lambda: _check(loss, kind, block_size, weights, reduction, ranks.size))
+
+    def check() -> None:
+        check_options(kind, block_size)
+        if kind == "fisher-mc":
+            raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
+        known = weights is not None or reduction == "sum" or known_reduction(loss) is not None
+        if ranks.size > 1 and not known:
+            raise InputError(
+                f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms "
+                "the loss of each of this rank's batches is the mean of (or a function of inputs and target), or reduction='sum'"
+            )
+
+    ranks.together(check)
     check_versions(ranks)
     ranks.agree(loss=_named(loss), kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
     module = ranks.together(lambda: unwrapped(WHO, model))
@@ -188,17 +201,6 @@ def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
     check_same_function(ranks, run, [*own, *named_tensors((inputs, target))])
 
 
-def _check(loss: Loss, kind: str, block_size: int | None, weights: Weights, reduction: str | None, size: int) -> None:
-    check_options(kind, block_size)
-    if kind == "fisher-mc":
-        raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
-    if size > 1 and weights is None and reduction != "sum" and known_reduction(loss) is None:
-        raise InputError(
-            f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms each "
-            "of this rank's batches' losses is the mean of (or a callable (inputs, target) -> number), or reduction='sum'"
-        )
-
-
 def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[list[tuple[Any, Any]], list[float] | None]:
     """Return this rank's batches that count, and their weights where there are any."""
     if data is None or (isinstance(data, (list, tuple)) and not data):
@@ -209,8 +211,8 @@ def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[lis
     given = [weights(*pair) for pair in pairs] if callable(weights) else list(weights)
     if len(given) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
-    counted = [(pair, weight) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
-    return [pair for pair, _ in counted], [float(weight) for _, weight in counted]
+    counted = [(pair, float(weight)) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
+    return [pair for pair, _ in counted], [weight for _, weight in counted]
 
 
 def _named(loss: Loss) -> str:
@@ -218,7 +220,12 @@ def _named(loss: Loss) -> str:
 
 
 LANCZOS = "top_eigenvalues"
-_ENDS = ("LA", "SA", "LM")
+ENDS: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+    "LA": np.negative,
+    "SA": np.positive,
+    "LM": lambda values: -np.abs(values),
+}
+"""What the eigenvalues are sorted by, for each end of the spectrum."""
 
 
 @dataclass(frozen=True)
@@ -274,21 +281,14 @@ def top_eigenvalues(
     size = operator.shape[0]
 
     def check() -> None:
-        if which not in _ENDS:
-            raise InputError(f"{LANCZOS}: which={which!r} is not known; pass one of {', '.join(map(repr, _ENDS))}")
+        check_name(LANCZOS, "which", which, ENDS)
         if not 1 <= k < size:
             raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
 
     ranks.together(check)
     ranks.agree(k=k, which=which, tol=tol, max_restarts=max_restarts, seed=seed)
-    if ranks.rank == 0:
-        return _lead(ranks, operator, k, which, tol, max_restarts, seed)
-    return _follow(ranks, operator)
-
-
-def _lead(
-    ranks: Ranks, operator: HessianOperator, k: int, which: str, tol: float, max_restarts: int | None, seed: int
-) -> Eigenvalues:
+    if ranks.rank:
+        return _follow(ranks, operator)
     products = 0
 
     def multiply(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -298,7 +298,7 @@ def _lead(
         ranks.broadcast(given.cpu())
         return (operator @ given).to("cpu", torch.float64).numpy()
 
-    start = np.random.default_rng(seed).standard_normal(operator.shape[0])
+    start = np.random.default_rng(seed).standard_normal(size)
     double = LinearOperator(operator.shape, matvec=lambda v: multiply(v.reshape(-1)), dtype=np.dtype(np.float64))
     try:
         values, vectors = eigsh(double, k=k, which=which, tol=tol, v0=start, maxiter=max_restarts)
@@ -309,18 +309,17 @@ def _lead(
             line = f"{len(error.eigenvalues)} of {k} eigenvalues converged in {products} products; raise max_restarts or tol"
         ranks.broadcast(line)
         raise InputError(f"{LANCZOS}: {line}") from error
-    by_size = {"LA": -values, "SA": values, "LM": -np.abs(values)}[which]
-    order = np.argsort(by_size, kind="stable")
+    order = np.argsort(ENDS[which](values), kind="stable")
     found, residuals, basis = (torch.from_numpy(x) for x in (values[order], off[order], vectors[:, order].copy()))
     result: Eigenvalues = ranks.broadcast(Eigenvalues(found, residuals, basis, products))
     return result
 
 
 def _follow(ranks: Ranks, operator: HessianOperator) -> Eigenvalues:
-    while True:
-        message = ranks.broadcast(None)
-        if isinstance(message, Eigenvalues):
-            return message
-        if isinstance(message, str):
-            raise InputError(f"{LANCZOS}: {message}")
+    """Multiply by what rank 0 sends, until it sends the result or an error."""
+    while isinstance(message := ranks.broadcast(None), Tensor):
         operator @ message.to(operator.device)
+    if isinstance(message, str):
+        raise InputError(f"{LANCZOS}: {message}")
+    result: Eigenvalues = message
+    return result

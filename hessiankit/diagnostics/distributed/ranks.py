@@ -1,17 +1,14 @@
 """The processes of a call: process group, collectives with error handling, and checks that all ranks hold the same model.
 
 Work of one rank goes through :meth:`Ranks.together`: if it fails on any rank, all ranks raise the same line, and none waits for
-a rank that has stopped. If a rank disappears, the others notice by its closed connections or by the process group's time-out,
-and name the missing rank: each rank counts the exchanges that it has reached in the process group's store.
+a rank that has stopped. If a rank disappears, the others notice by its closed connections or by the process group's time-out.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,15 +18,14 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 import hessiankit.support.errors
+from hessiankit.diagnostics.digest import digest
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.package import __version__
 
 R = TypeVar("R")
-_ARRIVED: dict[str, int] = {}  # exchanges that this process has reached, by group
-_PATIENCE = 5.0  # seconds for asking the store who is missing: it may have been on the machine that is gone
-_SILENT = "the store of the process group, which knows who is missing, does not answer"
 _CONNECTION = ("/gloo/", "NCCL", "ncclComm", "Connection closed", "Connection reset", "Timed out waiting")
 
 
@@ -38,25 +34,18 @@ class RankError(HessiankitError, RuntimeError):
 
 
 class Ranks:
-    """The ranks of a process group, in one call of a function.
+    """The ranks of a process group (None: all processes) in one call of the function ``who``, the prefix of every message.
 
-    Attributes:
-        who: The function, the prefix of every message.
-        group: The process group; None for all processes.
-        active: Whether torch.distributed is in use, and this process is not meant ``alone``.
-        rank: The number of this process in the group; 0 where torch.distributed is not in use.
-        size: The number of processes; 1 where torch.distributed is not in use.
+    Without torch.distributed, or ``alone``, this process is rank 0 of 1.
     """
 
     def __init__(self, who: str, group: dist.ProcessGroup | None = None, *, alone: bool = False) -> None:
         self.who, self.group = who, group
-        self.active = not alone and dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank(group) if self.active else 0
-        self.size = dist.get_world_size(group) if self.active else 1
+        active = not alone and dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank(group) if active else 0
+        self.size = dist.get_world_size(group) if active else 1
         if self.rank < 0:
             raise InputError(f"{who}: this process is not in the process group it was given; call it on the group's ranks only")
-        members = dist.get_process_group_ranks(group or dist.group.WORLD) if self.active else [0]  # torch 2.6 wants a group
-        self._key = f"hessiankit/{zlib.crc32(str(members).encode())}"
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in the order of the ranks."""
@@ -86,6 +75,13 @@ class Ranks:
         with self.exchange():
             dist.all_reduce(place, group=self.group)
         return place.to(value.device)
+
+    def whole(self, value: Tensor) -> Tensor:
+        """Return all of a tensor that ``fully_shard`` has spread over the ranks; of others the tensor itself."""
+        if not isinstance(value, DTensor):
+            return value
+        with self.exchange():
+            return value.full_tensor()
 
     def together(self, work: Callable[[], R]) -> R:
         """Do the work of this rank; if it fails on any rank, raise the same line on all of them.
@@ -119,25 +115,18 @@ class Ranks:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """A collective call: record that this rank has reached it, and name the missing rank if it fails."""
-        if self.size == 1:
-            yield
-            return
+        """A collective call: what torch raises where it has lost another rank becomes a :class:`RankError`."""
         began = time.monotonic()
-        _ARRIVED[self._key] = _ARRIVED.get(self._key, 0) + 1
-        self._note("arrived", str(_ARRIVED[self._key]))
         try:
             yield
-        except RankError:
-            raise
         except Exception as error:
-            said = _communication(error) or _communication(error.__cause__)
+            said = None if isinstance(error, RankError) else _communication(error) or _communication(error.__cause__)
             if said is None:
-                self._note("failed", f"{_ARRIVED[self._key]} {type(error).__name__}: {' '.join(str(error).split())}")
                 raise
+            after = f"{time.monotonic() - began:.1f} s"
             raise RankError(
-                f"{self.who}: rank {self.rank} of {self.size} lost the others after {time.monotonic() - began:.1f} s: "
-                f"{self._missing()}; read that rank's log, and start all ranks again (torch: {said})"
+                f"{self.who}: rank {self.rank} of {self.size} lost the others after {after}: one was killed, is stuck, or raised "
+                f"an error of its own; read the logs of all ranks, and start all again (torch: {said})"
             ) from error
 
     def _line(self, error: Exception | None) -> tuple[str, str] | None:
@@ -156,44 +145,6 @@ class Ranks:
             return made
         return RankError(f"{self.who}: {on}{kind}: {text}")
 
-    def _note(self, kind: str, text: str) -> None:
-        store = _store()
-        if store is not None:
-            try:
-                store.set(f"{self._key}/{kind}/{self.rank}", text)
-            except RuntimeError:  # the exchange itself fails next, and tells who is missing
-                return
-
-    def _missing(self) -> str:
-        """Return a phrase on the ranks that have not reached this exchange, according to the store."""
-        found: list[str] = []
-        asking = threading.Thread(target=lambda: found.append(self._ask(_store())), daemon=True)
-        asking.start()
-        asking.join(_PATIENCE)
-        return found[0] if found else _SILENT
-
-    def _ask(self, store: Any) -> str:
-        now = _ARRIVED[self._key]
-        absent, stopped = [], []
-        try:
-            for rank in range(self.size):
-                failed = _get(store, f"{self._key}/failed/{rank}").partition(" ")
-                if int(failed[0] or 0) >= now:  # others are of earlier calls
-                    stopped.append(f"rank {rank} stopped with {failed[2]}")
-                elif int(_get(store, f"{self._key}/arrived/{rank}") or 0) < now:
-                    absent.append(str(rank))
-        except (RuntimeError, AttributeError):
-            return _SILENT
-        if stopped:
-            return "; ".join(stopped)
-        if absent:
-            return f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} did not arrive (killed, stuck, or too far behind)"
-        return "all ranks had arrived, so the connection failed, or a rank was killed while it exchanged"
-
-
-def _get(store: Any, key: str) -> str:
-    return str(store.get(key).decode()) if store.check([key]) else ""
-
 
 def _communication(error: BaseException | None) -> str | None:
     """Return torch's message of a failed exchange; None for any other error."""
@@ -203,14 +154,6 @@ def _communication(error: BaseException | None) -> str | None:
     if isinstance(error, dist.DistError) or any(word in said for word in _CONNECTION):
         return said.split("] ", 1)[-1].split(". This is")[0]
     return None
-
-
-def _store() -> Any:
-    """Return the store that the processes met at; torch has no public name for it."""
-    try:
-        return dist.distributed_c10d._get_default_store()
-    except (AttributeError, ValueError, RuntimeError):
-        return None
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
@@ -226,13 +169,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Peer:
-    """Rank of this process, number of processes, and device.
-
-    Attributes:
-        rank: Its number, from 0.
-        size: How many there are.
-        device: Where its model and data belong.
-    """
+    """Number of this process, from 0, how many there are, and the device where its model and data belong."""
 
     rank: int
     size: int
@@ -254,52 +191,24 @@ def init(*, timeout: float = 300.0, backend: str | None = None) -> Peer:
         InputError: If the environment says only half of which rank this is, the time-out is not a positive number, or there is
             a process group already.
     """
+    missing = [name for name in _NEEDED if name not in os.environ]
     if not timeout > 0:
         raise InputError(f"{WHO}: timeout={timeout}; expected a positive number of seconds")
     if dist.is_initialized():
         raise InputError(f"{WHO}: there is a process group already; leave this call out, and set the time-out where it is made")
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if len(missing) == len(_NEEDED):
-        return Peer(0, 1, device)
-    if missing:
+    if 0 < len(missing) < len(_NEEDED):
         raise InputError(
             f"{WHO}: {', '.join(missing)} not in the environment, though other variables of torchrun are; start the program with "
             "torchrun (torchrun --nproc-per-node 2 program.py), or set all of them for each process"
         )
-    usual = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    device, usual = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        device, usual = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    if missing:
+        return Peer(0, 1, device)
     dist.init_process_group(backend or usual, timeout=timedelta(seconds=timeout))
     return Peer(dist.get_rank(), dist.get_world_size(), device)
-
-
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_ODD, _ODD_TOO = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
-_CHUNK = 1 << 15  # entries that stay in a processor's cache; a GPU takes a thousand times as many at once
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """Return an integer that depends on every bit of a tensor and on its place: the sum of a hash of each, modulo 2^64.
-
-    Computed where the tensor is; integer arithmetic, so the same on every device.
-
-    >>> x = torch.tensor([1.0, -2.0])
-    >>> fingerprint(x) == fingerprint(x.clone()), fingerprint(x) == fingerprint(-x), fingerprint(x) == fingerprint(x.flip(0))
-    (True, False, False)
-    """
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).detach().contiguous().reshape(-1)
-    bits = flat.view(_INTEGERS[flat.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    step = _CHUNK if bits.device.type == "cpu" else 1000 * _CHUNK
-    for start in range(0, bits.numel(), step):
-        x = bits[start : start + step].to(torch.int64, copy=True)
-        x ^= torch.arange(start, start + x.numel(), device=x.device).mul_(_ODD)
-        for factor in (_ODD, _ODD_TOO):  # multiplying carries differences up, shifting brings them down again
-            x = (x ^ (x >> 32)).mul_(factor)
-        total += (x ^ (x >> 29)).sum()
-    return int(total)
 
 
 def check_versions(ranks: Ranks) -> None:
@@ -316,7 +225,7 @@ def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -
         return
     shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
     ranks.agree(**{f"the {what} {name!r}": shape for name, shape in shapes.items()}, **{f"the number of {what}s": len(shapes)})
-    held = ranks.gather([fingerprint(x) for x in tensors.values()])
+    held = ranks.gather([digest(x) for x in tensors.values()])
     for at, name in enumerate(tensors):
         for rank, other in enumerate(held):
             if other[at] != held[0][at]:

@@ -7,7 +7,7 @@ the operations of torch below automatic differentiation are compared: their name
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hessiankit.diagnostics.distributed.ranks import Ranks, fingerprint
-from hessiankit.diagnostics.distributed.unwrapping import is_sharded
+from hessiankit.diagnostics.digest import digest
+from hessiankit.diagnostics.distributed.ranks import Ranks
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, evaluating, forward
 from hessiankit.engine.problem.calling import named_tensors
 from hessiankit.support.errors import InputError
@@ -41,14 +41,11 @@ def check_same_function(
 ) -> None:
     """Raise an error on every rank unless the same operations with the same numbers run on all of them.
 
-    Args:
-        ranks: The ranks, more than one.
-        run: Calls the module with the data of :func:`common`, within the context manager that it is passed.
-        named: Tensors that are known to be equal, by name: data, parameters, buffers.
-        sharded: Whether parameters are spread over the ranks: operations on these alone are left out.
+    ``run`` calls the module with the data of :func:`common`, within the context manager that it is passed. Tensors that are
+    known to be equal are ``named``: data, parameters, buffers. Of a ``sharded`` model operations on
+    parameters alone are left out.
     """
     calls = _Calls(named, data_only=sharded)
-
     with torch.compiler.set_stance("force_eager"):  # compiled code shows no operations
         if sharded:
             with ranks.exchange():
@@ -68,23 +65,18 @@ def check_same_function(
     )
 
 
-def sequence(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the first sequence of the first micro-batch, on the CPU, or nothing."""
-    return [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]]
-
-
-def forward_of(
-    model: nn.Module, one: MicroBatch
-) -> tuple[Callable[[AbstractContextManager[Any]], None], list[tuple[str, Tensor]]]:
-    """Return a function that calls a model on a micro-batch, and the tensors of both, for :func:`check_same_function`."""
+def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *, sharded: bool = False) -> None:
+    """Compare what the ranks' modules do with a micro-batch that all of them hold; nothing where there is none."""
+    if ranks.size == 1 or one is None:
+        return
     one = one.on(next(model.parameters()).device)
 
     def run(watched: AbstractContextManager[Any]) -> None:
         with evaluating(model), torch.no_grad(), watched:
             forward(model, one)
 
-    own = [] if is_sharded(model) else [*model.named_parameters(), *model.named_buffers()]
-    return run, [*own, *named_tensors(one.inputs)]
+    own = [] if sharded else [*model.named_parameters(), *model.named_buffers()]
+    check_same_function(ranks, run, [*own, *named_tensors(one.inputs)], sharded=sharded)
 
 
 _PLAIN = (int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
@@ -125,7 +117,7 @@ class _Calls(TorchDispatchMode):
             if (known := self._names.get(_address(x))) is not None:
                 return f"{known[0]} {shape}"
             dense = x.layout is torch.strided and not self._data_only
-            return f"a constant {shape}" + (f" of digest {fingerprint(x):x}" if dense else "")
+            return f"a constant {shape}" + (f" of digest {digest(x)[:16]}" if dense else "")
         if isinstance(x, (list, tuple)):
             return f"({', '.join(map(self._said, x))})"
         return str(x) if isinstance(x, _PLAIN) else type(x).__name__  # a device, a generator, a function may be a rank's own

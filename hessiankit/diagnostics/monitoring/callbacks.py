@@ -50,12 +50,6 @@ def on_first_use(module: dict[str, Any], events: type, package: str, base: str) 
     """Return a module's ``__getattr__`` that derives ``SharpnessCallback`` from ``events`` and the package's class.
 
     So the module can be imported without the trainer's package, and importing it does not import the package.
-
-    >>> class Events:
-    ...     "Counts."
-    >>> made = on_first_use({"__name__": "here"}, Events, "collections", "Counter")("SharpnessCallback")
-    >>> made, made(a=2), made.__doc__
-    (<class 'here.SharpnessCallback'>, SharpnessCallback({'a': 2}), 'Counts.')
     """
 
     def attribute(name: str) -> type:

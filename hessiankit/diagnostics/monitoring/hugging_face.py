@@ -14,10 +14,6 @@ class TrainerEvents(MonitorEvents):
 
     It measures as every :class:`~hessiankit.diagnostics.monitoring.callbacks.MonitorEvents`. Numbers go to ``Trainer.log``, which
     all its loggers see, if ``callback.trainer`` is set, else into ``state.log_history``.
-
-    Attributes:
-        monitor: The monitor, from the start of training on.
-        trainer: The trainer whose log to write to, or None.
     """
 
     def __init__(self, data: Any, path: Path | str, *, trainer: Any = None, **options: Any) -> None:

@@ -16,9 +16,6 @@ class LightningEvents(MonitorEvents):
 
     It measures as every :class:`~hessiankit.diagnostics.monitoring.callbacks.MonitorEvents`; steps are ``trainer.global_step``:
     updates, not batches. Numbers go to the trainer's loggers at their step, and to ``trainer.callback_metrics``.
-
-    Attributes:
-        monitor: The monitor, from the start of training on.
     """
 
     def __init__(

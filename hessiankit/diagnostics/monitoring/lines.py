@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain, replace_file
@@ -39,7 +35,7 @@ class Lines:
         try:
             if self.path.exists() and self.path.stat().st_size:
                 seen, records = read_lines(self.path)
-                _check(self.path, seen, header)
+                _check(self.path, seen, json.loads(to_line(header)))
                 self.last = max((one["step"] for one in records), default=None)
                 self._size = self.path.read_bytes().rfind(b"\n") + 1
                 os.truncate(self.path, self._size)  # without a last line that a kill has torn
@@ -102,29 +98,27 @@ def read_lines(path: Path | str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         content = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"{WHO}: cannot read {path}: {error.strerror}; name a file that a Monitor wrote") from error
-    header: dict[str, Any] | None = None
-    records: list[dict[str, Any]] = []
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # what follows the last line end is torn, or empty
+    lines: list[dict[str, Any]] = []
+    for number, line in enumerate(content.split(b"\n")[:-1]):  # what follows the last line end is torn, or empty
         try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError("no mapping")
-            if header is None:
-                header = record
-            elif isinstance(record.get("rewind"), int):
-                records = [one for one in records if one["step"] < record["rewind"]]
-            elif isinstance(record.get("step"), int):
-                records.append(record)
-            else:
+            lines.append(dict(json.loads(line)))
+            if number and not any(isinstance(lines[-1].get(key), int) for key in ("rewind", "step")):
                 raise ValueError("no measurement")
-        except ValueError as error:
-            what = "is damaged" if number > 1 else "is not the header of a monitor"
+        except (ValueError, TypeError) as error:
+            what = "is damaged" if number else "is not the header of a monitor"
             raise InputError(
-                f"{WHO}: line {number} of {path} {what} ({error}); take the line out, or name another file"
+                f"{WHO}: line {number + 1} of {path} {what} ({error}); take the line out, or name another file"
             ) from error
-    if header is None or header.get(KEY) != FORMAT:
-        seen = f"has format {header[KEY]}" if header is not None and KEY in header else "was not written by a Monitor"
+    header, *written = lines or [{}]
+    if header.get(KEY) != FORMAT:
+        seen = f"has format {header[KEY]}" if KEY in header else "was not written by a Monitor"
         raise InputError(f"{WHO}: {path} {seen}; expected {KEY!r}: {FORMAT} in its first line. Name another file")
+    records: list[dict[str, Any]] = []
+    for record in written:
+        if "rewind" in record:
+            records = [one for one in records if one["step"] < record["rewind"]]
+        else:
+            records.append(record)
     return header, records
 
 
@@ -137,43 +131,22 @@ def to_line(record: Mapping[str, Any]) -> str:
     return json.dumps(plain(record), separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def _check(path: Path, seen: Mapping[str, Any], header: Mapping[str, Any]) -> None:
+def _check(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Compare headers: the environment may change when a run goes on elsewhere, nothing else may."""
-    here = json.loads(to_line(header))
-    names = [name for name in here if name != "environment" and here[name] != seen.get(name)]
-    if not names:
+    different = []
+    for name in (name for name in here if name != "environment"):
+        old, new = (dict(_leaves(name, header.get(name))) for header in (there, here))
+        at = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
+        if at is not None:
+            different.append(f"{at} is {old.get(at)!r} there, {new.get(at)!r} here")
+    if different:
+        raise InputError(f"{WHO}: {path} is of another run: {'; '.join(different)}. Name another file, or measure as there")
+
+
+def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what nested dicts and lists hold, with the expression that reaches it."""
+    if not isinstance(x, (dict, list)):
+        yield name, x
         return
-    different = [_difference(name, seen.get(name), here[name]) for name in names]
-    raise InputError(f"{WHO}: {path} is of another run: {'; '.join(different)}. Name another file, or measure as there")
-
-
-def _difference(name: str, there: Any, here: Any) -> str:
-    if isinstance(there, dict) and isinstance(here, dict):
-        key = next(k for k in [*here, *there] if here.get(k) != there.get(k))
-        return _difference(f"{name}[{key!r}]", there.get(key), here.get(key))
-    if isinstance(there, list) and isinstance(here, list):
-        for k, (a, b) in enumerate(zip(there, here, strict=False)):
-            if a != b:
-                return _difference(f"{name}[{k}]", a, b)
-        return f"{name} has {len(there)} entries there, {len(here)} here"
-    return f"{name} is {there!r} there, {here!r} here"
-
-
-def digest(x: Any) -> str:
-    """Return a digest of tensors and plain values, nested in any way.
-
-    >>> digest([torch.ones(2), 1]) == digest([torch.ones(2), 1]), digest(torch.ones(2)) == digest(torch.ones(2, 1))
-    (True, False)
-    """
-    total = hashlib.sha256()
-    leaves, structure = torch.utils._pytree.tree_flatten(x)
-    total.update(str(structure).encode() if len(leaves) != 1 else b"")
-    for leaf in leaves:
-        if isinstance(leaf, Tensor):
-            total.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            flat = leaf.detach().cpu().contiguous().reshape(-1)
-            total.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-        else:
-            plain = leaf is None or isinstance(leaf, (bool, int, float, str))
-            total.update((repr(leaf) if plain else type(leaf).__qualname__).encode())
-    return total.hexdigest()
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        yield from _leaves(f"{name}[{key!r}]", value)

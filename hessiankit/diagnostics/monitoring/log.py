@@ -299,19 +299,22 @@ def sharpness(axes: Axes, log: MonitorLog) -> None:
     _named_lines(axes, log, {name: one.value for name, one in log.sharpness.items()})
 
 
-def norms(axes: Axes, log: MonitorLog) -> None:
-    """Norm of all parameters of each block type (Figure 8)."""
-    over_steps(axes, log, "norm of the parameters")
-    _named_lines(axes, log, log.norms)
+def _by_type(title: str, *keys: str) -> Panel:
+    """Return the panel of one number of each block type."""
+
+    def panel(axes: Axes, log: MonitorLog) -> None:
+        over_steps(axes, log, title)
+        _named_lines(axes, log, {name: log.series(*keys, name) for name in log.types if log.has(*keys, name)})
+
+    return panel
 
 
-def loss(axes: Axes, log: MonitorLog) -> None:
-    """Loss on the data of the monitor."""
+def _loss(axes: Axes, log: MonitorLog) -> None:
     over_steps(axes, log, "loss, nats")
     axes.plot(log.steps, log.series("loss"), color=INK, **LINE)
 
 
-def eigenvalue(axes: Axes, log: MonitorLog) -> None:
+def _eigenvalue(axes: Axes, log: MonitorLog) -> None:
     """Top eigenvalue of the Hessian of the loss; the band is its residual, within which an eigenvalue lies."""
     over_steps(axes, log, r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual")
     value, residual = log.series("eigenvalue", "value"), log.series("eigenvalue", "residual")
@@ -320,7 +323,7 @@ def eigenvalue(axes: Axes, log: MonitorLog) -> None:
     log_scale(axes, value - residual)
 
 
-def spectrum(axes: Axes, log: MonitorLog) -> None:
+def _spectrum(axes: Axes, log: MonitorLog) -> None:
     """The largest and the smallest eigenvalues of the Hessian of the loss; hollow where their residuals have not converged."""
     over_steps(axes, log, "eigenvalues of the Hessian")
     values = log.series("spectrum", "eigenvalues")
@@ -334,7 +337,7 @@ def spectrum(axes: Axes, log: MonitorLog) -> None:
     axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
 
 
-def approximations(axes: Axes, log: MonitorLog) -> None:
+def _approximations(axes: Axes, log: MonitorLog) -> None:
     """Cosine of each approximation's step with the exact natural step."""
     over_steps(axes, log, "cosine with the natural step")
     names = next(list(x) for x in log.entries("approximations", "by_name") if x)
@@ -342,18 +345,11 @@ def approximations(axes: Axes, log: MonitorLog) -> None:
     _named_lines(axes, log, values, dict(zip(names, [*COLOURS.values()] * len(names), strict=False)))
 
 
-def hessian(axes: Axes, log: MonitorLog) -> None:
-    """Spectral norm of the exact Hessian's diagonal block of each block type."""
-    over_steps(axes, log, "spectral norm of the Hessian's blocks")
-    types = [name for name in log.types if log.has("hessian", "types", name)]
-    _named_lines(axes, log, {name: log.series("hessian", "types", name) for name in types})
-
-
 STEPS_SHOWN = 5
 """Lines of a panel over layers."""
 
 
-def variance(axes: Axes, log: MonitorLog) -> None:
+def _variance(axes: Axes, log: MonitorLog) -> None:
     """Variance over features of the stream, averaged over tokens, a line for each layer (The Curse of Depth, Figures 4 and 8)."""
     over_steps(axes, log, "variance of the residual stream, by layer")
     values = log.series("depth", "stream", "variance")
@@ -363,11 +359,11 @@ def variance(axes: Axes, log: MonitorLog) -> None:
     layer_key(axes, 0, values.shape[1] - 1)
 
 
-def angles(axes: Axes, log: MonitorLog) -> None:
+def _angles(axes: Axes, log: MonitorLog) -> None:
     """Angular distances of all pairs of layers at the last step (Figure 2, without the authors' rescaling of each row)."""
     measured = [(step, x) for step, x in zip(log.steps, log.entries("depth", "angles", "all"), strict=True) if x is not None]
-    at, values = measured[-1][0], np.asarray(measured[-1][1], dtype=float)
-    shown = AngularDistances(torch.from_numpy(values), torch.empty(0)).by_distance().numpy()
+    at, values = measured[-1][0], torch.tensor(measured[-1][1], dtype=torch.float64, device="cpu")
+    shown = AngularDistances(values, values).by_distance().numpy()
     edge = len(shown) + 0.5
     _name(axes, f"angular distance $d(x_l, x_{{l+n}})$, step {at}", "layer $l$")
     axes.grid(False)
@@ -379,36 +375,31 @@ def angles(axes: Axes, log: MonitorLog) -> None:
     bar.ax.tick_params(labelsize=7, length=2)
 
 
-def drop(axes: Axes, log: MonitorLog) -> None:
-    """Rise of the loss with one block removed (Figure 2), for a few steps."""
-    _along_depth(axes, log, "rise of the loss without one block", log.entries("depth", "drop", "loss_change"))
-    axes.axhline(0.0, color=INK, linewidth=0.6)
-
-
-def _layers(title: str, *keys: str) -> Panel:
-    """Return the panel of a positive number of each layer, for a few steps."""
+def _by_layer(title: str, *keys: str, signed: bool = False) -> Panel:
+    """Return the panel of a number, or a number with its error, of each layer: a line for each of a few steps."""
 
     def panel(axes: Axes, log: MonitorLog) -> None:
-        values = [None if x is None else [one["value"] for one in x] for x in log.entries("depth", *keys)]
-        _along_depth(axes, log, title, values)
-        log_scale(axes, *(np.asarray(x, dtype=float) for x in values if x is not None))
+        _name(axes, title, "layer")
+        measured = {
+            step: np.array([float(one["value"] if isinstance(one, dict) else one) for one in x])
+            for step, x in zip(log.steps, log.entries("depth", *keys), strict=True)
+            if x is not None
+        }
+        chosen = np.unique(np.linspace(0, len(measured) - 1, STEPS_SHOWN).round().astype(int))
+        axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
+        for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
+            step, values = list(measured.items())[k]
+            axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
+            label = f"\u25cf {step:,}"
+            axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.margins(x=0.02)
+        if signed:
+            axes.axhline(0.0, color=INK, linewidth=0.6)
+        else:
+            log_scale(axes, *measured.values())
 
     return panel
-
-
-def _along_depth(axes: Axes, log: MonitorLog, title: str, measured: list[Any]) -> None:
-    """One line over the layers for each of a few steps, the first and the last among them."""
-    _name(axes, title, "layer")
-    there = [k for k, values in enumerate(measured) if values is not None]
-    chosen = [there[k] for k in np.unique(np.linspace(0, len(there) - 1, STEPS_SHOWN).round().astype(int))]
-    axes.text(1.04, 1.0, "step", transform=axes.transAxes, fontsize=7.5, color=FAINT, va="top")
-    for row, (k, colour) in enumerate(zip(chosen, shades(len(chosen)), strict=True), start=1):
-        values = np.asarray(measured[k], dtype=float)
-        axes.plot(np.arange(1, len(values) + 1), values, color=colour, **{**LINE, "clip_on": True})
-        label = f"\u25cf {log.steps[k]:,}"
-        axes.text(1.04, 1.0 - 0.09 * row, label, color=colour, transform=axes.transAxes, fontsize=7.5, va="top")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    axes.margins(x=0.02)
 
 
 def shades(count: int) -> np.ndarray:
@@ -433,17 +424,17 @@ ACROSS = 3
 """Panels in a row."""
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("sharpness",), sharpness),
-    (("norms",), norms),
-    (("loss",), loss),
-    (("eigenvalue",), eigenvalue),
-    (("spectrum", "eigenvalues"), spectrum),
-    (("approximations", "by_name"), approximations),
-    (("hessian", "types"), hessian),
-    (("depth", "stream"), variance),
-    (("depth", "angles"), angles),
-    (("depth", "drop"), drop),
-    (("depth", "jacobians"), _layers(r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$", "jacobians", "rms")),
-    (("depth", "hessian"), _layers(r"$\lambda_{\max}$ of the Hessian of each block", "hessian", "top")),
-    (("depth", "ggn"), _layers(r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn", "top")),
+    (("norms",), _by_type("norm of the parameters", "norms", "types")),
+    (("loss",), _loss),
+    (("eigenvalue",), _eigenvalue),
+    (("spectrum", "eigenvalues"), _spectrum),
+    (("approximations", "by_name"), _approximations),
+    (("hessian", "types"), _by_type("spectral norm of the Hessian's blocks", "hessian", "types")),
+    (("depth", "stream"), _variance),
+    (("depth", "angles"), _angles),
+    (("depth", "drop"), _by_layer("rise of the loss without one block", "drop", "loss_change", signed=True)),
+    (("depth", "jacobians"), _by_layer(r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$", "jacobians", "rms")),
+    (("depth", "hessian"), _by_layer(r"$\lambda_{\max}$ of the Hessian of each block", "hessian", "top")),
+    (("depth", "ggn"), _by_layer(r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn", "top")),
 )
 """Entry of a measurement, and the panel that shows it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -15,7 +16,7 @@ from hessiankit.curvature.dense import hessian, spectral_norm
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.suboperators import positions
 from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.depth.autograd_products import HessianProducts
+from hessiankit.diagnostics.depth.products import HessianProducts, by_route
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
@@ -23,8 +24,8 @@ from hessiankit.diagnostics.sharpness.probe import placed
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, map_tensors, named_tensors
 from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
-from hessiankit.support.errors import HessiankitError, InputError, check_name
-from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.errors import InputError
+from hessiankit.support.lanczos import Product, lanczos
 from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 WHO = "monitor"
@@ -73,7 +74,7 @@ def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
 
 
 def loss(model: nn.Module, batches: Sequence[Batch], step: int) -> float:
-    """Return the value of :func:`loss_of`."""
+    """Return the mean cross entropy."""
     return loss_of(model, batches).evaluate()[0]
 
 
@@ -82,14 +83,16 @@ CLOSED_FORM_ENTRIES = 200_000
 """Parameters up to which "auto" tries closed forms, whose work space holds every value of the network at once."""
 
 
-def top_eigenvalue(
-    model: nn.Module, batches: Sequence[Batch], *, route: str = "auto", tol: float = 1e-3, products: int = 60, seed: int = 0
-) -> tuple[RitzValue, str, str]:
-    """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count.
+def eigenvalue(
+    model: nn.Module, batches: Sequence[Batch], step: int, *, route: str, tol: float, products: int, seed: int
+) -> dict[str, Any]:
+    """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
+    which route it was found and why.
 
     Args:
         model: The model, in evaluation mode.
         batches: Pairs (inputs, labels) on the model's device.
+        step: Not read.
         route: ``"closed form"``: products by :func:`hessiankit.hessian_operator`. ``"autograd"``: two reverse passes a product,
             with torch's unfused attention, for the fused one has no second derivative. ``"auto"``: closed forms
             for up to 200,000 parameters of a model that can be traced, autograd for others.
@@ -99,33 +102,26 @@ def top_eigenvalue(
 
     Raises:
         InputError: No parameter is trainable, a product is not finite, or ``"closed form"`` is not possible.
-
-    Returns:
-        The eigenvalue, the route taken, and why ("" if it was chosen by the caller).
     """
-    check_name("top_eigenvalue", "route", route, ROUTES)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
-        raise InputError("top_eigenvalue: no parameter requires a gradient; there is no Hessian")
-    size = sum(p.numel() for p in parameters.values())
-    first = next(iter(parameters.values()))
-    start = torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(first.device, first.dtype)
-    why = ""
-    if route == "auto" and size > CLOSED_FORM_ENTRIES:
-        why = f"{size:,} parameters, more than {CLOSED_FORM_ENTRIES:,}"
-    elif route != "autograd":
-        try:
-            counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
-            operator = hessian_operator(model, list(batches), loss="cross_entropy", params=list(parameters), weights=counts)
-        except HessiankitError as error:
-            if route == "closed form":
-                raise
-            why = f"{type(error).__name__}: {error}"
-        else:
-            return lanczos(operator.__matmul__, start, tol=tol, most=products), "closed form", ""
-    with sdpa_kernel(SDPBackend.MATH):
-        product = HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
-        return lanczos(product, start, tol=tol, most=products), "autograd", why
+        raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
+    size, first = sum(p.numel() for p in parameters.values()), next(iter(parameters.values()))
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(first.device, first.dtype)
+
+    def exact() -> Product:
+        counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
+        names = list(parameters)
+        return hessian_operator(model, list(batches), loss="cross_entropy", params=names, weights=counts).__matmul__
+
+    def autograd() -> Product:
+        with sdpa_kernel(SDPBackend.MATH):
+            return HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
+
+    product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
+    with sdpa_kernel(SDPBackend.MATH) if taken == "autograd" else nullcontext():
+        found = lanczos(product, start, tol=tol, most=products)
+    return {**found.to_dict(), "route": taken, **({"why": why} if why else {})}
 
 
 @torch.no_grad()
@@ -147,12 +143,6 @@ def norms(model: nn.Module, batches: Sequence[Batch], step: int, *, parts: Seque
         "types": {name: math.sqrt(float(x)) for name, x in types.items()},
         "tensors": {part.name: math.sqrt(float(x)) for part, x in squares.items()},
     }
-
-
-def eigenvalue(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
-    """Return the top eigenvalue of the loss's Hessian, its residual, and by which route it was found and why."""
-    value, route, why = top_eigenvalue(model, batches, **options)
-    return {**value.to_dict(), "route": route, **({"why": why} if why else {})}
 
 
 SEED_STRIDE = 1_000_003

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from hessiankit.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
+from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring import measurements
-from hessiankit.diagnostics.monitoring.lines import Lines, digest
+from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
@@ -40,39 +41,6 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
         raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
     early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
     return step % every == 0 or early
-
-
-class Budget:
-    """How much of the time since the first step measurements have taken.
-
-    Args:
-        share: The largest share, or None.
-
-    >>> budget = Budget(0.5)
-    >>> budget.allows(0), sorted(budget.spend(0.0))
-    (True, ['measuring', 'since_start', 'skipped'])
-    """
-
-    def __init__(self, share: float | None) -> None:
-        self.share, self._spent, self._skipped = share, 0.0, list[int]()
-        self._start: float | None = None
-
-    def allows(self, step: int) -> bool:
-        """Return whether a step that is due may be measured: the first one always, else while the share is not used up."""
-        if self._start is None:
-            self._start = time.perf_counter()
-            return True
-        if self.share is None or self._spent <= self.share * (time.perf_counter() - self._start):
-            return True
-        if step not in self._skipped:
-            self._skipped.append(step)
-        return False
-
-    def spend(self, seconds: float) -> dict[str, Any]:
-        """Take note of a measurement; return the seconds of all of them and since the first step, and the steps left out."""
-        self._spent, skipped, self._skipped = self._spent + seconds, self._skipped, []
-        since = self._spent if self._start is None else time.perf_counter() - self._start
-        return {"measuring": round(self._spent, 4), "since_start": round(since, 4), "skipped": skipped}
 
 
 WHO = "monitor"
@@ -168,7 +136,7 @@ class Monitor:
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
             micro_batch: Sequences of one backward pass of the sharpness.
             parts: The model's parts; by default :func:`hessiankit.partition.model_parts` of it.
-            eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.top_eigenvalue`.
+            eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.eigenvalue`.
             eigenvalue_tol: Its residual, relative to it.
             eigenvalue_products: Products with the Hessian at most.
             on_error: ``"raise"`` stops at a section that fails, after writing the other sections; ``"record"`` writes the error
@@ -222,7 +190,8 @@ class Monitor:
             add("hessian", measurements.hessian_norms, True, parts=self.parts)
         if share is not None:
             options["share"] = share
-        self._budget = Budget(share)
+        self._share, self._spent, self._skipped = share, 0.0, list[int]()
+        self._began: float | None = None
         header = {
             "model": type(self._model).__name__,
             "entries": sum(part.size for part in self.parts),
@@ -250,7 +219,7 @@ class Monitor:
         Returns:
             What was measured, or None.
         """
-        wanted = force or (due(step, self._every, log_spaced=self._log_spaced) and self._budget.allows(step))
+        wanted = force or (due(step, self._every, log_spaced=self._log_spaced) and self._affords(step))
         if self._at is None or step < self._at:  # training starts or goes on here
             self._lines.rewind(step)
         repeated = step == self._at == self._measured
@@ -262,6 +231,16 @@ class Monitor:
         self._lines.rewind(step)
         self._at = step
         return self._measure(step, extra)
+
+    def _affords(self, step: int) -> bool:
+        """Return whether measurements have taken no more than their share of the time; note a step that is left out."""
+        now = time.perf_counter()
+        if self._began is None:
+            self._began = now
+        elif self._share is not None and self._spent > self._share * (now - self._began):
+            self._skipped += [step] if step not in self._skipped else []
+            return False
+        return True
 
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
         _check_whole(self._model)
@@ -281,9 +260,11 @@ class Monitor:
                 seconds[name] = round(time.perf_counter() - start, 4)
         self._measured = step
         record["seconds"] = seconds
-        spent = self._budget.spend(sum(seconds.values()))
-        if self._budget.share is not None:
-            record["time"] = spent
+        self._spent += sum(seconds.values())
+        if self._share is not None:
+            since = self._spent if self._began is None else time.perf_counter() - self._began
+            record["time"] = {"measuring": round(self._spent, 4), "since_start": round(since, 4), "skipped": self._skipped}
+            self._skipped = []
         if extra:
             record["extra"] = extra
         if failed:

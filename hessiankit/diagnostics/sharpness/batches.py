@@ -75,16 +75,9 @@ def micro_batches(
     shift: bool | None = None,
     model: nn.Module | None = None,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of some data.
+    """Return the micro-batches of data in the forms that :func:`hessiankit.sharpness` takes, whose arguments these are.
 
-    Args:
-        who: Prefix of error messages.
-        data: One batch or an iterable of batches, see :data:`hessiankit.engine.problem.batches.FORMS`.
-        target: The target of one batch.
-        micro_batch: Sequences in a micro-batch; None for each batch as it is.
-        numbers: The numbers of the sequences in the whole data; 0, 1, 2, ... by default.
-        shift: Whether 'labels' of a mapping are the tokens themselves, to be compared with the logits one place before.
-        model: A model with a decoder whose inputs it makes of the labels itself.
+    ``who`` begins the messages of errors. The ``model`` may have a decoder whose inputs it makes of the labels itself.
 
     Raises:
         InputError: If the data are none of these forms.
@@ -182,11 +175,7 @@ def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Ten
 class BatchedLoss:
     """The mean loss over micro-batches: ``sum_b count_b loss_b / sum_b count_b``, with the counted labels or entries as counts.
 
-    Attributes:
-        who: Prefix of error messages.
-        model: The model.
-        batches: Its micro-batches.
-        loss: ``"cross_entropy"`` or ``"mse"``.
+    ``who`` begins the messages of errors; ``loss`` is ``"cross_entropy"`` or ``"mse"``.
     """
 
     who: str

@@ -32,9 +32,8 @@ class Cotangents:
             rows without a label; for squared error the output.
         rows: Rows of the output, flat, that have a label; None for squared error.
         labels: (draws, rows): what was drawn for them; for squared error (draws, *output.shape), the residuals.
-        terms: How many terms the loss is the mean of.
+        terms: How many terms the loss is the mean of; ``scale`` is 1 / sqrt(terms).
         sequences: How many sequences have a position that counts.
-        scale: 1 / sqrt(terms).
         unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
     """
 

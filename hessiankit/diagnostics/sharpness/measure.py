@@ -13,7 +13,7 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
 from hessiankit.diagnostics.sharpness.options import EXACT, WHO, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates, squared_norms
+from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
@@ -149,9 +149,9 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
     return Replicates(
         parts=measured.parts,
-        values=torch.tensor(values, dtype=torch.float64).reshape(1, 1, -1),
-        terms=torch.tensor([terms]),
-        squared_norms=squared_norms(measured),
+        values=torch.tensor(values, dtype=torch.float64, device="cpu").reshape(1, 1, -1),
+        terms=torch.tensor([terms], device="cpu"),
+        squared_norms=measured.squared_norms(),
         rows={name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
         seen=looked_up,
         entries={name: x * terms for name, x in diagonal.items()} if options.histograms else {},

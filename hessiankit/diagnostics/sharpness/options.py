@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, check_name
@@ -62,6 +63,10 @@ class MeasuredParts:
     parts: tuple[Part, ...]
     parameters: dict[str, nn.Parameter]
     frozen: tuple[str, ...]
+
+    def squared_norms(self, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
+        """Return ||theta||^2 of each part, float64 (parts,) on the CPU; ``whole`` as in :class:`SquaredGradients`."""
+        return torch.stack([part.squared_norm(whole(self.parameters[part.parameter].detach())).cpu() for part in self.parts])
 
 
 def measured_parts(model: nn.Module, parts: Iterable[Part] | None) -> MeasuredParts:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hessiankit.diagnostics.sharpness.batches import check_devices, evaluating, forward, micro_batches
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward, micro_batches
 from hessiankit.diagnostics.sharpness.cotangents import LabelSampler, cotangents
 from hessiankit.diagnostics.sharpness.options import WHO, MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
@@ -24,6 +24,8 @@ from hessiankit.support.errors import InputError
 class Replicates:
     """The sum of h over the entries of each part, for each micro-batch and draw, before any statistics.
 
+    Attributes that are not named here are those of :class:`SharpnessReport`.
+
     Attributes:
         parts: The parts, in the order of the last axis of ``values``.
         values: Float64 (micro-batches, draws, parts) on the CPU.
@@ -33,14 +35,6 @@ class Replicates:
             (draws, rows).
         seen: Which of its rows the data looked up, (rows,).
         entries: For each parameter, the sum over micro-batches and draws of terms x h, in its shape; empty without histograms.
-        sequences: Number of sequences, of which at least one position counts.
-        per: ``"token"`` or ``"sequence"``: what a term is.
-        loss: ``"cross_entropy"`` or ``"mse"``.
-        kind: ``"fisher-mc"``, ``"fisher-empirical"``, or ``"ggn"`` and ``"hessian"`` for exact values.
-        seed: Of the labels.
-        frozen: Parameters that were left out because they do not require a gradient.
-        unused: Parameters that no output depended on; their h is 0.
-        seconds: Time taken.
         unlikely: How many labels of one draw of all are expected not to be the likeliest one; infinite for squared error.
     """
 
@@ -50,7 +44,7 @@ class Replicates:
     squared_norms: Tensor
     rows: dict[str, Tensor]
     seen: dict[str, Tensor]
-    entries: dict[str, Tensor]
+    entries: Mapping[str, Tensor]
     sequences: int
     per: str
     loss: str
@@ -94,7 +88,7 @@ def joined(runs: Sequence[Replicates]) -> Replicates:
     )
 
 
-def _summed(dicts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+def _summed(dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     names = dict.fromkeys(name for one in dicts for name in one)
     return {name: torch.stack([one[name] for one in dicts if name in one]).sum(0) for name in names}
 
@@ -109,14 +103,20 @@ def replicates(
     **options: Any,
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
-    start = time.perf_counter()
     own = own or SharpnessOptions(**options)
     batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
-    draws = own.label_draws
-    measured = measured_parts(model, own.parts)
-    weights, sequences, unlikely = list(measured.parameters.values()), 0, 0.0
-    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, measured.parts) as seen:
-        sums = SquaredGradients(WHO, measured.parts, measured.parameters, draws, own.histograms)
+    return replicates_of(model, batches, own, sampler)
+
+
+def replicates_of(
+    model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions, sampler: LabelSampler | None = None
+) -> Replicates:
+    """Return h on some micro-batches; as :func:`replicates`."""
+    start = time.perf_counter()
+    parts, draws = measured_parts(model, own.parts), own.label_draws
+    weights = list(parts.parameters.values())
+    with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as seen:
+        sums = SquaredGradients(WHO, parts, draws, own.histograms)
         for batch in batches:
             check_devices(WHO, batch, model)
         batches = probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
@@ -125,37 +125,38 @@ def replicates(
             drawn = cotangents(WHO, output, batch, own, sampler)
             if drawn is None:
                 continue
-            sums.begin(drawn.terms)
-            sequences, unlikely = sequences + drawn.sequences, unlikely + drawn.unlikely
+            sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
             for d, gradient in enumerate(drawn):
                 slopes = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
-                gradients = {n: g for n, g in zip(measured.parameters, slopes, strict=True) if g is not None}
+                gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
                 sums.add(d, gradients, seen)
                 del slopes, gradients  # the next draw's take their place in memory
                 if own.progress is not None:
                     own.progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
+    return collected(sums, parts, own, seen, start)
+
+
+def collected(
+    sums: SquaredGradients, parts: MeasuredParts, own: SharpnessOptions, seen: Mapping[str, Tensor], start: float
+) -> Replicates:
+    """Return sums of squared gradients, and what is known of them, as replicates."""
     return Replicates(
-        parts=measured.parts,
+        parts=parts.parts,
         values=torch.stack(sums.values),
-        terms=torch.tensor(sums.terms),
-        squared_norms=squared_norms(measured),
+        terms=torch.tensor(sums.terms, device="cpu"),
+        squared_norms=parts.squared_norms(sums.whole),
         rows=sums.rows,
         seen={name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
         entries=sums.entries,
-        sequences=sequences,
+        sequences=sums.sequences,
         per=own.per,
         loss=own.loss,
         kind=own.kind,
         seed=own.seed,
-        frozen=measured.frozen,
-        unused=tuple(name for name in measured.parameters if name in sums.unused),
+        frozen=parts.frozen,
+        unused=tuple(name for name in parts.parameters if name in sums.unused),
         seconds=time.perf_counter() - start,
-        unlikely=unlikely,
+        unlikely=sums.unlikely,
     )
-
-
-def squared_norms(measured: MeasuredParts) -> Tensor:
-    """Return ||theta||^2 of each part, float64 (parts,) on the CPU."""
-    return torch.stack([part.squared_norm(measured.parameters[part.parameter].detach()).cpu() for part in measured.parts])

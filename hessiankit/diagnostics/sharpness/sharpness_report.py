@@ -205,7 +205,7 @@ def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
     if not 0 < confidence < 1:
         raise InputError(f"{WHO}: confidence={confidence!r}; pass a number between 0 and 1, e.g. 0.95")
     parts, weights = own.parts, as_weights(own.terms)
-    sizes = torch.tensor([part.size for part in parts], dtype=torch.float64)
+    sizes = torch.tensor([part.size for part in parts], dtype=torch.float64, device="cpu")
     exact = not _drawn(own)
 
     def combined(picked: list[int], factors: Tensor) -> SharpnessEstimate:
@@ -215,7 +215,7 @@ def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
         return estimate(x, weights, entries=entries, confidence=confidence, exact=exact)
 
     def pooled(picked: list[int]) -> SharpnessEstimate:
-        return combined(picked, torch.ones(len(picked), dtype=torch.float64) / sizes[picked].sum())
+        return combined(picked, torch.ones(len(picked), dtype=torch.float64, device="cpu") / sizes[picked].sum())
 
     of_type = _groups(parts, lambda part: part.type)
     of_type = {kind: of_type[kind] for kind in (*TYPES, *sorted(set(of_type) - set(TYPES))) if kind in of_type}
@@ -257,7 +257,7 @@ def _rank(kind: str) -> tuple[int, str]:
 
 def _seen_rows(own: Replicates, confidence: float) -> SharpnessEstimate | None:
     """Return S of the embeddings without the rows that no token looked up; micro-batches are summed first."""
-    total, entries = torch.zeros(1, own.draws, dtype=torch.float64), 0
+    total, entries = torch.zeros(1, own.draws, dtype=torch.float64, device="cpu"), 0
     sizes = {part.parameter: part.size for part in own.parts if part.axis is None}
     for name, rows in own.rows.items():
         mask = own.seen[name]
@@ -265,7 +265,7 @@ def _seen_rows(own: Replicates, confidence: float) -> SharpnessEstimate | None:
         entries += int(mask.sum()) * (sizes[name] // len(mask))
     if not entries:
         return None
-    one = torch.ones(1, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
     return estimate(total / entries, one, entries=entries, confidence=confidence, exact=not _drawn(own))
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from hessiankit.diagnostics.sharpness.options import MeasuredParts
 from hessiankit.engine.problem.fisher import wide
-from hessiankit.partition import Part
 from hessiankit.support.errors import InputError
 
 CHUNK = 2**18
@@ -43,77 +43,68 @@ def row_sums(x: Tensor) -> Tensor:
 
 
 class SquaredGradients:
-    """Sums of squared gradients over micro-batches and draws: by part, by row of an embedding, by entry.
+    """Sums of squared gradients over micro-batches and draws, so far: what :class:`Replicates` holds in the end, by its names.
 
-    Attributes:
-        values: For each micro-batch the sums over the entries of each part, float64 (draws, parts).
-        terms: For each micro-batch the number of terms of its loss.
-        rows: For each embedding the sums along its rows, weighted by terms, (draws, rows).
-        entries: For each parameter the sums over micro-batches and draws, weighted by terms; empty without histograms.
-        unused: Parameters without a gradient so far.
+    ``whole`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
     """
 
     def __init__(
-        self, who: str, parts: tuple[Part, ...], parameters: Mapping[str, nn.Parameter], draws: int, histograms: bool
+        self, who: str, measured: MeasuredParts, draws: int, histograms: bool, whole: Callable[[Tensor], Tensor] = lambda x: x
     ) -> None:
-        self.who, self.parts, self.parameters, self.draws = who, parts, parameters, draws
+        self.who, self.parts, self.draws, self.whole = who, measured.parts, draws, whole
         self.values: list[Tensor] = []
         self.terms: list[int] = []
+        self.sequences, self.unlikely = 0, 0.0
         self.rows: dict[str, Tensor] = {}
-        self.entries = {name: self._zeros(p.detach()) for name, p in parameters.items()} if histograms else {}
+        parameters = measured.parameters
+        self.places: dict[str, list[int]] = {name: [] for name in parameters}
+        for k, part in enumerate(measured.parts):
+            self.places[part.parameter].append(k)
+        self.entries = {name: _zeros(p.detach()) for name, p in parameters.items()} if histograms else {}
         self.unused = set(parameters)
 
-    def begin(self, terms: int) -> None:
+    def begin(self, terms: int, sequences: int, unlikely: float) -> None:
         """Begin a micro-batch whose loss is a mean over that many terms."""
-        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64))
+        self.values.append(torch.zeros(self.draws, len(self.parts), dtype=torch.float64, device="cpu"))
         self.terms.append(terms)
+        self.sequences += sequences
+        self.unlikely += unlikely
 
-    def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Iterable[str]) -> None:
+    def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Container[str]) -> None:
         """Add the gradients of a draw; those that no output depends on are missing. ``embeddings`` are looked up by
         rows.
         """
         self.unused -= gradients.keys()
-        self.values[-1][draw] = self.part_squares(gradients)
-        for name in embeddings:
-            if name in gradients:
-                self._add_rows(name, draw, gradients[name])
-        for name, total in self.entries.items():
-            if name in gradients:
-                own = gradients[name].to(total.dtype)
+        squares = [torch.zeros((), device="cpu")] * len(self.parts)
+        for name, own in gradients.items():
+            gradient = self.whole(own)
+            for k in self.places[name]:
+                squares[k] = torch.stack([sum_of_squares(view) for view in self.parts[k].of(gradient)]).sum()
+            if name in embeddings:
+                none = torch.zeros(self.draws, len(gradient), dtype=torch.float64, device="cpu")
+                self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)
+            if (total := self.entries.get(name)) is not None:
+                own = own.to(total.dtype)
                 total.addcmul_(own, own, value=float(self.terms[-1]))
+        self.values[-1][draw] = self._finite(squares)
 
-    def part_squares(self, gradients: Mapping[str, Tensor]) -> Tensor:
-        """Return the sum of squares of each part's gradient, 0 where there is none: float64 (parts,) on the CPU."""
-        zero = torch.zeros(())
-        squares = [
-            torch.stack([sum_of_squares(view) for view in part.of(gradients[part.parameter])]).sum()
-            if part.parameter in gradients
-            else zero
-            for part in self.parts
-        ]
+    def _finite(self, squares: list[Tensor]) -> Tensor:
+        """Return the parts' sums, float64 (parts,) on the CPU, after a check that they are finite."""
         if len({x.device for x in squares}) > 1:
             squares = [x.cpu() for x in squares]
-        return self.check_finite(torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double())
-
-    def check_finite(self, squares: Tensor) -> Tensor:
-        """Return sums (..., parts) after a check that they are finite."""
-        bad = ~torch.isfinite(squares)
+        found = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
+        bad = ~torch.isfinite(found)
         if bool(bad.any()):
-            part = self.parts[int(bad.nonzero()[0, -1])]
+            part = self.parts[int(bad.nonzero()[0])]
             raise InputError(
                 f"{self.who}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative "
                 "overflows there (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
             )
-        return squares
+        return found
 
-    def _add_rows(self, name: str, draw: int, gradient: Tensor) -> None:
-        self._rows_of(name)[draw] += self.terms[-1] * row_sums(gradient)
 
-    def _rows_of(self, name: str) -> Tensor:
-        return self.rows.setdefault(name, torch.zeros(self.draws, self.parameters[name].shape[0], dtype=torch.float64))
-
-    def _zeros(self, p: Tensor) -> Tensor:
-        return torch.zeros_like(p, dtype=torch.float32 if p.dtype.itemsize < 4 else p.dtype)
+def _zeros(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=torch.float32 if p.dtype.itemsize < 4 else p.dtype)
 
 
 PER_DECADE = 4
@@ -133,7 +124,7 @@ class Histogram:
         entries: All of them.
 
     >>> found = histogram([torch.tensor([0.0, 1.0, 10.0, 15.0])])
-    >>> found.zeros, found.entries, found.median
+    >>> found.zeros, found.entries, found.quantile(0.5)
     (1, 4, 11.547819846894582)
     """
 
@@ -147,11 +138,6 @@ class Histogram:
     def edges(self) -> tuple[float, ...]:
         """log10 of the bins' edges, one more than there are bins."""
         return tuple(self.first + k / PER_DECADE for k in range(len(self.counts) + 1))
-
-    @property
-    def median(self) -> float:
-        """The median of the positive entries, interpolated inside its bin."""
-        return self.quantile(0.5)
 
     def quantile(self, level: float) -> float:
         """Return a quantile of the positive entries, interpolated inside its bin; NaN where there are none."""
@@ -182,23 +168,5 @@ def histogram(tensors: Iterable[Tensor]) -> Histogram:
             if places.numel():
                 lowest = int(places.min())
                 bins.update(dict(enumerate(torch.bincount(places - lowest).tolist(), lowest)))
-    return _of_bins(bins, zeros, negative, entries)
-
-
-def merged(histograms: Sequence[Histogram]) -> Histogram:
-    """Return the histogram of all entries that several histograms count.
-
-    >>> one, other = histogram([torch.tensor([0.0, 1.0])]), histogram([torch.tensor([1.0, 100.0])])
-    >>> both = histogram([torch.tensor([0.0, 1.0, 1.0, 100.0])])
-    >>> merged([one, other]) == both
-    True
-    """
-    bins: Counter[int] = Counter()
-    for one in histograms:
-        bins.update(dict(enumerate(one.counts, round(one.first * PER_DECADE))))
-    return _of_bins(bins, *(sum(getattr(x, name) for x in histograms) for name in ("zeros", "negative", "entries")))
-
-
-def _of_bins(bins: Counter[int], zeros: int, negative: int, entries: int) -> Histogram:
     low, high = (min(bins), max(bins)) if bins else (0, -1)
     return Histogram(low / PER_DECADE, tuple(bins[k] for k in range(low, high + 1)), zeros, negative, entries)
