@@ -270,15 +270,15 @@ def _float32_settings() -> list[tuple[Any, str, Any]]:
 def ordinary_path(*callables: Any) -> Iterator[None]:
     """Disable what has no derivative: the inference path of torch's transformer layers, and recurrent layers by cuDNN.
 
-    The first also shortens padded batches. Float32 arithmetic is IEEE's. Modules among ``callables`` of which a part is compiled
-    run as they were before: compiled code hides its operations.
+    The first also shortens padded batches. Arithmetic is of full precision (:func:`full_precision`). Modules among
+    ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
     """
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         before, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
         torch.backends.cudnn.enabled = cudnn and not any(map(_is_recurrent, callables))
         try:
-            with ieee_arithmetic():
+            with full_precision():
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)

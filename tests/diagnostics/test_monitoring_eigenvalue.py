@@ -108,3 +108,11 @@ def test_labels_of_a_hugging_face_batch_are_moved_by_one():
     assert loss_of(model, [(inputs, target)]).evaluate()[0] == pytest.approx(expected.item(), rel=1e-14)
     (_, classes), *_ = batches_of({"x": tokens, "labels": torch.tensor([0, 1])})
     assert classes.tolist() == [0, 1]  # of sequences, not of tokens
+
+
+@pytest.mark.parametrize("route", ["closed form", "autograd"])
+def test_the_autocast_of_a_training_loop_is_left_out(route):
+    model = tiny(torch.float32)
+    plain = eigenvalue(model, batches_of(data()), route)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert eigenvalue(model, batches_of(data()), route) == plain

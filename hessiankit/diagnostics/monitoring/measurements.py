@@ -26,7 +26,7 @@ from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import Product, lanczos
-from hessiankit.support.torch_state import ordinary_path, preserved_state
+from hessiankit.support.torch_state import full_precision, ordinary_path, preserved_state
 
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
@@ -83,6 +83,7 @@ CLOSED_FORM_ENTRIES = 200_000
 """Parameters up to which "auto" tries closed forms, whose work space holds every value of the network at once."""
 
 
+@full_precision()
 def eigenvalue(
     model: nn.Module, batches: Sequence[Batch], step: int, *, route: str, tol: float, products: int, seed: int
 ) -> dict[str, Any]:
