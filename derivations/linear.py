@@ -41,7 +41,7 @@ def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tenso
 
 @dataclass(frozen=True)
 class MatMul(ByLinearising):
-    """N = A B with ``torch.matmul``'s broadcasting, for A and B of two or more axes.
+    """N = A B with ``torch.matmul``'s broadcasting, for A and B of two or more axes; or A B + c with B (i, j) and c (j,).
 
     Bilinear: D^2 N [(a, b), (a', b')] = a b' + a' b.
     """
@@ -50,19 +50,20 @@ class MatMul(ByLinearising):
     roles = MappingProxyType({1: "weight"})
 
     def value(self, *inputs: Tensor) -> Tensor:
-        return inputs[0] @ inputs[1]
+        product = inputs[0] @ inputs[1]
+        return product if len(inputs) == 2 else product + inputs[2]
 
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return output.numel() * inputs[0].shape[-1]
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        A, B = inputs
+        A, B = inputs[:2]
         kind = SharedProduct if B.ndim == 2 else BatchedProduct if A.shape[:-2] == B.shape[:-2] else BroadcastProduct
         return kind(self, inputs, adjoint, wanted)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        A, B = inputs
-        if B.ndim == 2 and not moving[1]:
+        A, B = inputs[:2]
+        if B.ndim == 2 and not any(moving[1:]):
             return axes <= A.ndim - 1
         rows = joint_shape(A.shape[:-2], B.shape[:-2])
         if axes == len(rows) + 1:

@@ -1,4 +1,4 @@
-"""Attention written out in single operations is one application of fused attention in products, and stays exact."""
+"""What products fuse stays exact: attention written out in single operations, reshapes, biases."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from torch.nn import functional as F
 from benchmarks.architectures import InDouble, build
 from derivations.cast import Cast
 from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import MaskedFill
+from derivations.indexing import Concatenate
+from derivations.linear import Add, MaskedFill, Reshape
 from derivations.softmax import Softmax
+from hessiankit import hessian
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.tracing import attention_fusion
 
@@ -366,3 +368,32 @@ def test_hugging_face(name: str, mask: str) -> None:
     along = torch.cat([slope.reshape(-1) for slope in slopes]) @ v
     expected = torch.cat([g.reshape(-1) for g in torch.autograd.grad(along, leaves)])
     assert error(operator @ v, expected) <= 1e-10
+
+
+class Renamed(nn.Module):
+    """Products with biases between reshapes, one of which is read twice, and a value joined to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.A, self.a = nn.Parameter(torch.randn(4, 6).double()), nn.Parameter(torch.randn(6).double())
+        self.B, self.b = nn.Parameter(torch.randn(3, 3).double()), torch.randn(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.a, x.reshape(-1, 4), self.A).reshape(2, 3, 6).reshape(2, 3, 6)
+        y = torch.cat([y.new_zeros(2, 0, 6), y], 1).tanh().reshape(2, 9, 2).reshape(12, 3)
+        product = y @ self.B
+        return ((product + self.b).sin() * product.reshape(2, 18).reshape(12, 3)).reshape(4, 9)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_reshapes_and_biases_are_fused_for_products(kind: str) -> None:
+    torch.manual_seed(0)
+    module, x, target = Renamed(), torch.randn(2, 3, 4).double(), torch.randn(4, 9).double()
+    H = hessian(module, x, target)
+    operator = hessian_operator(module, x, target, kind=kind)
+    expected = H.matrix if kind == "hessian" else H.outer()
+    assert float((operator.to_matrix() - expected).abs().max()) <= 1e-12 * float(expected.abs().max())
+    primitives = [step.primitive.primitive for step in operator._batches[0]._steps(0)]
+    assert sum(isinstance(p, Reshape) for p in primitives) == 3
+    assert sum(isinstance(p, Add) for p in primitives) == 1  # the product that is read twice keeps its own
+    assert not any(isinstance(p, Concatenate) for p in primitives)
