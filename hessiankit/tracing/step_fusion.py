@@ -35,7 +35,7 @@ def fuse_reshapes(trace: Trace, kept: Container[int]) -> None:
         inputs = tuple(at if at is None else same.get(at, at) for at in a.inputs)
         source = _source(trace, a, inputs)
         if source is not None:
-            source = before.get(source, source)
+            source = before.get(source, source) if isinstance(a.primitive, Reshape) else source
             if trace.values[source].shape == trace.values[a.output].shape and a.output != trace.output and a.output not in kept:
                 same[a.output] = source
                 continue

@@ -376,7 +376,7 @@ class Renamed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.A, self.a = nn.Parameter(torch.randn(4, 6).double()), nn.Parameter(torch.randn(6).double())
-        self.B, self.b = nn.Parameter(torch.randn(3, 3).double()), torch.randn(3).double()
+        self.B, self.b = nn.Parameter(torch.randn(3, 3).double()), nn.Parameter(torch.randn(3).double())
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.addmm(self.a, x.reshape(-1, 4), self.A).reshape(2, 3, 6).reshape(2, 3, 6)
