@@ -73,6 +73,15 @@ class ScaledDotProductAttention(ByLinearising):
             enable_gqa=self.enable_gqa,
         )
 
+    def output_like(self, *inputs: Tensor) -> Tensor:
+        """Return an empty N."""
+        return inputs[0].new_empty(*self._rows(inputs), inputs[0].shape[-2], inputs[2].shape[-1])
+
+    def written_out(self, *inputs: Tensor) -> Tensor:
+        """Return N in operations that torch differentiates any number of times, which keep the weights."""
+        out = self._weights(inputs) @ self._arrange(inputs[2].unsqueeze(0), inputs)
+        return out.reshape(*self._rows(inputs), *out.shape[-2:])
+
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return 2 * output.numel() * inputs[1].shape[-2]
 
@@ -117,15 +126,12 @@ class ScaledDotProductAttention(ByLinearising):
         mask = inputs[3] if len(inputs) > 3 else self.mask
         if self.is_causal:
             mask = torch.ones(T.shape[-2:], dtype=torch.bool, device=T.device).tril()
-        if mask is not None:
-            arranged = mask if self.is_causal else self._arrange(mask.unsqueeze(0), inputs)
-            T = T.masked_fill(~arranged, -torch.inf) if mask.dtype == torch.bool else T + arranged
-        A = torch.softmax(T, -1)
-        if mask is not None:
-            A = A.masked_fill(T.isneginf().all(-1, keepdim=True), 0)
-        if A.isnan().any():
-            raise ValueError(NOT_NUMBERS)
-        return A
+        if mask is None:
+            return torch.softmax(T, -1)
+        arranged = mask if self.is_causal else self._arrange(mask.unsqueeze(0), inputs)
+        T = T.masked_fill(~arranged, -torch.inf) if mask.dtype == torch.bool else T + arranged
+        empty = T.isneginf().all(-1, keepdim=True)
+        return torch.softmax(T.masked_fill(empty, 0), -1).masked_fill(empty, 0)
 
 
 class LinearisedAttention(Linearised):
@@ -139,6 +145,8 @@ class LinearisedAttention(Linearised):
         super().__init__(primitive, inputs, adjoint, wanted)
         self.Q, self.K, self.V = (self._arrange(x.unsqueeze(0)) for x in inputs[:3])
         self.A, self.c = primitive._weights(inputs), primitive._scale(inputs)
+        if self.A.isnan().any():
+            raise ValueError(NOT_NUMBERS)
 
     @cached_property
     def W(self) -> Tensor:

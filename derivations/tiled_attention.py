@@ -26,13 +26,14 @@ import torch
 from torch import Tensor
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
+Peaks: TypeAlias = "tuple[Tensor, Tensor]"  # rows and columns of a tile
 
 NOT_NUMBERS = (
     "scaled_dot_product_attention: the attention weights are not numbers; "
     "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
 )
 
-QUERIES, KEYS = 256, 256
+QUERIES, KEYS = 256, 512
 """Rows and columns of a tile: a quarter of a megabyte of float32, of which a handful stay in a core's second-level cache."""
 
 ON_AN_ACCELERATOR = 8
@@ -136,19 +137,33 @@ class TiledHead:
                     out[2][cols].addmm_(A.mT, b[rows])
 
     @cached_property
-    def _rows(self) -> tuple[Tensor, Tensor]:
-        """The log-sum-exp of every row of logits, infinite where all are masked, and where the largest is, both (L, 1)."""
-        lse = self.Q.new_full((len(self.Q), 1), -torch.inf)
-        top, peak = lse.clone(), torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device)
+    def _rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of every row of logits the log-sum-exp, infinite where all are masked, and where the largest is, both (L, 1); and the
+        sums of A and of A V over the other keys.
+
+        One pass: what is summed refers to the largest logit so far, and is scaled where a larger one comes.
+        """
+        top, peak = self.Q.new_full((len(self.Q), 1), -torch.inf), torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device)
+        others, seen = torch.zeros_like(top), self.V.new_zeros(len(self.Q), self.V.shape[1])
         for rows, cols in self._tiles():
             T = self._logits(rows, cols)
-            lse[rows] = torch.logaddexp(lse[rows], torch.logsumexp(T, -1, keepdim=True))
-            largest, at = T.max(-1, keepdim=True)
-            peak[rows] = torch.where(largest > top[rows], at + cols.start, peak[rows])
-            top[rows] = torch.maximum(top[rows], largest)
-        if lse.isnan().any() or lse.isposinf().any():
+            largest = T.amax(-1, keepdim=True)
+            at = (largest > top[rows]).squeeze(1).nonzero().squeeze(1)
+            if at.numel():
+                i, column = at + rows.start, T[at].argmax(-1, keepdim=True)
+                less = (top[i] - largest[at]).exp_()
+                others[i], seen[i] = (others[i] + 1) * less, (seen[i] + self.V[peak[i, 0]]) * less
+                top[i], peak[i] = largest[at], column + cols.start
+            A = T.sub_(top[rows].masked_fill(top[rows].isneginf(), 0)).exp_()
+            if at.numel():
+                A[at, column.squeeze(1)] = 0
+            others[rows] += A.sum(-1, keepdim=True)
+            seen[rows].addmm_(A, self.V[cols])
+        if others.isnan().any() or top.isposinf().any():
             raise ValueError(NOT_NUMBERS)
-        return lse.masked_fill_(lse.isneginf(), torch.inf), peak
+        whole = 1 + others
+        lse = (top + whole.log()).masked_fill_(top.isneginf(), torch.inf)
+        return lse, peak, others.div_(whole), seen.div_(whole)
 
     @cached_property
     def peak(self) -> Tensor:
@@ -173,23 +188,18 @@ class TiledHead:
     @cached_property
     def others(self) -> Tensor:
         """The weights but for the largest, summed over each row, (L, 1)."""
-        return self._but_for_the_peak[0]
+        return self._rows[2]
 
     @cached_property
     def N_change(self) -> Tensor:
         """N - V_p, L x E_v: nothing in rows that see no key."""
-        others, seen = self._but_for_the_peak
+        _, _, others, seen = self._rows
         return torch.addcmul(seen, others, self.V_peak, value=-1)
 
     @cached_property
-    def _but_for_the_peak(self) -> tuple[Tensor, Tensor]:
-        """The sums over keys other than the peak of A and of A V."""
-        others, seen = self.Q.new_zeros(len(self.Q), 1), self.V.new_zeros(len(self.Q), self.V.shape[1])
-        for rows, cols in self._tiles():
-            A = _zero(*self._weights(rows, cols))
-            others[rows] += A.sum(-1, keepdim=True)
-            seen[rows].addmm_(A, self.V[cols])
-        return others, seen
+    def _scaled(self) -> Tensor:
+        """c Q."""
+        return self.c * self.Q
 
     def _tiles(self) -> Iterator[tuple[slice, slice]]:
         """Yield the rows and columns of the tiles in which a query may see a key."""
@@ -209,7 +219,7 @@ class TiledHead:
         return mask is not None and not bool((mask if mask.dtype == torch.bool else mask.isfinite()).any())
 
     def _logits(self, rows: slice, cols: slice) -> Tensor:
-        T = (self.Q[rows] @ self.K[cols].mT).mul_(self.c)
+        T = self._scaled[rows] @ self.K[cols].mT
         mask = self._mask(rows, cols)
         if mask is not None:
             T = T.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else T.add_(mask)
@@ -218,17 +228,19 @@ class TiledHead:
             T.masked_fill_(at > torch.arange(rows.start, rows.stop, device=T.device).unsqueeze(1), -torch.inf)
         return T
 
-    def _weights(self, rows: slice, cols: slice) -> tuple[Tensor, Tensor]:
-        """Return a tile of A, and the column of each row's peak in it, negative or too large if it is elsewhere."""
-        lse, peak = self._rows
-        return self._logits(rows, cols).sub_(lse[rows]).exp_(), peak[rows] - cols.start
+    def _weights(self, rows: slice, cols: slice) -> tuple[Tensor, Peaks]:
+        """Return a tile of A, and where the peaks of rows are in it."""
+        lse, peak, _, _ = self._rows
+        column = peak[rows, 0] - cols.start
+        at = ((column >= 0) & (column < cols.stop - cols.start)).nonzero().squeeze(1)
+        return self._logits(rows, cols).sub_(lse[rows]).exp_(), (at, column[at])
 
     def _moved_logits(self, q: Tensor | None, k: Tensor | None, rows: slice, cols: slice) -> Tensor:
-        pairs = [(x, y) for x, y in ((q, self.K), (self.Q, k)) if x is not None and y is not None]
-        out = pairs[0][0][rows] @ pairs[0][1][cols].mT
-        for x, y in pairs[1:]:
-            out.addmm_(x[rows], y[cols].mT)
-        return out.mul_(self.c)
+        if q is None:
+            assert k is not None
+            return self._scaled[rows] @ k[cols].mT
+        out = torch.mm(q[rows], self.K[cols].mT).mul_(self.c)
+        return out if k is None else out.addmm_(self._scaled[rows], k[cols].mT)
 
     def _logits_at_peak(self, q: Tensor | None, k: Tensor | None) -> Tensor | None:
         """The tangent of the largest logits, (L, 1); None if the logits do not move."""
@@ -242,13 +254,14 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
     return (x * y).sum(-1, keepdim=True)
 
 
-def _zero(x: Tensor, at: Tensor) -> Tensor:
-    """Set to zero, in place, the entry of each row in a column (rows, 1), where there is such a column."""
-    inside, column = (at >= 0) & (at < x.shape[1]), at.clamp(0, x.shape[1] - 1)
-    return x.scatter_(1, column, x.gather(1, column).masked_fill_(inside, 0))
+def _zero(x: Tensor, at: Peaks) -> Tensor:
+    """Set to zero, in place, some entries, where there are any."""
+    if at[0].numel():
+        x[at] = 0
+    return x
 
 
-def _from_peak(terms: Sequence[tuple[Tensor, Tensor, Tensor]], rows: slice, cols: slice, peak: Tensor) -> Tensor:
+def _from_peak(terms: Sequence[tuple[Tensor, Tensor, Tensor]], rows: slice, cols: slice, peak: Peaks) -> Tensor:
     """Return a tile of the sum of x y^T, counted from its values at the peaks: zero there."""
     x, y, least = terms[0]
     out = (x[rows] @ y[cols].mT).sub_(least[rows])

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -215,6 +216,10 @@ def computed_later(function: Callable[P, R]) -> Callable[P, R]:
             return one_at_a_time(function)(*args, **kwargs)
 
     return later
+
+
+RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
+"""Whether torch's operations are being recorded: functions of the package that stand for some of them call those then."""
 
 
 @contextmanager

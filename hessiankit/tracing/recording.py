@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
-from hessiankit.support.torch_state import full_precision
+from hessiankit.support.torch_state import RECORDING, full_precision
 from hessiankit.tracing.decompositions.registry import Sometimes
 from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
@@ -169,8 +169,12 @@ def record(
         builder.placeholder(leaf)
     recorder = _Recorder(builder, decompositions)
     # a Hessian taken within the function is plain torch: kernels write where the recorder does not look
-    with plain(), enable_python_dispatcher(), _FunctionMode(recorder), recorder:
-        result = function()
+    token = RECORDING.set(True)
+    try:
+        with plain(), enable_python_dispatcher(), _FunctionMode(recorder), recorder:
+            result = function()
+    finally:
+        RECORDING.reset(token)
     recording.graph.add("output", "output", (torch.utils._pytree.tree_map(builder.node_of, result),))
     return recording
 

@@ -1,0 +1,279 @@
+"""A primitive as a function of torch, differentiable any number of times in reverse and forward.
+
+With N = phi(x), the derivatives of phi up to the second one are two functions, of tangents t and of covectors of N:
+
+    Push(x, t) = D phi t,      Pull(x, W, b, t) = D phi^T b + [W . D^2 phi] t
+
+Each of them is the derivative of another: of phi, Push forward and Pull(b = W) in reverse; of Pull(b), in reverse with a
+covector u, Push(x, u) by b and Pull(W = b, t = u) by x, and of Push in reverse Pull(b) by t and Pull(W = b, t) by x. So the
+closed forms of a primitive serve first and second derivatives in every order of modes but forward over forward. That one and
+third derivatives are torch's, of the primitive written out in its operations: right, but they keep what these keep.
+
+The three are operations of torch's, ``hessiankit::value``, ``push`` and ``pull``, so that ``torch.compile`` and other tracers
+note one operation and do not look inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from derivations.primitive import ByLinearising
+from hessiankit.support.torch_state import without_autocast
+
+Given = Tensor | None
+
+
+_PRIMITIVES: dict[str, Any] = {}  # those that functions have been made of; what torch's operations are given are names
+
+
+@torch.library.custom_op("hessiankit::value", mutates_args=())
+def _value(name: str, x: Sequence[Given]) -> Tensor:
+    with without_autocast():
+        return _PRIMITIVES[name].value(*x)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("hessiankit::push", mutates_args=())
+def _push(name: str, x: Sequence[Given], t: Sequence[Given]) -> Tensor:
+    with without_autocast():
+        out = _PRIMITIVES[name].jvp(_wide(x), [None if v is None else v.unsqueeze(0) for v in _wide(t)])
+        return out[0].to(_PRIMITIVES[name].output_like(*x).dtype)  # type: ignore[no-any-return]
+
+
+@torch.library.custom_op("hessiankit::pull", mutates_args=())
+def _pull(
+    name: str, wanted: Sequence[bool], x: Sequence[Given], t: Sequence[Given], W: Given, b: Given
+) -> list[Tensor]:
+    with without_autocast(), torch.no_grad():
+        adjoint, bar = _wide((W, b))
+        tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in _wide(t)]
+        at_point = _PRIMITIVES[name].linearise(_wide(x), adjoint, wanted)
+        covectors = at_point.pull(None if bar is None else bar.unsqueeze(0), tangents)
+        return [torch.zeros_like(y) if c is None else c[0].to(y.dtype) for y, c in _chosen(wanted, x, covectors)]
+
+
+@_value.register_fake
+def _(name: str, x: Sequence[Given]) -> Tensor:
+    return _PRIMITIVES[name].output_like(*x)  # type: ignore[no-any-return]
+
+
+@_push.register_fake
+def _(name: str, x: Sequence[Given], t: Sequence[Given]) -> Tensor:
+    return _PRIMITIVES[name].output_like(*x)  # type: ignore[no-any-return]
+
+
+@_pull.register_fake
+def _(name: str, wanted: Sequence[bool], x: Sequence[Given], t: Sequence[Given], W: Given, b: Given) -> list[Tensor]:
+    return [torch.empty_like(y) for y, _ in _chosen(wanted, x, x)]
+
+
+def _chosen(wanted: Sequence[bool], x: Sequence[Given], covectors: Sequence[Given]) -> list[tuple[Tensor, Given]]:
+    return [(y, c) for w, y, c in zip(wanted, x, covectors, strict=True) if w and y is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A primitive by its name, and what the tensors of a call are.
+
+    Attributes:
+        inputs: How many inputs the primitive has.
+        stacks: Whether one leading axis more on every tensor is a stack of calls, as ``vmap`` needs it; else they are made
+            one by one.
+        wanted: The inputs whose covectors are returned.
+    """
+
+    name: str
+    inputs: int
+    stacks: bool = False
+    wanted: tuple[bool, ...] = ()
+
+    @property
+    def written_out(self) -> Callable[..., Tensor]:
+        """The primitive in operations that torch differentiates any number of times."""
+        return _PRIMITIVES[self.name].written_out  # type: ignore[no-any-return]
+
+
+def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tensor:
+    """Return phi(inputs) as a differentiable function of torch.
+
+    Args:
+        primitive: One that its ``repr`` says all of. It has, besides its actions, ``written_out(*inputs)``, its value in
+            operations that torch differentiates any number of times, and ``output_like(*inputs)``, an empty output.
+        inputs: Tensors, or None for those that are optional; those of integers or booleans are constants.
+        stacks: As in :class:`Call`.
+    """
+    name = repr(primitive)
+    _PRIMITIVES.setdefault(name, primitive)
+    return _Value.apply(Call(name, len(inputs), stacks), *inputs)  # type: ignore[no-any-return]
+
+
+class _Primitive(Function):
+    """What the three functions share. The tensors of a call are the inputs, and what else each function says."""
+
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[int | None, ...], of: Call, *tensors: Given) -> Any:
+        """Return a stack of calls, and that it lies along the first axis."""
+        dims = in_dims[1:]
+        if of.stacks:
+            out = cls.apply(of, *(_stack(x, at, info.batch_size) for x, at in zip(tensors, dims, strict=True)))
+        else:
+            calls = [
+                cls.apply(of, *(x if x is None or at is None else x.select(at, i) for x, at in zip(tensors, dims, strict=True)))
+                for i in range(info.batch_size)
+            ]
+            out = tuple(map(torch.stack, zip(*calls, strict=True))) if isinstance(calls[0], tuple) else torch.stack(calls)
+        return out, (0,) * len(out) if isinstance(out, tuple) else 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.of, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+
+class _Value(_Primitive):
+    """phi(x)."""
+
+    @staticmethod
+    def forward(of: Call, *x: Given) -> Tensor:
+        return _value(of.name, x)
+
+    @staticmethod
+    def backward(ctx: Any, bar: Given) -> Any:
+        x = ctx.saved_tensors
+        return None, *_pulled(ctx.of, x, _needed(ctx, 0, x), None, bar, (None,) * len(x))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *t: Given) -> Any:
+        return _Push.apply(ctx.of, *ctx.saved_tensors, *t)
+
+
+class _Push(_Primitive):
+    """D phi(x) t, for tensors x, t."""
+
+    @staticmethod
+    def forward(of: Call, *tensors: Given) -> Tensor:
+        return _push(of.name, *_halves(of, tensors))
+
+    @staticmethod
+    def backward(ctx: Any, bar: Given) -> Any:
+        of, n = ctx.of, ctx.of.inputs
+        x, t = _halves(of, ctx.saved_tensors)
+        to_x = _pulled(of, x, _needed(ctx, 0, x), bar, None, t)
+        return None, *to_x, *_pulled(of, x, _needed(ctx, n, t), None, bar, (None,) * n)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *moved: Given) -> Any:
+        x, _t = _halves(ctx.of, ctx.saved_tensors)
+        at_x, at_t = _halves(ctx.of, moved)
+        if all(v is None for v in at_x):
+            return _Push.apply(ctx.of, *x, *at_t)
+        return _along(lambda *tensors: _push_written_out(ctx.of, tensors), ctx.saved_tensors, moved)
+
+
+class _Pull(_Primitive):
+    """D phi(x)^T b + [W . D^2 phi(x)] t by the wanted inputs, for tensors x, t, W, b."""
+
+    @staticmethod
+    def forward(of: Call, *tensors: Given) -> Any:
+        (*rest, W, b) = tensors
+        return tuple(_pull(of.name, of.wanted, *_halves(of, rest), W, b))
+
+    @staticmethod
+    def backward(ctx: Any, *u: Given) -> Any:
+        of, (*rest, W, b) = ctx.of, ctx.saved_tensors
+        x, _ = _halves(of, rest)
+        if W is not None:
+            out = _transposed(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, ctx.needs_input_grad[1:], u)
+            return None, *out
+        along = _placed(of.wanted, u)
+        to_b = _Push.apply(of, *x, *along) if ctx.needs_input_grad[-1] and any(v is not None for v in u) else None
+        return None, *_pulled(of, x, _needed(ctx, 0, x), b, None, along), *(None,) * (of.inputs + 1), to_b
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *moved: Given) -> Any:
+        of, (*rest, W, b) = ctx.of, ctx.saved_tensors
+        if W is not None:
+            return _along(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, moved)
+        x, at_x = rest[: of.inputs], moved[: of.inputs]
+        return _Pull.apply(of, *x, *at_x, None if all(v is None for v in at_x) else b, moved[-1])
+
+
+def _pulled(of: Call, x: Sequence[Given], wanted: tuple[bool, ...], W: Given, b: Given, t: Sequence[Given]) -> Sequence[Given]:
+    """Return Pull, None for inputs that are not wanted; all None where nothing is pulled."""
+    if not any(wanted) or (b is None and (W is None or all(v is None for v in t))):
+        return [None] * of.inputs
+    return _placed(wanted, _Pull.apply(Call(of.name, of.inputs, of.stacks, wanted), *x, *t, W, b))
+
+
+def _needed(ctx: Any, first: int, tensors: Sequence[Given]) -> tuple[bool, ...]:
+    """Tell which of some tensors of a call need a covector; the first one is the call's ``first``."""
+    return tuple(x is not None and ctx.needs_input_grad[1 + first + k] for k, x in enumerate(tensors))
+
+
+def _placed(wanted: Sequence[bool], covectors: Sequence[Given]) -> list[Given]:
+    """Return covectors of the wanted inputs as those of all."""
+    rest = iter(covectors)
+    return [next(rest) if w else None for w in wanted]
+
+
+def _halves(of: Call, tensors: Sequence[Given]) -> tuple[Sequence[Given], Sequence[Given]]:
+    """Return the inputs of the primitive, and their tangents."""
+    return tensors[: of.inputs], tensors[of.inputs :]
+
+
+def _wide(tensors: Sequence[Given]) -> list[Given]:
+    """Return tensors of 16 bits in single precision."""
+    return [x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
+
+
+def _stack(x: Given, at: int | None, count: int) -> Given:
+    """Return a tensor with the axis of a stack in front, repeated where it has none."""
+    return x if x is None else x.expand(count, *x.shape) if at is None else x.movedim(at, 0)
+
+
+def _push_written_out(of: Call, tensors: Sequence[Given]) -> Tensor:
+    x, t = _halves(of, tensors)
+    return _along(of.written_out, x, t)  # type: ignore[no-any-return]
+
+
+def _pull_written_out(of: Call, tensors: Sequence[Given]) -> tuple[Tensor, ...]:
+    (*rest, W, b) = tensors
+    x, t = _halves(of, rest)
+
+    def pulled(bar: Given) -> Callable[..., Any]:
+        return lambda *x: tuple(c for _, c in _chosen(of.wanted, x, _transposed(of.written_out, x, of.wanted, (bar,))))
+
+    second = _along(pulled(W), x, t)
+    return second if b is None else tuple(map(torch.add, second, pulled(b)(*x)))  # type: ignore[no-any-return]
+
+
+def _along(function: Callable[..., Any], tensors: Sequence[Given], moved: Sequence[Given]) -> Any:
+    """Return the derivative of a function along tangents of those of its tensors that move."""
+    at = [k for k, v in enumerate(moved) if v is not None]
+    chosen, tangents = (tuple(xs[k] for k in at) for xs in (tensors, moved))
+    return torch.func.jvp(lambda *some: function(*_with(tensors, at, some)), chosen, tangents)[1]
+
+
+def _transposed(
+    function: Callable[..., Any], tensors: Sequence[Given], wanted: Sequence[bool], bars: Sequence[Given]
+) -> list[Given]:
+    """Return the covectors of the wanted ones among a function's tensors."""
+    at = [k for k, (x, w) in enumerate(zip(tensors, wanted, strict=True)) if x is not None and w]
+    out, back = torch.func.vjp(lambda *some: function(*_with(tensors, at, some)), *(tensors[k] for k in at))
+    values = out if isinstance(out, tuple) else (out,)
+    filled = tuple(torch.zeros_like(y) if u is None else u.to(y.dtype) for y, u in zip(values, bars, strict=True))
+    return _with([None] * len(tensors), at, back(filled if isinstance(out, tuple) else filled[0]))
+
+
+def _with(tensors: Sequence[Given], at: Sequence[int], some: Sequence[Given]) -> list[Given]:
+    out = list(tensors)
+    for k, x in zip(at, some, strict=True):
+        out[k] = x
+    return out
