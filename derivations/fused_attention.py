@@ -30,6 +30,9 @@ from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, 
 from derivations.softmax import covariance, from_peak, peaks
 from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead
 
+TORCHS = torch.nn.functional.scaled_dot_product_attention
+"""Torch's function, whatever stands under its name later."""
+
 TILED = 512**2
 """Queries times keys from which attention is read tile by tile on a processor, where that is faster too."""
 
@@ -63,7 +66,7 @@ class ScaledDotProductAttention(ByLinearising):
     def value(self, *inputs: Tensor) -> Tensor:
         """Return N, by torch's own kernel."""
         Q, K, V = inputs[:3]
-        return torch.nn.functional.scaled_dot_product_attention(
+        return TORCHS(
             Q,
             K,
             V,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
-from derivations.fused_attention import ScaledDotProductAttention
+from derivations.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.functions.primitive_function import call
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import RECORDING
+from hessiankit.support.torch_state import recording
 
 WHO = "scaled_dot_product_attention"
+
+_LOCK = threading.Lock()
+_OPEN: list[bool] = []
+"""For each open block, whether torch's layers took their fused inference path before the first one."""
 
 
 def scaled_dot_product_attention(
@@ -63,8 +68,8 @@ def scaled_dot_product_attention(
     >>> slope.item(), torch.autograd.grad(slope, q)[0].item()  # 2 / (1 + exp(-2 q)) at zero
     (1.0, 0.0)
     """
-    if RECORDING.get():
-        return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if recording():
+        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     device = query.device.type
     if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
@@ -78,13 +83,14 @@ def scaled_dot_product_attention(
     return call(primitive, *arranged, *(() if mask is None else (mask,)), stacks=True)
 
 
-class twice_differentiable_attention(TorchFunctionMode):  # noqa: N801
+@contextmanager
+def twice_differentiable_attention() -> Iterator[None]:
     """Replace ``torch.nn.functional.scaled_dot_product_attention`` by this package's for the time of a block.
 
-    Models that call torch's function, such as those of transformers and timm and torch's own layers, then have double
-    backward and ``jvp`` in every library, unchanged. It is in effect in the thread that entered it, for calls under any name, and
-    keeps torch's layers from their fused inference path. Derivatives may be taken after the block; a checkpointed call that is
-    recomputed in a backward pass has to meet the same attention, so that pass belongs into the block too.
+    Models that call torch's function, such as those of transformers ("sdpa"), timm and torch's own layers, then have double
+    backward and ``jvp`` in every library, unchanged. Torch's layers also leave out their fused inference path. The function is
+    replaced where it is looked up, in ``torch.nn.functional``, for all threads, until the last block that any of them opened
+    is closed. Derivatives may be taken after the block, but for those that recompute a checkpointed call.
 
     >>> layer = torch.nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
     >>> x = torch.ones(1, 3, 4)
@@ -93,12 +99,21 @@ class twice_differentiable_attention(TorchFunctionMode):  # noqa: N801
     >>> product.shape
     torch.Size([1, 3, 4])
     """
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call through, but for attention."""
-        if func is F.scaled_dot_product_attention and not RECORDING.get():
-            return scaled_dot_product_attention(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+    with _LOCK:
+        if not _OPEN:
+            F.scaled_dot_product_attention = scaled_dot_product_attention
+            _OPEN.append(torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)
+        else:
+            _OPEN.append(_OPEN[0])
+    try:
+        yield
+    finally:
+        with _LOCK:
+            before = _OPEN.pop()
+            if not _OPEN:
+                F.scaled_dot_product_attention = TORCHS
+                torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _check(

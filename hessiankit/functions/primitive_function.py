@@ -102,12 +102,12 @@ def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tens
     """Return phi(inputs) as a differentiable function of torch.
 
     Args:
-        primitive: One that its ``repr`` says all of. It has, besides its actions, ``written_out(*inputs)``, its value in
+        primitive: One that its class and fields say all of, which are not tensors. It has, besides its actions, ``written_out(*inputs)``, its value in
             operations that torch differentiates any number of times, and ``output_like(*inputs)``, an empty output.
         inputs: Tensors, or None for those that are optional; those of integers or booleans are constants.
         stacks: As in :class:`Call`.
     """
-    name = repr(primitive)
+    name = " ".join([type(primitive).__name__, *map(str, vars(primitive).values())])
     _PRIMITIVES.setdefault(name, primitive)
     return _Value.apply(Call(name, len(inputs), stacks), *inputs)  # type: ignore[no-any-return]
 

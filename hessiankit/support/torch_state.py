@@ -219,7 +219,11 @@ def computed_later(function: Callable[P, R]) -> Callable[P, R]:
 
 
 RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
-"""Whether torch's operations are being recorded: functions of the package that stand for some of them call those then."""
+
+
+def recording() -> bool:
+    """Tell whether torch's operations are being recorded; the package's functions that stand for some of them call those then."""
+    return not torch.compiler.is_compiling() and RECORDING.get()
 
 
 @contextmanager

@@ -1,0 +1,212 @@
+r"""The cross entropy of a linear head, l_i = -log softmax(h_i W^T + b)[label_i], without the logits of all tokens.
+
+Logits, and whatever has their shape, are made for some tokens at a time, and again where a derivative needs them. With p the
+probabilities of a token, g = p - y its slope and a the adjoint of its loss, for tangents h', W', b' and a covector u of the losses
+
+```math
+z' = h'W^\top + hW'^\top + b', \qquad l' = \langle g, z'\rangle, \qquad e = a\,(p\circ z' - p\,\langle p, z'\rangle) + u\,g
+```
+
+the covectors are e W + a g W' to h, e^T h + a g^T h' to W, summed over the tokens, and e to b. The Gauss-Newton part with
+respect to the logits has no terms in a g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from derivations.loss import CrossEntropy, LinearisedCrossEntropy
+from derivations.primitive import (
+    ByLinearising,
+    Covectors,
+    CovectorSum,
+    Inputs,
+    Linearised,
+    Nowhere,
+    Sums,
+    Tangents,
+    plus,
+)
+from derivations.softmax import covariance, peaks
+
+LOGITS = 2**23
+"""Entries of logits that are made at a time: 32 megabytes of float32, of which a handful are held."""
+
+
+@dataclass(frozen=True)
+class LinearCrossEntropy(ByLinearising):
+    """Inputs: hidden (..., d), weight (C, d), bias (C,) or None, labels (...) of integers from 0 to C - 1 or ``ignore_index``.
+
+    Args:
+        ignore_index: The label of tokens that do not count: their loss is zero.
+        label_smoothing: The share of the target distribution that is spread evenly over all classes.
+        normalizer: What the sum of the losses is divided by, a 0-dimensional tensor; None: they are not summed, (...).
+        gauss_newton: Whether the second derivative is that of the loss in the logits alone.
+
+    >>> head, inputs = LinearCrossEntropy(), (torch.zeros(1, 1), torch.tensor([[1.0], [-1.0]]), None, torch.tensor([0]))
+    >>> head.vjp(inputs, torch.ones(1, 1))[0].tolist(), head.curvature(inputs, torch.ones(1), [torch.ones(1, 1, 1), *[None] * 3])[0]
+    ([[[-1.0]]], tensor([[[1.]]]))
+    """
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    normalizer: float | None = None
+    gauss_newton: bool = False
+
+    def value(self, *inputs: Tensor) -> Tensor:
+        """Return the losses, in single precision at least."""
+        hidden, weight, bias, labels = wide(inputs)
+        _check(hidden, weight, labels, self.ignore_index)
+        out = hidden.new_empty(labels.numel())
+        flat, each, column = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self._label(labels).reshape(-1, 1)
+        for part in _parts(len(flat), len(weight)):
+            logits = torch.nn.functional.linear(flat[part], weight, bias)
+            loss = torch.logsumexp(logits, -1) - (1 - self.label_smoothing) * logits.gather(1, column[part]).squeeze(1)
+            if self.label_smoothing:
+                loss -= self.label_smoothing * logits.mean(-1)
+            out[part] = loss.masked_fill_(each[part] == self.ignore_index, 0)
+        return out.reshape(labels.shape) if self.normalizer is None else out.sum() / self.normalizer
+
+    def written_out(self, *inputs: Tensor) -> Tensor:
+        """Return the losses in operations that torch differentiates any number of times, which keep the logits."""
+        hidden, weight, bias, labels = wide(inputs)
+        log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
+        loss = -(1 - self.label_smoothing) * log_p.gather(-1, self._label(labels).unsqueeze(-1)).squeeze(-1)
+        loss = (loss - self.label_smoothing * log_p.mean(-1)).masked_fill(labels == self.ignore_index, 0)
+        return loss if self.normalizer is None else loss.sum() / self.normalizer
+
+    def output_like(self, *inputs: Tensor) -> Tensor:
+        """Return empty losses."""
+        hidden, _, _, labels = wide([x[:0] if k < 2 else x for k, x in enumerate(inputs)])
+        return hidden.new_empty(labels.shape if self.normalizer is None else ())
+
+    def multiplications(self, inputs: Inputs, output: Tensor) -> int:
+        return inputs[0].numel() * len(inputs[1])
+
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedHead(self, inputs, adjoint, wanted)
+
+    def _label(self, labels: Tensor) -> Tensor:
+        return labels.long().masked_fill(labels == self.ignore_index, 0)
+
+
+class LinearisedHead(Linearised):
+    """The loss at one point; nothing of tokens times classes is kept."""
+
+    primitive: LinearCrossEntropy
+
+    def push(self, tangents: Tangents) -> Tensor:
+        """Return <g, z'> for each token, or the sum."""
+        count = next(len(t) for t in tangents if t is not None)
+        labels, each = self.inputs[3], self.inputs[0].new_empty(count, self.inputs[3].numel())
+        for part, at in self._chunks(count):
+            moved = self._moved(tangents, part)
+            assert moved is not None
+            each[:, part] = moved.mul_(at.slope).sum(-1)
+        normalizer = self.primitive.normalizer
+        return each.reshape(count, *labels.shape) if normalizer is None else each.sum(1) / normalizer
+
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        """Return the covectors of hidden, weight and bias."""
+        lead = next((len(t) for t in (bar, *(tangents or ())) if t is not None), None)
+        if lead is None:
+            return (None,) * 4
+        sums = [
+            CovectorSum(x.new_empty(lead, *x.shape)) if w and k in (1, 2) and x is not None else None
+            for k, (x, w) in enumerate(zip(self.inputs, self.wanted, strict=True))
+        ]
+        to_hidden = self.pull_into(bar, tangents, sums)[0]
+        return to_hidden, *(None if total is None else total.close() for total in sums[1:])
+
+    def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
+        """As :meth:`pull`; weight and bias have a sum, or are not wanted."""
+        count = next((len(t) for t in (bar, *(tangents or ())) if t is not None), None)
+        if count is None:
+            return (None,) * 4
+        hidden, weight, *_ = self.inputs
+        if any(w and x is not None and total is None for w, x, total in zip(self.wanted, self.inputs, sums[:3], strict=False) if x is not hidden):
+            return super().pull_into(bar, tangents, sums)
+        to_weight, to_bias = (Nowhere() if total is None else total for total in sums[1:3])
+        rows, d = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[-1]
+        to_hidden = hidden.new_empty(count, len(rows), d) if self.wanted[0] else None
+        u, a = (None if x is None else self._each(x) for x in (bar, self.adjoint_or_none if tangents is not None else None))
+        cross = a is not None and not self.primitive.gauss_newton
+        moved_rows, moved_weight = (None if not cross or tangents is None else t for t in (tangents or (None, None))[:2])
+        for part, at in self._chunks(count):
+            slope = at.slope
+            moved = None if a is None or tangents is None else self._moved(tangents, part)
+            e = None if moved is None or a is None else covariance(at.p, moved, peaks(at.p, -1)).mul_(a[:, part, None])
+            if u is not None:
+                e = plus(e, slope * u[:, part, None])
+            bent = slope.mul_(a[0, part, None]) if a is not None and cross else slope
+            if e is not None:
+                to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
+                to_bias.add(e.sum(1))
+            if moved_rows is not None:
+                to_weight.add_product(bent.mT.expand(count, -1, -1), moved_rows.reshape(count, -1, d)[:, part])
+            if to_hidden is not None:
+                to_hidden[:, part] = 0 if e is None else e @ weight
+                if moved_weight is not None:
+                    to_hidden[:, part] += bent @ moved_weight
+        out = None if to_hidden is None else to_hidden.reshape(count, *hidden.shape)
+        if out is not None and sums[0] is not None:
+            sums[0].add(out)
+            out = None
+        return out, None, None, None
+
+    def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy]]:
+        """Yield some tokens at a time, and their cross entropy in the logits."""
+        hidden, weight, bias, labels = self.inputs
+        rows, each = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        loss = CrossEntropy(self.primitive.ignore_index, self.primitive.label_smoothing, 1.0)
+        for part in _parts(len(rows), count * len(weight)):
+            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            yield part, LinearisedCrossEntropy(loss, (logits, each[part]), None, None)
+
+    def _moved(self, tangents: Tangents, part: slice) -> Tensor | None:
+        """z' of some tokens, (S, tokens, C)."""
+        hidden, weight, *_ = self.inputs
+        d, out = hidden.shape[-1], None
+        if tangents[0] is not None:
+            out = tangents[0].reshape(len(tangents[0]), -1, d)[:, part] @ weight.mT
+        if tangents[1] is not None:
+            rows = hidden.reshape(-1, d)[part]
+            out = rows @ tangents[1].mT if out is None else out.baddbmm_(rows.expand(len(out), -1, -1), tangents[1].mT)
+        if tangents[2] is not None:
+            b = tangents[2].unsqueeze(1)
+            out = b.expand(len(b), part.stop - part.start, -1).clone() if out is None else out.add_(b)
+        return out
+
+    def _each(self, x: Tensor) -> Tensor:
+        """Return covectors of the output as those of each token's loss, (S, tokens)."""
+        n, normalizer = self.inputs[3].numel(), self.primitive.normalizer
+        return x.reshape(-1, n) if normalizer is None else (x / normalizer).reshape(-1, 1).expand(-1, n)
+
+
+def wide(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return tensors of 16 bits in single precision, and others as they are.
+
+    >>> [x.dtype for x in wide([torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)])]
+    [torch.float32, torch.float64]
+    """
+    return [x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]  # type: ignore[misc]
+
+
+def _parts(tokens: int, entries: int) -> Iterator[slice]:
+    """Yield slices of the tokens, each with about LOGITS entries or one token."""
+    step = max(1, LOGITS // max(1, entries))
+    for start in range(0, tokens, step):
+        yield slice(start, min(start + step, tokens))
+
+
+def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
+    counted = labels[labels != ignore_index]
+    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(weight):
+        raise ValueError(
+            f"linear_cross_entropy: labels from {int(counted.min())} to {int(counted.max())}, expected 0 to {len(weight) - 1}, the "
+            f"rows of the weight, or ignore_index={ignore_index}; mark tokens that do not count with it"
+        )

@@ -1,0 +1,92 @@
+"""The cross entropy of a linear head with all derivatives, without the logits of all tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from derivations.linear_cross_entropy import LinearCrossEntropy
+from hessiankit.functions.primitive_function import call
+from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.torch_state import recording
+
+WHO = "linear_cross_entropy"
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    shift: bool = False,
+) -> Tensor:
+    r"""Return the cross entropy of the logits hidden W^T + b, differentiable any number of times in reverse and forward.
+
+    ```math
+    \ell_i = \log\sum_c e^{z_{ic}} - z_{i,\text{label}_i}, \qquad z_i = W h_i + b
+    ```
+
+    Logits are made for some tokens at a time, in the value, the gradient and second derivatives, and never kept: the memory
+    does not grow with tokens times vocabulary. Third derivatives and ``jvp`` of ``jvp`` keep them. The formulas are in
+    :mod:`derivations.linear_cross_entropy`; numbers of 16 bits are taken in single precision, and so is the loss.
+
+    Args:
+        hidden: (..., d), what the head reads.
+        weight: (C, d), as in ``nn.Linear``; tied embeddings as they are.
+        labels: (...), integers from 0 to C - 1, or ``ignore_index``.
+        bias: (C,).
+        ignore_index: The label of tokens that do not count.
+        label_smoothing: From 0 to 1: the share of the target distribution that is spread evenly over all classes.
+        reduction: "mean" over the tokens that count (NaN where none does, as in torch), "sum" or "none".
+        shift: Whether each token's label is the next one's, as for causal language models: hidden states but the last along
+            the axis before d, labels but the first along their last axis.
+
+    Returns:
+        A scalar, or the loss of every token, zero where it does not count; (...), one shorter if shifted.
+
+    Raises:
+        InputError: If shapes, types or options do not go together.
+        ValueError: If a label is out of range.
+
+    >>> h, W = torch.zeros(1, 2, 1, requires_grad=True), torch.tensor([[1.0], [-1.0]])
+    >>> loss = linear_cross_entropy(h, W, torch.tensor([[1, 0]]), shift=True)
+    >>> (slope,) = torch.autograd.grad(loss, h, create_graph=True)
+    >>> slope.flatten().tolist(), torch.autograd.grad(slope.sum(), h)[0].flatten().tolist()
+    ([-1.0, 0.0], [1.0, 0.0])
+    """
+    check_name(WHO, "reduction", reduction, ("mean", "sum", "none"))
+    if hidden.ndim < 1 + shift or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != labels.shape:
+        raise InputError(
+            f"{WHO}: got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}, expected "
+            "(..., d), (C, d) and (...); pass the head's weight as nn.Linear has it, and a label for each hidden state"
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise InputError(f"{WHO}: bias of shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, one number per row of weight")
+    if labels.dtype not in (torch.int64, torch.int32) or not 0 <= label_smoothing <= 1:
+        raise InputError(
+            f"{WHO}: labels of {labels.dtype} and label_smoothing={label_smoothing:g}, expected integers (labels.long()) and "
+            "a number from 0 to 1"
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        narrow = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
+    if len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1 or not hidden.is_floating_point():
+        raise InputError(f"{WHO}: hidden of {hidden.dtype} and weight of {weight.dtype}, expected one floating-point type; convert them")
+    if shift:
+        hidden, labels = hidden[..., :-1, :], labels[..., 1:]
+    if recording():
+        logits = F.linear(hidden, weight, bias).reshape(-1, len(weight))
+        logits = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
+        options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+        loss = F.cross_entropy(logits, labels.reshape(-1), **options)  # type: ignore[arg-type]
+        return loss.reshape(labels.shape) if reduction == "none" else loss
+    losses = call(LinearCrossEntropy(ignore_index, label_smoothing), hidden, weight, bias, labels)
+    if reduction == "none":
+        return losses
+    return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()
