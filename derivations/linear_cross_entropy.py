@@ -29,6 +29,7 @@ from derivations.primitive import (
     Nowhere,
     Sums,
     Tangents,
+    into,
     plus,
 )
 from derivations.softmax import covariance, peaks
@@ -104,59 +105,49 @@ class LinearisedHead(Linearised):
         count = next(len(t) for t in tangents if t is not None)
         labels, each = self.inputs[3], self.inputs[0].new_empty(count, self.inputs[3].numel())
         for part, at in self._chunks(count):
-            moved = self._moved(tangents, part)
-            assert moved is not None
-            each[:, part] = moved.mul_(at.slope).sum(-1)
+            each[:, part] = self._moved(tangents, part).mul_(at.slope).sum(-1)
         normalizer = self.primitive.normalizer
         return each.reshape(count, *labels.shape) if normalizer is None else each.sum(1) / normalizer
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of hidden, weight and bias."""
-        lead = next((len(t) for t in (bar, *(tangents or ())) if t is not None), None)
-        if lead is None:
-            return (None,) * 4
-        sums = [
-            CovectorSum(x.new_empty(lead, *x.shape)) if w and k in (1, 2) and x is not None else None
-            for k, (x, w) in enumerate(zip(self.inputs, self.wanted, strict=True))
-        ]
-        to_hidden = self.pull_into(bar, tangents, sums)[0]
-        return to_hidden, *(None if total is None else total.close() for total in sums[1:])
+        return self.pull_into(bar, tangents, (None,) * 4)
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
-        """As :meth:`pull`; weight and bias have a sum, or are not wanted."""
-        count = next((len(t) for t in (bar, *(tangents or ())) if t is not None), None)
+        """As :meth:`pull`; what is added to a sum is added for some tokens at a time."""
+        t = (None,) * 4 if tangents is None else tangents
+        count = next((len(x) for x in (bar, *t) if x is not None), None)
         if count is None:
             return (None,) * 4
         hidden, weight, *_ = self.inputs
-        if any(w and x is not None and total is None for w, x, total in zip(self.wanted, self.inputs, sums[:3], strict=False) if x is not hidden):
-            return super().pull_into(bar, tangents, sums)
-        to_weight, to_bias = (Nowhere() if total is None else total for total in sums[1:3])
-        rows, d = hidden.reshape(-1, hidden.shape[-1]), hidden.shape[-1]
+        d, rows = hidden.shape[-1], hidden.reshape(-1, hidden.shape[-1])
         to_hidden = hidden.new_empty(count, len(rows), d) if self.wanted[0] else None
-        u, a = (None if x is None else self._each(x) for x in (bar, self.adjoint_or_none if tangents is not None else None))
-        cross = a is not None and not self.primitive.gauss_newton
-        moved_rows, moved_weight = (None if not cross or tangents is None else t for t in (tangents or (None, None))[:2])
+        to_weight, to_bias = (
+            total or (CovectorSum(x.new_empty(count, *x.shape)) if w and x is not None else Nowhere())
+            for total, w, x in zip(sums[1:3], self.wanted[1:3], self.inputs[1:3], strict=True)
+        )
+        a = self._each(self.adjoint) if any(x is not None for x in t) else None
+        u = None if bar is None else self._each(bar)
+        crossed = [None if self.primitive.gauss_newton else x for x in t[:2]]
         for part, at in self._chunks(count):
-            slope = at.slope
-            moved = None if a is None or tangents is None else self._moved(tangents, part)
-            e = None if moved is None or a is None else covariance(at.p, moved, peaks(at.p, -1)).mul_(a[:, part, None])
+            slope, e = at.slope, None
+            if a is not None:
+                e = covariance(at.p, self._moved(t, part), peaks(at.p, -1)).mul_(a[:, part, None])
             if u is not None:
                 e = plus(e, slope * u[:, part, None])
-            bent = slope.mul_(a[0, part, None]) if a is not None and cross else slope
-            if e is not None:
-                to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
-                to_bias.add(e.sum(1))
-            if moved_rows is not None:
-                to_weight.add_product(bent.mT.expand(count, -1, -1), moved_rows.reshape(count, -1, d)[:, part])
+            assert e is not None
+            to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
+            to_bias.add(e.sum(1))
+            bent = slope if a is None else slope.mul_(a[0, part, None])
+            if crossed[0] is not None:
+                to_weight.add_product(bent.mT.expand(count, -1, -1), crossed[0].reshape(count, -1, d)[:, part])
             if to_hidden is not None:
-                to_hidden[:, part] = 0 if e is None else e @ weight
-                if moved_weight is not None:
-                    to_hidden[:, part] += bent @ moved_weight
+                to_hidden[:, part] = e @ weight
+                if crossed[1] is not None:
+                    to_hidden[:, part] += bent @ crossed[1]
+        own = [x.close() if total is None and w else None for x, total, w in zip((to_weight, to_bias), sums[1:3], self.wanted[1:3], strict=True)]
         out = None if to_hidden is None else to_hidden.reshape(count, *hidden.shape)
-        if out is not None and sums[0] is not None:
-            sums[0].add(out)
-            out = None
-        return out, None, None, None
+        return into(sums, (out, own[0], None if self.inputs[2] is None else own[1], None))
 
     def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy]]:
         """Yield some tokens at a time, and their cross entropy in the logits."""
@@ -167,7 +158,7 @@ class LinearisedHead(Linearised):
             logits = torch.nn.functional.linear(rows[part], weight, bias)
             yield part, LinearisedCrossEntropy(loss, (logits, each[part]), None, None)
 
-    def _moved(self, tangents: Tangents, part: slice) -> Tensor | None:
+    def _moved(self, tangents: Tangents, part: slice) -> Tensor:
         """z' of some tokens, (S, tokens, C)."""
         hidden, weight, *_ = self.inputs
         d, out = hidden.shape[-1], None
@@ -178,7 +169,8 @@ class LinearisedHead(Linearised):
             out = rows @ tangents[1].mT if out is None else out.baddbmm_(rows.expand(len(out), -1, -1), tangents[1].mT)
         if tangents[2] is not None:
             b = tangents[2].unsqueeze(1)
-            out = b.expand(len(b), part.stop - part.start, -1).clone() if out is None else out.add_(b)
+            out = b.repeat(1, part.stop - part.start, 1) if out is None else out.add_(b)
+        assert out is not None
         return out
 
     def _each(self, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from hessiankit.engine.sweep import Along, pull, push, sums_of
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import hand_back_memory
 from hessiankit.tracing.attention_fusion import fuse_attention
+from hessiankit.tracing.head_fusion import fuse_head
 from hessiankit.tracing.step_fusion import fuse_steps
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, first_readers, last_readers
 
@@ -88,6 +89,7 @@ class Linearisation:
         output = traced.output if gauss_newton else None
         self._nonlinear = None if output is None else trace.descendants(output) - {output}
         fuse_attention(trace, self._nonlinear)
+        fuse_head(trace, self._nonlinear)
         fuse_steps(trace, () if output is None else (output,))
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)

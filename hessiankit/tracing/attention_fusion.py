@@ -56,6 +56,11 @@ def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
         fused = _fused(trace, chain, made, masks)
         if fused is not None:
             replaced |= {a.output: [] for a in chain} | {chain[-1].output: fused}
+    replace(trace, path, replaced)
+
+
+def replace(trace: Trace, path: Sequence[Application], replaced: Mapping[int, Sequence[Application]]) -> None:
+    """Put applications in the place of others, given by their output, on the way to a trace's, and release values not read."""
     if replaced:
         trace.applications[:] = [new for a in path for new in replaced.get(a.output, [a])]
         trace.applications[:] = ancestors_of_output(trace)

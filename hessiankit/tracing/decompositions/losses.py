@@ -44,9 +44,9 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Rows (N, C) of logits; the plain mean over labels stays whole, since it has a chapter of its own."""
+    """Rows (N, C) of logits; the plain mean or sum over labels stays whole, since it has a chapter of its own."""
     soft = target.is_floating_point()
-    if x.ndim == 2 and weight is None and reduction == 1 and not soft:
+    if x.ndim == 2 and weight is None and reduction and not soft:
         return NotImplemented
     if x.ndim != 2:
         rows = _rows(x)

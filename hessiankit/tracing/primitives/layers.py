@@ -98,7 +98,7 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> Match:
-    if x.ndim != 2 or weight is not None or reduction != 1 or target.is_floating_point():
+    if x.ndim != 2 or weight is not None or reduction == 0 or target.is_floating_point():
         return None
-    count = int((target != ignore_index).sum()) or math.nan  # torch's mean over no labels is NaN
+    count = 1 if reduction == 2 else int((target != ignore_index).sum()) or math.nan  # torch's mean over no labels is NaN
     return CrossEntropy(ignore_index, label_smoothing, count), (x, target)

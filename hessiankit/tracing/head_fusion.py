@@ -1,0 +1,105 @@
+"""Fusion of a linear head with the cross entropy that reads its logits, so that those of all tokens are never held.
+
+Between the two, operations move rows of logits as a whole, such as the shift and the flattening of a causal language model's
+loss. They are applied to the head's input instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+
+from derivations.cast import Cast
+from derivations.indexing import Slice
+from derivations.linear import Linear, MatMul, Multiple, Permute, Reshape
+from derivations.linear_cross_entropy import LOGITS, LinearCrossEntropy
+from derivations.loss import CrossEntropy
+from derivations.primitive import Primitive
+from hessiankit.tracing.attention_fusion import replace
+from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
+
+ENTRIES = LOGITS
+"""Logits beyond which a head is fused: where they are made for some tokens at a time."""
+
+
+def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
+    """Replace heads and their cross entropies on the way to the output of a trace; logits that something else reads stay.
+
+    Args:
+        trace: Rewritten in place.
+        bending: Values of which the primitive's second derivative counts; None: all.
+    """
+    path = ancestors_of_output(trace)
+    made, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
+    replaced: dict[int, list[Application]] = {}
+    for loss in path:
+        if not isinstance(loss.primitive, CrossEntropy) or loss.primitive.normalizer is None:
+            continue
+        chain = _from_product(trace, loss, made, counts)
+        if chain and trace.values[chain[0].output].numel() > ENTRIES and (bending is None or loss.output in bending):
+            inside = bending is None or chain[0].output in bending
+            replaced |= {a.output: [] for a in chain} | {loss.output: _fused(trace, chain, loss, made, not inside)}
+    replace(trace, path, replaced)
+
+
+def _from_product(
+    trace: Trace, loss: Application, made: Mapping[int, Application], counts: Mapping[int | None, int]
+) -> list[Application] | None:
+    """Return what leads from a product with a matrix to a loss and only moves rows of logits, where nothing else reads them."""
+    chain: list[Application] = []
+    at = loss.inputs[0]
+    while at is not None and counts[at] == 1 and (a := made.get(at)) is not None:
+        chain.insert(0, a)
+        if isinstance(a.primitive, (Linear, MatMul)):
+            weight = trace.values[a.inputs[1]]  # type: ignore[index]
+            biased = len(a.inputs) > 2 and a.inputs[2] is not None
+            known = weight.ndim == 2 and not (biased and any(isinstance(b.primitive, Multiple) for b in chain))
+            return chain if known and _rows_move(trace, chain) else None
+        if not isinstance(a.primitive, (Reshape, Permute, Slice, Cast, Multiple)):
+            return None
+        at = a.inputs[0]
+    return None
+
+
+def _rows_move(trace: Trace, chain: Sequence[Application]) -> bool:
+    """Tell whether the classes stay one axis of the logits behind a product, and are the last one in the end."""
+    shape = trace.values[chain[0].output].shape
+    axis = len(shape) - 1
+    for a in chain[1:]:
+        p, before, shape = a.primitive, shape, trace.values[a.output].shape
+        if isinstance(p, Permute):
+            axis = p.order.index(axis)
+        elif isinstance(p, Reshape):
+            if axis != len(before) - 1 or shape[-1:] != before[-1:]:
+                return False
+            axis = len(shape) - 1
+        elif isinstance(p, Slice) and p.dim % len(before) == axis:
+            return False
+    return axis == len(shape) - 1
+
+
+def _fused(
+    trace: Trace, chain: Sequence[Application], loss: Application, made: Mapping[int, Application], gauss_newton: bool
+) -> list[Application]:
+    """Return the head with its loss as one application, after those that bring its input and weight to its form."""
+    product, values, new = chain[0], trace.values, list[Application]()
+
+    def moved(primitive: Primitive, at: int) -> int:
+        to = trace.add_value(primitive.value(values[at]), moving=at in trace.moving)
+        if at in trace.moving:
+            new.append(Application(primitive, (at,), to, loss.name))
+        return to
+
+    at, weight, *rest = product.inputs
+    assert at is not None
+    assert weight is not None
+    for a in chain[1:]:
+        p = a.primitive
+        at = moved(Reshape((*p.shape[:-1], values[at].shape[-1])) if isinstance(p, Reshape) else p, at)
+    if isinstance(product.primitive, MatMul):
+        by, swap = made.get(weight), Permute((1, 0))
+        weight = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, weight)
+    ce = loss.primitive
+    assert isinstance(ce, CrossEntropy)
+    head = LinearCrossEntropy(ce.ignore_index, ce.label_smoothing, ce.normalizer, gauss_newton)
+    return [*new, Application(head, (at, weight, rest[0] if rest else None, loss.inputs[1]), loss.output, loss.name)]
