@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,3 +33,12 @@ class Cast(AffineByEntry):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.to(inputs[0].device, inputs[0].dtype),)
+
+
+def wide(inputs: Sequence[Tensor | None]) -> list[Tensor]:
+    """Return tensors of 16 bits in single precision, and others as they are.
+
+    >>> [x.dtype for x in wide([torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)])]
+    [torch.float32, torch.float64]
+    """
+    return [x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]  # type: ignore[misc]

@@ -1,7 +1,7 @@
 r"""The cross entropy of a linear head, l_i = -log softmax(h_i W^T + b)[label_i], without the logits of all tokens.
 
 Logits, and whatever has their shape, are made for some tokens at a time, and again where a derivative needs them. With p the
-probabilities of a token, g = p - y its slope and a the adjoint of its loss, for tangents h', W', b' and a covector u of the losses
+probabilities of a token, g = p - y its slope and a the adjoint of its loss, tangents h', W', b' and a covector u of the losses,
 
 ```math
 z' = h'W^\top + hW'^\top + b', \qquad l' = \langle g, z'\rangle, \qquad e = a\,(p\circ z' - p\,\langle p, z'\rangle) + u\,g
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from derivations.cast import wide
 from derivations.loss import CrossEntropy, LinearisedCrossEntropy
 from derivations.primitive import (
     ByLinearising,
@@ -30,9 +31,8 @@ from derivations.primitive import (
     Sums,
     Tangents,
     into,
-    plus,
 )
-from derivations.softmax import covariance, peaks
+from derivations.softmax import peaks
 
 LOGITS = 2**23
 """Entries of logits that are made at a time: 32 megabytes of float32, of which a handful are held."""
@@ -49,8 +49,9 @@ class LinearCrossEntropy(ByLinearising):
         gauss_newton: Whether the second derivative is that of the loss in the logits alone.
 
     >>> head, inputs = LinearCrossEntropy(), (torch.zeros(1, 1), torch.tensor([[1.0], [-1.0]]), None, torch.tensor([0]))
-    >>> head.vjp(inputs, torch.ones(1, 1))[0].tolist(), head.curvature(inputs, torch.ones(1), [torch.ones(1, 1, 1), *[None] * 3])[0]
-    ([[[-1.0]]], tensor([[[1.]]]))
+    >>> along = [torch.ones(1, 1, 1), None, None, None]
+    >>> [float(c[0]) for c in (head.vjp(inputs, torch.ones(1, 1)), head.curvature(inputs, torch.ones(1), along))]
+    [-1.0, 1.0]
     """
 
     ignore_index: int = -100
@@ -131,23 +132,27 @@ class LinearisedHead(Linearised):
         crossed = [None if self.primitive.gauss_newton else x for x in t[:2]]
         for part, at in self._chunks(count):
             slope, e = at.slope, None
+            bent = None if a is None or all(x is None for x in crossed) else slope * a[0, part, None]
             if a is not None:
-                e = covariance(at.p, self._moved(t, part), peaks(at.p, -1)).mul_(a[:, part, None])
+                e = self._moved(t, part)
+                e = e.sub_(torch.take_along_dim(e, peaks(at.p, -1).unsqueeze(0), -1)).mul_(at.p)
+                e = e.addcmul_(at.p, e.sum(-1, keepdim=True), value=-1).mul_(a[:, part, None])
             if u is not None:
-                e = plus(e, slope * u[:, part, None])
+                e = slope * u[:, part, None] if e is None else e.addcmul_(slope, u[:, part, None])
             assert e is not None
-            to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
             to_bias.add(e.sum(1))
-            bent = slope if a is None else slope.mul_(a[0, part, None])
-            if crossed[0] is not None:
+            to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
+            if bent is not None and crossed[0] is not None:
                 to_weight.add_product(bent.mT.expand(count, -1, -1), crossed[0].reshape(count, -1, d)[:, part])
-            if to_hidden is not None:
-                to_hidden[:, part] = e @ weight
-                if crossed[1] is not None:
-                    to_hidden[:, part] += bent @ crossed[1]
-        own = [x.close() if total is None and w else None for x, total, w in zip((to_weight, to_bias), sums[1:3], self.wanted[1:3], strict=True)]
+            for s in range(count if to_hidden is not None else 0):
+                torch.mm(e[s], weight, out=to_hidden[s, part])
+                if bent is not None and crossed[1] is not None:
+                    to_hidden[s, part].addmm_(bent, crossed[1][s])
+        own = [
+            None if x is total or isinstance(x, Nowhere) else x.close() for x, total in ((to_weight, sums[1]), (to_bias, sums[2]))
+        ]
         out = None if to_hidden is None else to_hidden.reshape(count, *hidden.shape)
-        return into(sums, (out, own[0], None if self.inputs[2] is None else own[1], None))
+        return into(sums, (out, *own, None))
 
     def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy]]:
         """Yield some tokens at a time, and their cross entropy in the logits."""
@@ -155,37 +160,28 @@ class LinearisedHead(Linearised):
         rows, each = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         loss = CrossEntropy(self.primitive.ignore_index, self.primitive.label_smoothing, 1.0)
         for part in _parts(len(rows), count * len(weight)):
-            logits = torch.nn.functional.linear(rows[part], weight, bias)
-            yield part, LinearisedCrossEntropy(loss, (logits, each[part]), None, None)
+            at = LinearisedCrossEntropy(loss, (torch.nn.functional.linear(rows[part], weight, bias), each[part]), None, None)
+            at.forget()
+            yield part, at
 
     def _moved(self, tangents: Tangents, part: slice) -> Tensor:
         """z' of some tokens, (S, tokens, C)."""
         hidden, weight, *_ = self.inputs
-        d, out = hidden.shape[-1], None
-        if tangents[0] is not None:
-            out = tangents[0].reshape(len(tangents[0]), -1, d)[:, part] @ weight.mT
-        if tangents[1] is not None:
-            rows = hidden.reshape(-1, d)[part]
-            out = rows @ tangents[1].mT if out is None else out.baddbmm_(rows.expand(len(out), -1, -1), tangents[1].mT)
-        if tangents[2] is not None:
-            b = tangents[2].unsqueeze(1)
-            out = b.repeat(1, part.stop - part.start, 1) if out is None else out.add_(b)
-        assert out is not None
+        count, d = next(len(x) for x in tangents if x is not None), hidden.shape[-1]
+        out = hidden.new_zeros(count, part.stop - part.start, len(weight))
+        for s, z in enumerate(out):
+            if tangents[0] is not None:
+                z.addmm_(tangents[0][s].reshape(-1, d)[part], weight.mT)
+            if tangents[1] is not None:
+                z.addmm_(hidden.reshape(-1, d)[part], tangents[1][s].mT)
+            if tangents[2] is not None:
+                z.add_(tangents[2][s])
         return out
 
     def _each(self, x: Tensor) -> Tensor:
         """Return covectors of the output as those of each token's loss, (S, tokens)."""
         n, normalizer = self.inputs[3].numel(), self.primitive.normalizer
         return x.reshape(-1, n) if normalizer is None else (x / normalizer).reshape(-1, 1).expand(-1, n)
-
-
-def wide(inputs: Sequence[Tensor | None]) -> list[Tensor]:
-    """Return tensors of 16 bits in single precision, and others as they are.
-
-    >>> [x.dtype for x in wide([torch.zeros(1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.float64)])]
-    [torch.float32, torch.float64]
-    """
-    return [x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x for x in inputs]  # type: ignore[misc]
 
 
 def _parts(tokens: int, entries: int) -> Iterator[slice]:
@@ -199,6 +195,6 @@ def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) ->
     counted = labels[labels != ignore_index]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(weight):
         raise ValueError(
-            f"linear_cross_entropy: labels from {int(counted.min())} to {int(counted.max())}, expected 0 to {len(weight) - 1}, the "
-            f"rows of the weight, or ignore_index={ignore_index}; mark tokens that do not count with it"
+            f"linear_cross_entropy: labels from {int(counted.min())} to {int(counted.max())}, expected 0 to {len(weight) - 1}, "
+            f"the rows of the weight, or ignore_index={ignore_index}; mark tokens that do not count with it"
         )

@@ -275,7 +275,11 @@ class LinearisedCrossEntropy(Linearised):
         super().__init__(primitive, inputs, adjoint, wanted)
         logits, self.labels, self.kept, self.normalizer = primitive._rows(inputs)
         self.p = torch.softmax(logits, -1).masked_fill_(~self.kept.unsqueeze(1), 0)
-        self.covariance = Covariance(self.p, -1)
+
+    @cached_property
+    def covariance(self) -> Covariance:
+        """diag(p) - p p^T, row by row."""
+        return Covariance(self.p, -1)
 
     def forget(self) -> None:
         """Keep the probabilities in place of the logits."""

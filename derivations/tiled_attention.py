@@ -143,7 +143,10 @@ class TiledHead:
 
         One pass: what is summed refers to the largest logit so far, and is scaled where a larger one comes.
         """
-        top, peak = self.Q.new_full((len(self.Q), 1), -torch.inf), torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device)
+        top, peak = (
+            self.Q.new_full((len(self.Q), 1), -torch.inf),
+            torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device),
+        )
         others, seen = torch.zeros_like(top), self.V.new_zeros(len(self.Q), self.V.shape[1])
         for rows, cols in self._tiles():
             T = self._logits(rows, cols)

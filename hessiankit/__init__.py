@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.diagnostics.monitoring import Monitor
     from hessiankit.diagnostics.sharpness import sharpness
     from hessiankit.formulas import derive
+    from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
+    from hessiankit.functions.cross_entropy import linear_cross_entropy
     from hessiankit.landscape import loss_slices, spectrum
     from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.partition import block_types, named_slices
@@ -49,6 +51,8 @@ _NAMES = {
     "diagnostics.monitoring": "Monitor",
     "diagnostics.sharpness": "sharpness",
     "formulas": "derive",
+    "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
+    "functions.cross_entropy": "linear_cross_entropy",
     "landscape": "loss_slices spectrum",
     "optim": "blockwise_lr blockwise_schedule",
     "partition": "block_types named_slices",

@@ -148,4 +148,6 @@ def _check(
             torch.broadcast_to(mask, (*joint, query.shape[-2], key.shape[-2]))
     except RuntimeError:
         also = "" if mask is None else f", nor with a mask of shape {tuple(mask.shape)}"
-        raise error(f"the leading axes do not broadcast{also}", "expected (..., L, S) for a mask, and equal leading axes or 1") from None
+        raise error(
+            f"the leading axes do not broadcast{also}", "expected (..., L, S) for a mask, and equal leading axes or 1"
+        ) from None

@@ -66,7 +66,9 @@ def linear_cross_entropy(
             "(..., d), (C, d) and (...); pass the head's weight as nn.Linear has it, and a label for each hidden state"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise InputError(f"{WHO}: bias of shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, one number per row of weight")
+        raise InputError(
+            f"{WHO}: bias of shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, one number per row of weight"
+        )
     if labels.dtype not in (torch.int64, torch.int32) or not 0 <= label_smoothing <= 1:
         raise InputError(
             f"{WHO}: labels of {labels.dtype} and label_smoothing={label_smoothing:g}, expected integers (labels.long()) and "
@@ -77,7 +79,9 @@ def linear_cross_entropy(
         narrow = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
     if len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1 or not hidden.is_floating_point():
-        raise InputError(f"{WHO}: hidden of {hidden.dtype} and weight of {weight.dtype}, expected one floating-point type; convert them")
+        raise InputError(
+            f"{WHO}: hidden of {hidden.dtype} and weight of {weight.dtype}, expected one floating-point type; convert them"
+        )
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]
     if recording():

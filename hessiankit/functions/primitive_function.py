@@ -17,63 +17,78 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from derivations.cast import wide
 from derivations.primitive import ByLinearising
 from hessiankit.support.torch_state import without_autocast
 
 Given = Tensor | None
 
+INPUTS = 4
+"""How many inputs a primitive has here, absent ones included; lists of tensors are not for every tracer and transform."""
 
 _PRIMITIVES: dict[str, Any] = {}  # those that functions have been made of; what torch's operations are given are names
+_X, _T = (", ".join(f"Tensor? {letter}{k}" for k in range(INPUTS)) for letter in "xt")
 
 
-@torch.library.custom_op("hessiankit::value", mutates_args=())
-def _value(name: str, x: Sequence[Given]) -> Tensor:
+@partial(torch.library.custom_op, "hessiankit::value", mutates_args=(), schema=f"(str name, {_X}) -> Tensor")
+def _value(name: str, *x: Given) -> Tensor:
     with without_autocast():
-        return _PRIMITIVES[name].value(*x)  # type: ignore[no-any-return]
+        return _PRIMITIVES[name].value(*_present(x))  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("hessiankit::push", mutates_args=())
-def _push(name: str, x: Sequence[Given], t: Sequence[Given]) -> Tensor:
+@partial(torch.library.custom_op, "hessiankit::push", mutates_args=(), schema=f"(str name, {_X}, {_T}) -> Tensor")
+def _push(name: str, *tensors: Given) -> Tensor:
     with without_autocast():
-        out = _PRIMITIVES[name].jvp(_wide(x), [None if v is None else v.unsqueeze(0) for v in _wide(t)])
-        return out[0].to(_PRIMITIVES[name].output_like(*x).dtype)  # type: ignore[no-any-return]
+        x, t = _halves(wide(tensors))
+        out = _PRIMITIVES[name].jvp(_present(x), [None if v is None else v.unsqueeze(0) for v in t[: len(_present(x))]])
+        return out[0].to(_like(name, *tensors).dtype)  # type: ignore[no-any-return]
 
 
-@torch.library.custom_op("hessiankit::pull", mutates_args=())
-def _pull(
-    name: str, wanted: Sequence[bool], x: Sequence[Given], t: Sequence[Given], W: Given, b: Given
-) -> list[Tensor]:
+@partial(
+    torch.library.custom_op,
+    "hessiankit::pull",
+    mutates_args=(),
+    schema=f"(str name, bool[] wanted, {_X}, {_T}, Tensor? W, Tensor? b) -> ({', '.join(['Tensor'] * INPUTS)})",
+)
+def _pull(name: str, wanted: Sequence[bool], *tensors: Given) -> tuple[Tensor, ...]:
     with without_autocast(), torch.no_grad():
-        adjoint, bar = _wide((W, b))
-        tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in _wide(t)]
-        at_point = _PRIMITIVES[name].linearise(_wide(x), adjoint, wanted)
-        covectors = at_point.pull(None if bar is None else bar.unsqueeze(0), tangents)
-        return [torch.zeros_like(y) if c is None else c[0].to(y.dtype) for y, c in _chosen(wanted, x, covectors)]
+        (*rest, W, b) = wide(tensors)
+        x, t = _halves(rest)
+        present = _present(x)
+        at_point = _PRIMITIVES[name].linearise(present, W, wanted[: len(present)])
+        tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in t[: len(present)]]
+        covectors = (*at_point.pull(None if b is None else b.unsqueeze(0), tangents), None)[:INPUTS]
+        out = _empty(name, wanted, *tensors)
+        return tuple(
+            y if not w else y.zero_() if c is None else c[0].to(y.dtype) for y, w, c in zip(out, wanted, covectors, strict=True)
+        )
 
 
 @_value.register_fake
-def _(name: str, x: Sequence[Given]) -> Tensor:
-    return _PRIMITIVES[name].output_like(*x)  # type: ignore[no-any-return]
-
-
 @_push.register_fake
-def _(name: str, x: Sequence[Given], t: Sequence[Given]) -> Tensor:
-    return _PRIMITIVES[name].output_like(*x)  # type: ignore[no-any-return]
+def _like(name: str, *tensors: Given) -> Tensor:
+    return _PRIMITIVES[name].output_like(*_present(tensors[:INPUTS]))  # type: ignore[no-any-return]
 
 
 @_pull.register_fake
-def _(name: str, wanted: Sequence[bool], x: Sequence[Given], t: Sequence[Given], W: Given, b: Given) -> list[Tensor]:
-    return [torch.empty_like(y) for y, _ in _chosen(wanted, x, x)]
+def _empty(name: str, wanted: Sequence[bool], *tensors: Given) -> tuple[Tensor, ...]:
+    first = tensors[0]
+    assert first is not None
+    return tuple(
+        torch.empty_like(x) if w and x is not None else first.new_empty(0) for w, x in zip(wanted, tensors, strict=False)
+    )
 
 
-def _chosen(wanted: Sequence[bool], x: Sequence[Given], covectors: Sequence[Given]) -> list[tuple[Tensor, Given]]:
-    return [(y, c) for w, y, c in zip(wanted, x, covectors, strict=True) if w and y is not None]
+def _present(x: Sequence[Given]) -> Sequence[Given]:
+    """Return the inputs of a primitive without absent ones at the end."""
+    return x if x[-1] is not None else x[:-1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,35 +96,33 @@ class Call:
     """A primitive by its name, and what the tensors of a call are.
 
     Attributes:
-        inputs: How many inputs the primitive has.
         stacks: Whether one leading axis more on every tensor is a stack of calls, as ``vmap`` needs it; else they are made
             one by one.
         wanted: The inputs whose covectors are returned.
     """
 
     name: str
-    inputs: int
     stacks: bool = False
     wanted: tuple[bool, ...] = ()
 
-    @property
-    def written_out(self) -> Callable[..., Tensor]:
-        """The primitive in operations that torch differentiates any number of times."""
-        return _PRIMITIVES[self.name].written_out  # type: ignore[no-any-return]
+    def written_out(self, *x: Given) -> Tensor:
+        """Return the primitive's value, of operations that torch differentiates any number of times."""
+        return _PRIMITIVES[self.name].written_out(*_present(x))  # type: ignore[no-any-return]
 
 
 def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tensor:
     """Return phi(inputs) as a differentiable function of torch.
 
     Args:
-        primitive: One that its class and fields say all of, which are not tensors. It has, besides its actions, ``written_out(*inputs)``, its value in
-            operations that torch differentiates any number of times, and ``output_like(*inputs)``, an empty output.
+        primitive: One that its class and fields say all of, which are not tensors. It has, besides its actions,
+            ``written_out(*inputs)``, its value in operations that torch differentiates any number of times, and
+            ``output_like(*inputs)``, an empty output.
         inputs: Tensors, or None for those that are optional; those of integers or booleans are constants.
         stacks: As in :class:`Call`.
     """
     name = " ".join([type(primitive).__name__, *map(str, vars(primitive).values())])
     _PRIMITIVES.setdefault(name, primitive)
-    return _Value.apply(Call(name, len(inputs), stacks), *inputs)  # type: ignore[no-any-return]
+    return _Value.apply(Call(name, stacks), *inputs, *(None,) * (INPUTS - len(inputs)))  # type: ignore[no-any-return]
 
 
 class _Primitive(Function):
@@ -142,7 +155,7 @@ class _Value(_Primitive):
 
     @staticmethod
     def forward(of: Call, *x: Given) -> Tensor:
-        return _value(of.name, x)
+        return _value(of.name, *x)
 
     @staticmethod
     def backward(ctx: Any, bar: Given) -> Any:
@@ -159,19 +172,19 @@ class _Push(_Primitive):
 
     @staticmethod
     def forward(of: Call, *tensors: Given) -> Tensor:
-        return _push(of.name, *_halves(of, tensors))
+        return _push(of.name, *tensors)
 
     @staticmethod
     def backward(ctx: Any, bar: Given) -> Any:
-        of, n = ctx.of, ctx.of.inputs
-        x, t = _halves(of, ctx.saved_tensors)
+        of, n = ctx.of, INPUTS
+        x, t = _halves(ctx.saved_tensors)
         to_x = _pulled(of, x, _needed(ctx, 0, x), bar, None, t)
         return None, *to_x, *_pulled(of, x, _needed(ctx, n, t), None, bar, (None,) * n)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *moved: Given) -> Any:
-        x, _t = _halves(ctx.of, ctx.saved_tensors)
-        at_x, at_t = _halves(ctx.of, moved)
+        x, _t = _halves(ctx.saved_tensors)
+        at_x, at_t = _halves(moved)
         if all(v is None for v in at_x):
             return _Push.apply(ctx.of, *x, *at_t)
         return _along(lambda *tensors: _push_written_out(ctx.of, tensors), ctx.saved_tensors, moved)
@@ -182,34 +195,33 @@ class _Pull(_Primitive):
 
     @staticmethod
     def forward(of: Call, *tensors: Given) -> Any:
-        (*rest, W, b) = tensors
-        return tuple(_pull(of.name, of.wanted, *_halves(of, rest), W, b))
+        return tuple(x for x, w in zip(_pull(of.name, of.wanted, *tensors), of.wanted, strict=True) if w)
 
     @staticmethod
     def backward(ctx: Any, *u: Given) -> Any:
         of, (*rest, W, b) = ctx.of, ctx.saved_tensors
-        x, _ = _halves(of, rest)
+        x, _ = _halves(rest)
         if W is not None:
             out = _transposed(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, ctx.needs_input_grad[1:], u)
             return None, *out
         along = _placed(of.wanted, u)
         to_b = _Push.apply(of, *x, *along) if ctx.needs_input_grad[-1] and any(v is not None for v in u) else None
-        return None, *_pulled(of, x, _needed(ctx, 0, x), b, None, along), *(None,) * (of.inputs + 1), to_b
+        return None, *_pulled(of, x, _needed(ctx, 0, x), b, None, along), *(None,) * (INPUTS + 1), to_b
 
     @staticmethod
     def jvp(ctx: Any, _: None, *moved: Given) -> Any:
         of, (*rest, W, b) = ctx.of, ctx.saved_tensors
         if W is not None:
             return _along(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, moved)
-        x, at_x = rest[: of.inputs], moved[: of.inputs]
+        x, at_x = rest[:INPUTS], moved[:INPUTS]
         return _Pull.apply(of, *x, *at_x, None if all(v is None for v in at_x) else b, moved[-1])
 
 
 def _pulled(of: Call, x: Sequence[Given], wanted: tuple[bool, ...], W: Given, b: Given, t: Sequence[Given]) -> Sequence[Given]:
     """Return Pull, None for inputs that are not wanted; all None where nothing is pulled."""
     if not any(wanted) or (b is None and (W is None or all(v is None for v in t))):
-        return [None] * of.inputs
-    return _placed(wanted, _Pull.apply(Call(of.name, of.inputs, of.stacks, wanted), *x, *t, W, b))
+        return [None] * INPUTS
+    return _placed(wanted, _Pull.apply(Call(of.name, of.stacks, wanted), *x, *t, W, b))
 
 
 def _needed(ctx: Any, first: int, tensors: Sequence[Given]) -> tuple[bool, ...]:
@@ -223,14 +235,9 @@ def _placed(wanted: Sequence[bool], covectors: Sequence[Given]) -> list[Given]:
     return [next(rest) if w else None for w in wanted]
 
 
-def _halves(of: Call, tensors: Sequence[Given]) -> tuple[Sequence[Given], Sequence[Given]]:
+def _halves(tensors: Sequence[Given]) -> tuple[Sequence[Given], Sequence[Given]]:
     """Return the inputs of the primitive, and their tangents."""
-    return tensors[: of.inputs], tensors[of.inputs :]
-
-
-def _wide(tensors: Sequence[Given]) -> list[Given]:
-    """Return tensors of 16 bits in single precision."""
-    return [x.float() if x is not None and x.dtype in (torch.float16, torch.bfloat16) else x for x in tensors]
+    return tensors[:INPUTS], tensors[INPUTS:]
 
 
 def _stack(x: Given, at: int | None, count: int) -> Given:
@@ -239,16 +246,16 @@ def _stack(x: Given, at: int | None, count: int) -> Given:
 
 
 def _push_written_out(of: Call, tensors: Sequence[Given]) -> Tensor:
-    x, t = _halves(of, tensors)
+    x, t = _halves(tensors)
     return _along(of.written_out, x, t)  # type: ignore[no-any-return]
 
 
 def _pull_written_out(of: Call, tensors: Sequence[Given]) -> tuple[Tensor, ...]:
     (*rest, W, b) = tensors
-    x, t = _halves(of, rest)
+    x, t = _halves(rest)
 
     def pulled(bar: Given) -> Callable[..., Any]:
-        return lambda *x: tuple(c for _, c in _chosen(of.wanted, x, _transposed(of.written_out, x, of.wanted, (bar,))))
+        return lambda *x: tuple(c for c, w in zip(_transposed(of.written_out, x, of.wanted, (bar,)), of.wanted, strict=True) if w)
 
     second = _along(pulled(W), x, t)
     return second if b is None else tuple(map(torch.add, second, pulled(b)(*x)))  # type: ignore[no-any-return]
