@@ -94,14 +94,13 @@ def both(module: nn.Module, x: Any, loss: Any, monkeypatch: pytest.MonkeyPatch, 
     return fused(one)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"kind": "ggn"}, {"kind": "fisher"}, {"recompute": "layers"}, {"micro_batch": 1}], ids=str
-)
-@pytest.mark.parametrize("name", HEADS)
+WAYS: tuple[dict[str, Any], ...] = ({}, {"kind": "ggn"}, {"recompute": "layers"}, {"kind": "fisher"}, {"micro_batch": 1})
+NAMED = [(name, options) for name, (_, loss) in HEADS.items() for options in (WAYS if isinstance(loss, str) else WAYS[:3])]
+
+
+@pytest.mark.parametrize(("name", "options"), NAMED, ids=str)
 def test_a_head_with_its_loss_is_one_application(name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     head, loss = HEADS[name]
-    if loss != "cross_entropy" and ("micro_batch" in options or options.get("kind") == "fisher"):
-        pytest.skip("of named losses alone")
     found = both(Model(head), IDS, loss, monkeypatch, **options)
     assert len(found) == 1 + ("micro_batch" in options)
     assert all(p.gauss_newton is (options.get("kind") in ("ggn", "fisher")) for p in found)
