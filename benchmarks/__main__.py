@@ -19,7 +19,7 @@ from benchmarks.problems import DTYPES, GPT2, RECURRENCE, names, read
 from benchmarks.report import write
 from benchmarks.routes import command as routes
 from benchmarks.runner import Outcome, measure
-from benchmarks.suites import ALIASES, BENCHMARKS, scale
+from benchmarks.suites import ALIASES, BENCHMARKS, attention, scale
 from benchmarks.suites.sharpness import MODELS
 from hessiankit.support.errors import HessiankitError, InputError
 
@@ -93,7 +93,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
         InputError: They cannot be used.
     """
     for size in options.sizes or ():
-        if size not in (*GPT2, RECURRENCE, *MODELS) and real_sizes.read(size) is None:
+        if size not in (*GPT2, RECURRENCE, *MODELS, *attention.PROBLEMS) and real_sizes.read(size) is None:
             read(size)
     for method in options.methods or ():
         scale.options_of(method)

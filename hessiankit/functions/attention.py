@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from derivations.fused_attention import TORCHS, ScaledDotProductAttention
-from hessiankit.functions.primitive_function import call
+from hessiankit.functions.primitive_function import call, opaque
+from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import recording
 
@@ -22,6 +23,8 @@ _OPEN: list[bool] = []
 """For each open block, whether torch's layers took their fused inference path before the first one."""
 
 
+@opaque
+@checked(WHO)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -7,13 +7,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from derivations.linear_cross_entropy import LinearCrossEntropy
-from hessiankit.functions.primitive_function import call
+from hessiankit.functions.primitive_function import call, opaque
+from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import recording
 
 WHO = "linear_cross_entropy"
 
 
+@opaque
+@checked(WHO)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -9,8 +9,8 @@ covector u, Push(x, u) by b and Pull(W = b, t = u) by x, and of Push in reverse 
 closed forms of a primitive serve first and second derivatives in every order of modes but forward over forward. That one and
 third derivatives are torch's, of the primitive written out in its operations: right, but they keep what these keep.
 
-The three are operations of torch's, ``hessiankit::value``, ``push`` and ``pull``, so that ``torch.compile`` and other tracers
-note one operation and do not look inside.
+The three are operations of torch's, ``hessiankit::value``, ``push`` and ``pull``, so that tracers, such as that of
+``torch.func.linearize``, note one operation and do not look inside.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from derivations.primitive import ByLinearising
 from hessiankit.support.torch_state import without_autocast
 
 Given = Tensor | None
+
+opaque = torch._compile._disable_dynamo
+"""``torch.compiler.disable``, which leaves a function as it is between compiled parts, without the import of the compiler."""
 
 INPUTS = 4
 """How many inputs a primitive has here, absent ones included; lists of tensors are not for every tracer and transform."""
