@@ -37,6 +37,7 @@ INPUTS = 4
 """How many inputs a primitive has here, absent ones included; lists of tensors are not for every tracer and transform."""
 
 _PRIMITIVES: dict[str, Any] = {}  # those that functions have been made of; what torch's operations are given are names
+_OUT = ", ".join(["Tensor"] * (INPUTS + 1))
 _X, _T = (", ".join(f"Tensor? {letter}{k}" for k in range(INPUTS)) for letter in "xt")
 
 
@@ -58,20 +59,19 @@ def _push(name: str, *tensors: Given) -> Tensor:
     torch.library.custom_op,
     "hessiankit::pull",
     mutates_args=(),
-    schema=f"(str name, bool[] wanted, {_X}, {_T}, Tensor? W, Tensor? b) -> ({', '.join(['Tensor'] * INPUTS)})",
+    schema=f"(str name, bool[] wanted, bool pushed, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
 )
-def _pull(name: str, wanted: Sequence[bool], *tensors: Given) -> tuple[Tensor, ...]:
+def _pull(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> tuple[Tensor, ...]:
     with without_autocast(), torch.no_grad():
         (*rest, W, b) = wide(tensors)
         x, t = _halves(rest)
         present = _present(x)
         at_point = _PRIMITIVES[name].linearise(present, W, wanted[: len(present)])
         tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in t[: len(present)]]
+        output = at_point.push(tangents or ()) if pushed else None
         covectors = (*at_point.pull(None if b is None else b.unsqueeze(0), tangents), None)[:INPUTS]
-        out = _empty(name, wanted, *tensors)
-        return tuple(
-            y if not w else y.zero_() if c is None else c[0].to(y.dtype) for y, w, c in zip(out, wanted, covectors, strict=True)
-        )
+        filled = zip((*wanted, pushed), (*covectors, output), _empty(name, wanted, pushed, *tensors), strict=True)
+        return tuple(y if not w else y.zero_() if c is None else c[0].to(y.dtype) for w, c, y in filled)
 
 
 @_value.register_fake
@@ -81,12 +81,11 @@ def _like(name: str, *tensors: Given) -> Tensor:
 
 
 @_pull.register_fake
-def _empty(name: str, wanted: Sequence[bool], *tensors: Given) -> tuple[Tensor, ...]:
+def _empty(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> tuple[Tensor, ...]:
     first = tensors[0]
     assert first is not None
-    return tuple(
-        torch.empty_like(x) if w and x is not None else first.new_empty(0) for w, x in zip(wanted, tensors, strict=False)
-    )
+    out = [torch.empty_like(x) if w and x is not None else first.new_empty(0) for w, x in zip(wanted, tensors, strict=False)]
+    return (*out, _like(name, *tensors) if pushed else first.new_empty(0))
 
 
 def _present(x: Sequence[Given]) -> Sequence[Given]:
@@ -102,11 +101,13 @@ class Call:
         stacks: Whether one leading axis more on every tensor is a stack of calls, as ``vmap`` needs it; else they are made
             one by one.
         wanted: The inputs whose covectors are returned.
+        pushed: Whether Push(x, t) is returned behind them, which they make use of.
     """
 
     name: str
     stacks: bool = False
     wanted: tuple[bool, ...] = ()
+    pushed: bool = False
 
     def written_out(self, *x: Given) -> Tensor:
         """Return the primitive's value, of operations that torch differentiates any number of times."""
@@ -198,7 +199,8 @@ class _Pull(_Primitive):
 
     @staticmethod
     def forward(of: Call, *tensors: Given) -> Any:
-        return tuple(x for x, w in zip(_pull(of.name, of.wanted, *tensors), of.wanted, strict=True) if w)
+        out = _pull(of.name, of.wanted, of.pushed, *tensors)
+        return tuple(x for x, w in zip(out, (*of.wanted, of.pushed), strict=True) if w)
 
     @staticmethod
     def backward(ctx: Any, *u: Given) -> Any:
@@ -207,9 +209,13 @@ class _Pull(_Primitive):
         if W is not None:
             out = _transposed(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, ctx.needs_input_grad[1:], u)
             return None, *out
-        along = _placed(of.wanted, u)
-        to_b = _Push.apply(of, *x, *along) if ctx.needs_input_grad[-1] and any(v is not None for v in u) else None
-        return None, *_pulled(of, x, _needed(ctx, 0, x), b, None, along), *(None,) * (INPUTS + 1), to_b
+        if all(v is None for v in u):
+            return None, *(None,) * len(ctx.saved_tensors)
+        along, wanted, pushed = _placed(of.wanted, u), _needed(ctx, 0, x), ctx.needs_input_grad[-1]
+        if not any(wanted):
+            return None, *(None,) * (2 * INPUTS + 1), _Push.apply(of, *x, *along) if pushed else None
+        out = _Pull.apply(Call(of.name, of.stacks, wanted, pushed), *x, *along, b, None)
+        return None, *_placed(wanted, out), *(None,) * (INPUTS + 1), out[-1] if pushed else None
 
     @staticmethod
     def jvp(ctx: Any, _: None, *moved: Given) -> Any:
@@ -260,8 +266,9 @@ def _pull_written_out(of: Call, tensors: Sequence[Given]) -> tuple[Tensor, ...]:
     def pulled(bar: Given) -> Callable[..., Any]:
         return lambda *x: tuple(c for c, w in zip(_transposed(of.written_out, x, of.wanted, (bar,)), of.wanted, strict=True) if w)
 
-    second = _along(pulled(W), x, t)
-    return second if b is None else tuple(map(torch.add, second, pulled(b)(*x)))  # type: ignore[no-any-return]
+    out = _along(pulled(W), x, t)
+    out = out if b is None else tuple(map(torch.add, out, pulled(b)(*x)))
+    return (*out, _along(of.written_out, x, t)) if of.pushed else out
 
 
 def _along(function: Callable[..., Any], tensors: Sequence[Given], moved: Sequence[Given]) -> Any:
