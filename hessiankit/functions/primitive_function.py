@@ -26,7 +26,7 @@ from torch.autograd import Function
 
 from derivations.cast import wide
 from derivations.primitive import ByLinearising
-from hessiankit.support.torch_state import without_autocast
+from hessiankit.support.torch_state import full_precision
 
 Given = Tensor | None
 
@@ -43,13 +43,13 @@ _X, _T = (", ".join(f"Tensor? {letter}{k}" for k in range(INPUTS)) for letter in
 
 @partial(torch.library.custom_op, "hessiankit::value", mutates_args=(), schema=f"(str name, {_X}) -> Tensor")
 def _value(name: str, *x: Given) -> Tensor:
-    with without_autocast():
+    with full_precision():
         return _PRIMITIVES[name].value(*_present(x))  # type: ignore[no-any-return]
 
 
 @partial(torch.library.custom_op, "hessiankit::push", mutates_args=(), schema=f"(str name, {_X}, {_T}) -> Tensor")
 def _push(name: str, *tensors: Given) -> Tensor:
-    with without_autocast():
+    with full_precision():
         x, t = _halves(wide(tensors))
         out = _PRIMITIVES[name].jvp(_present(x), [None if v is None else v.unsqueeze(0) for v in t[: len(_present(x))]])
         return out[0].to(_like(name, *tensors).dtype)  # type: ignore[no-any-return]
@@ -62,7 +62,7 @@ def _push(name: str, *tensors: Given) -> Tensor:
     schema=f"(str name, bool[] wanted, bool pushed, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
 )
 def _pull(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> tuple[Tensor, ...]:
-    with without_autocast(), torch.no_grad():
+    with full_precision(), torch.no_grad():
         (*rest, W, b) = wide(tensors)
         x, t = _halves(rest)
         present = _present(x)
