@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -41,13 +40,13 @@ _OUT = ", ".join(["Tensor"] * (INPUTS + 1))
 _X, _T = (", ".join(f"Tensor? {letter}{k}" for k in range(INPUTS)) for letter in "xt")
 
 
-@partial(torch.library.custom_op, "hessiankit::value", mutates_args=(), schema=f"(str name, {_X}) -> Tensor")
+@torch.library.custom_op("hessiankit::value", mutates_args=(), schema=f"(str name, {_X}) -> Tensor")
 def _value(name: str, *x: Given) -> Tensor:
     with full_precision():
         return _PRIMITIVES[name].value(*_present(x))  # type: ignore[no-any-return]
 
 
-@partial(torch.library.custom_op, "hessiankit::push", mutates_args=(), schema=f"(str name, {_X}, {_T}) -> Tensor")
+@torch.library.custom_op("hessiankit::push", mutates_args=(), schema=f"(str name, {_X}, {_T}) -> Tensor")
 def _push(name: str, *tensors: Given) -> Tensor:
     with full_precision():
         x, t = _halves(wide(tensors))
@@ -55,8 +54,7 @@ def _push(name: str, *tensors: Given) -> Tensor:
         return out[0].to(_like(name, *tensors).dtype)  # type: ignore[no-any-return]
 
 
-@partial(
-    torch.library.custom_op,
+@torch.library.custom_op(
     "hessiankit::pull",
     mutates_args=(),
     schema=f"(str name, bool[] wanted, bool pushed, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
