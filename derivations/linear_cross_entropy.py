@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,7 +130,8 @@ class LinearisedHead(Linearised):
         )
         a = self._each(self.adjoint) if any(x is not None for x in t) else None
         u = None if bar is None else self._each(bar)
-        crossed = [None if self.primitive.gauss_newton else x for x in t[:2]]
+        crossed: list[Any] = [None if self.primitive.gauss_newton else x for x in t[:2]]
+        e: Any
         for part, at in self._chunks(count):
             slope, e = at.slope, None
             bent = None if a is None or all(x is None for x in crossed) else slope * a[0, part, None]
@@ -139,7 +141,6 @@ class LinearisedHead(Linearised):
                 e = e.addcmul_(at.p, e.sum(-1, keepdim=True), value=-1).mul_(a[:, part, None])
             if u is not None:
                 e = slope * u[:, part, None] if e is None else e.addcmul_(slope, u[:, part, None])
-            assert e is not None
             to_bias.add(e.sum(1))
             to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
             if bent is not None and crossed[0] is not None:

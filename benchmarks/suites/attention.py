@@ -33,9 +33,9 @@ ARRAYS = 12
 Function = Callable[..., Tensor]
 
 
-def _by_matrices(*x: Tensor, is_causal: bool) -> Tensor:
+def _by_matrices(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
-        return F.scaled_dot_product_attention(*x, is_causal=is_causal)
+        return F.scaled_dot_product_attention(query, key, value, is_causal=is_causal)
 
 
 def _by_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -50,9 +50,13 @@ def problem_of(name: str) -> tuple[list[tuple[int, ...]], dict[str, Function], i
         ours, torchs = partial(hessiankit.linear_cross_entropy, labels=labels), partial(_by_logits, labels=labels)
         return [(TOKENS, WIDTH), (int(found[1]), WIDTH)], {"ours": ours, "twice": torchs, "once": torchs}, TOKENS * int(found[1])
     causal, length = "causal" in name, int(name.rpartition("L")[2])
-    kinds = {"ours": hessiankit.scaled_dot_product_attention, "twice": _by_matrices, "once": F.scaled_dot_product_attention}
-    options = {kind: partial(f, is_causal=causal) for kind, f in kinds.items()}
-    return [(1, HEADS, length, HEAD_DIM)] * 3, options, HEADS * length**2
+    kinds: dict[str, Function] = {
+        "ours": hessiankit.scaled_dot_product_attention,
+        "twice": _by_matrices,
+        "once": F.scaled_dot_product_attention,
+    }
+    chosen: dict[str, Function] = {kind: partial(f, is_causal=causal) for kind, f in kinds.items()}
+    return [(1, HEADS, length, HEAD_DIM)] * 3, chosen, HEADS * length**2
 
 
 def gradient(function: Function, x: Sequence[Tensor], **options: Any) -> tuple[Tensor, ...]:

@@ -281,7 +281,8 @@ def _transposed(
 ) -> list[Given]:
     """Return the covectors of the wanted ones among a function's tensors."""
     at = [k for k, (x, w) in enumerate(zip(tensors, wanted, strict=True)) if x is not None and w]
-    out, back = torch.func.vjp(lambda *some: function(*_with(tensors, at, some)), *(tensors[k] for k in at))
+    result: Any = torch.func.vjp(lambda *some: function(*_with(tensors, at, some)), *(tensors[k] for k in at))
+    out, back = result
     values = out if isinstance(out, tuple) else (out,)
     filled = tuple(torch.zeros_like(y) if u is None else u.to(y.dtype) for y, u in zip(values, bars, strict=True))
     return _with([None] * len(tensors), at, back(filled if isinstance(out, tuple) else filled[0]))

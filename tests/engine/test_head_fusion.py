@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy, linear
 from derivations import linear_cross_entropy
 from derivations.linear_cross_entropy import LinearCrossEntropy
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.engine.linearisation import Linearisation
 from hessiankit.tracing import head_fusion
 
 CLASSES, WIDTH = 7, 3
@@ -133,6 +134,7 @@ def test_few_logits_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_of_tokens_times_classes_is_kept() -> None:
     operator = hessian_operator(Model(HEADS["linear"][0]), IDS, IDS, loss="cross_entropy")
     (batch,) = operator._batches
+    assert isinstance(batch, Linearisation)
     kept = [
         *batch._constants.values(),
         *(x for step in batch._steps(0) for x in vars(step.primitive).values() if isinstance(x, Tensor)),

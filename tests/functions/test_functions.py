@@ -22,7 +22,7 @@ Function = Callable[..., Tensor]
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5, torch.bfloat16: 5e-2}
 
 
-def by_matrices(*x: Tensor, **options: Any) -> Tensor:
+def by_matrices(*x: Any, **options: Any) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*x, **options)
 
@@ -52,7 +52,7 @@ SEEN[2] = False  # a query that sees no key
 GROUPED = [(2, 4, 5, 3), (2, 2, 5, 3), (2, 2, 5, 3)]
 LABELS = torch.tensor([[3, 0, -100, 6, 1], [2, 2, 5, 0, -100]])
 HEAD = [(2, 5, 3), (7, 3)]
-CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]], dict[str, Any]]] = {
+CASES: dict[str, Any] = {
     **{
         name: (hk.scaled_dot_product_attention, by_matrices, shapes, options)
         for name, shapes, options in (
@@ -227,7 +227,7 @@ def test_checkpointed(name: str, reentrant: bool) -> None:
     found = torch.autograd.grad(checkpoint(loss, *x, use_reentrant=reentrant), x) if not reentrant else ()
     if reentrant:
         checkpoint(loss, *x, use_reentrant=True).backward()
-        found = tuple(v.grad for v in x)
+        found = tuple(v.grad for v in x if v.grad is not None)
     close(found, torch.autograd.grad(loss(*x), x))
 
 
