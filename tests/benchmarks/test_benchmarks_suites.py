@@ -15,7 +15,7 @@ from benchmark_cases import PLAN, QUIET, check_page, closed, first_cell, record
 from benchmarks import tables
 from benchmarks.packaged import installed
 from benchmarks.problems import make
-from benchmarks.suites import BENCHMARKS, common, hvp, limit, memory, scalars
+from benchmarks.suites import BENCHMARKS, attention, common, hvp, limit, memory, scalars
 from hessiankit import hessian
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
@@ -112,3 +112,14 @@ def test_cells_beyond_the_limits_are_skipped(problem: str, limit_seconds: float,
     assert result["skipped"] in BENCHMARKS["limit"].table(
         [record("limit", cell, limit.run(cell, replace(PLAN, limit_seconds=limit_seconds), QUIET))]
     )
+
+
+@pytest.mark.parametrize("problem", ["attention-L32", "attention-causal-L32", "head-C50"])
+def test_functions_of_torch_beside_torchs_own(problem: str) -> None:
+    cell = first_cell("attention", problem=problem)
+    result = attention.run(cell, replace(PLAN, limit_seconds=0.01), QUIET)
+    assert [row["name"] for row in result["rows"]] == ["hessiankit", "torch"] * 2
+    assert all(row["error"] < 1e-10 and row["time"] for row in result["rows"])
+    assert "double backward" in check_page("attention", cell, result)
+    small = attention.run(cell, replace(PLAN, limit_seconds=0.01, memory_gib=1e-6), QUIET)
+    assert "skipped: forecast" in check_page("attention", cell, small)
