@@ -145,10 +145,10 @@ class LinearisedHead(Linearised):
             to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
             if bent is not None and crossed[0] is not None:
                 to_weight.add_product(bent.mT.expand(count, -1, -1), crossed[0].reshape(count, -1, d)[:, part])
-            for s in range(count if to_hidden is not None else 0):
-                torch.mm(e[s], weight, out=to_hidden[s, part])
+            for s, covector in enumerate(() if to_hidden is None else to_hidden):
+                torch.mm(e[s], weight, out=covector[part])
                 if bent is not None and crossed[1] is not None:
-                    to_hidden[s, part].addmm_(bent, crossed[1][s])
+                    covector[part].addmm_(bent, crossed[1][s])
         own = [
             None if x is total or isinstance(x, Nowhere) else x.close() for x, total in ((to_weight, sums[1]), (to_bias, sums[2]))
         ]
