@@ -73,6 +73,8 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
     shapes, functions, entries = problem_of(cell["problem"])
     generator, dtype = torch.Generator().manual_seed(1), DTYPES[cell["dtype"]]
     x, v = ([torch.randn(s, generator=generator).to(plan.device, dtype) for s in shapes] for _ in range(2))
+    if len(x) == 2:
+        x[1] *= WIDTH**-0.5  # logits of size one
     x = [t.requires_grad_() for t in x]
     forecast = ARRAYS * entries * dtype.itemsize
     exact = [t.detach().double().requires_grad_() for t in x]
