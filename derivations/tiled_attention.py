@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 Moved: TypeAlias = "tuple[Tensor | None, Tensor | None, Tensor | None]"
-Peaks: TypeAlias = "tuple[Tensor, Tensor]"  # rows and columns of a tile
+Peaks: TypeAlias = "tuple[Tensor, Tensor, Tensor]"  # rows and columns of a tile, and which of these are marked
 
 NOT_NUMBERS = (
     "scaled_dot_product_attention: the attention weights are not numbers; "
@@ -143,23 +143,23 @@ class TiledHead:
 
         One pass: what is summed refers to the largest logit so far, and is scaled where a larger one comes.
         """
-        top, peak = (
-            self.Q.new_full((len(self.Q), 1), -torch.inf),
-            torch.zeros(len(self.Q), 1, dtype=torch.long, device=self.Q.device),
-        )
+        top = self.Q.new_full((len(self.Q), 1), -torch.inf)
+        peak = torch.zeros_like(top, dtype=torch.long)
         others, seen = torch.zeros_like(top), self.V.new_zeros(len(self.Q), self.V.shape[1])
         for rows, cols in self._tiles():
             T = self._logits(rows, cols)
             largest = T.amax(-1, keepdim=True)
-            at = (largest > top[rows]).squeeze(1).nonzero().squeeze(1)
+            larger = largest > top[rows]
+            at = self._where(larger)
             if at.numel():
-                i, column = at + rows.start, T[at].argmax(-1, keepdim=True)
+                i, new, column = at + rows.start, larger[at], T[at].argmax(-1, keepdim=True)
                 less = (top[i] - largest[at]).exp_()
-                others[i], seen[i] = (others[i] + 1) * less, (seen[i] + self.V[peak[i, 0]]) * less
-                top[i], peak[i] = largest[at], column + cols.start
+                others[i] = torch.where(new, (others[i] + 1) * less, others[i])
+                seen[i] = torch.where(new, (seen[i] + self.V[peak[i, 0]]) * less, seen[i])
+                top[i], peak[i] = torch.maximum(top[i], largest[at]), torch.where(new, column + cols.start, peak[i])
             A = T.sub_(top[rows].masked_fill(top[rows].isneginf(), 0)).exp_()
             if at.numel():
-                A[at, column.squeeze(1)] = 0
+                _zero(A, (at, column.squeeze(1), new.squeeze(1)))
             others[rows] += A.sum(-1, keepdim=True)
             seen[rows].addmm_(A, self.V[cols])
         if others.isnan().any() or top.isposinf().any():
@@ -235,8 +235,16 @@ class TiledHead:
         """Return a tile of A, and where the peaks of rows are in it."""
         lse, peak, _, _ = self._rows
         column = peak[rows, 0] - cols.start
-        at = ((column >= 0) & (column < cols.stop - cols.start)).nonzero().squeeze(1)
-        return self._logits(rows, cols).sub_(lse[rows]).exp_(), (at, column[at])
+        inside = (column >= 0) & (column < cols.stop - cols.start)
+        at = self._where(inside)
+        found = column[at].clamp(0, cols.stop - cols.start - 1)
+        return self._logits(rows, cols).sub_(lse[rows]).exp_(), (at, found, inside[at])
+
+    def _where(self, rows: Tensor) -> Tensor:
+        """Return the rows that are marked, or all on an accelerator, which would have to wait for their number."""
+        if self.Q.device.type == "cpu":
+            return rows.reshape(-1).nonzero().squeeze(1)
+        return torch.arange(len(rows), device=rows.device)
 
     def _moved_logits(self, q: Tensor | None, k: Tensor | None, rows: slice, cols: slice) -> Tensor:
         if q is None:
@@ -258,9 +266,10 @@ def _dot(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _zero(x: Tensor, at: Peaks) -> Tensor:
-    """Set to zero, in place, some entries, where there are any."""
-    if at[0].numel():
-        x[at] = 0
+    """Set to zero, in place, the entries that are marked."""
+    rows, columns, marked = at
+    if rows.numel():
+        x[rows, columns] = x[rows, columns].masked_fill_(marked, 0)
     return x
 
 

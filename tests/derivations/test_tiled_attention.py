@@ -79,6 +79,13 @@ def test_equals_the_whole_matrices(name: str, count: int) -> None:
                     close(found, expected)
 
 
+@pytest.mark.parametrize("name", ["boolean mask", "causal, more keys"])
+def test_without_waiting_for_the_number_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator: all rows of a tile are treated alike, also those whose peak lies elsewhere."""
+    monkeypatch.setattr(tiled_attention.TiledHead, "_where", lambda self, rows: torch.arange(len(rows)))
+    test_equals_the_whole_matrices(name, 1)
+
+
 def test_what_is_kept_of_other_tangents_is_not_used() -> None:
     primitive, inputs = CASES["causal"]
     adjoint, bar = draw(2, 2, 9, 3, seed=8), draw(1, 2, 2, 9, 3, seed=9)
