@@ -66,6 +66,23 @@ def test_formulas_and_bounds_equal_the_cpu(placement: str, default: str | None) 
     assert moved == pytest.approx(bounds, rel=1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_functions_of_torch_equal_the_cpu(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    q, weight, labels = torch.randn(2, 2, 5, 4, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.randint(7, (2, 2, 5))
+
+    def twice(device: str | None) -> list[Tensor]:
+        x, w = (t.clone().to(device or "cpu").requires_grad_() for t in (q, weight))
+        y = hk.scaled_dot_product_attention(x, x, x, is_causal=True)
+        loss = hk.linear_cross_entropy(y, w, labels.to(x.device))
+        slopes = torch.autograd.grad(loss, (x, w), create_graph=True)
+        return [loss, *slopes, *torch.autograd.grad(sum(g.cos().sum() for g in slopes), (x, w))]
+
+    for a, b in zip(twice(None), twice(DEVICE), strict=True):
+        assert b.device.type == DEVICE
+        compare(a, b, TOLERANCE[dtype] / 100)
+
+
 def test_two_devices_are_one_clear_error() -> None:
     case = cases(torch.float64)["encoder"]
     module = case.on(DEVICE).module
