@@ -115,6 +115,7 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
 
 HEADERS = ("block type", "tensors", "entries", "ratio", "interval", "lr", "weight decay", "lr x decay")
 _ALIGNED = ("param_names", "slices")
+AT_THAT_STEP = "sharpness at initialisation is not that of training: for these ratios, measure it after the warm-up"
 
 
 class ParameterGroups(Printed, list[dict[str, Any]]):
@@ -218,6 +219,8 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
 
     def _parts(self) -> Iterator[Piece]:
         yield table(HEADERS, self.rows(), title=self.title, drop=("lr x decay", "tensors", "interval", "entries"))
+        if any(g.get("ratio_low") is not None for g in self):
+            yield AT_THAT_STEP
         if self.frozen:
             yield f"frozen, in no group: {', '.join(self.frozen)}"
 
@@ -273,7 +276,8 @@ def blockwise_lr(
             code does; False divides the decay by r.
         head_ratio: Ratio of an untied head. Where it is not given: 1 with a preset (the released code's default; the paper is
             silent), or as measured.
-        sharpness: The report behind ``"measured"``.
+        sharpness: The report behind ``"measured"``. It does not record at which step it was measured: sharpness at
+            initialisation is not that of training, so measure it after the warm-up, where the paper switches to several rates.
         power: Exponent of S_Norm / S (:func:`~hessiankit.optim.measured_ratios`).
         cap: Largest measured ratio; its inverse is the smallest.
         parts: The parts of the model, where they are at hand.

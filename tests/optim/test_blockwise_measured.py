@@ -84,6 +84,8 @@ def test_from_a_measurement_to_groups(measured):
         assert group["lr"] == 1e-3 * group["ratio"]
     assert f"[{groups[0]['ratio_low']:.3g}, {groups[0]['ratio_high']:.3g}]" in str(groups)
     assert "(S_Norm / S)^0.5 within [0.25, 4]" in str(groups)
+    assert "sharpness at initialisation is not that of training" in str(groups)
+    assert "initialisation" not in str(blockwise_lr(model, 1e-3))
     by_hand = blockwise_lr(model, 1e-3, "measured", sharpness=found, head_ratio=1.5)
     assert next(g["ratio"] for g in by_hand if g["block_type"] == "Head") == 1.5
     given = blockwise_lr(model, 1e-3, measured_ratios(found))
