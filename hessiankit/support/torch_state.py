@@ -6,10 +6,11 @@ import ctypes
 import random
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -199,6 +200,15 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
 
     return alone
+
+
+@cache
+def load_forward_mode() -> None:
+    """Let torch load what its forward mode needs, once: some versions warn there that they call ``torch.jit.script``."""
+    x = torch.zeros((), device="cpu")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".torch.jit.script. is deprecated")
+        torch.func.jvp(torch.neg, (x,), (x,))
 
 
 def hand_back_memory() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
+from hessiankit.support.torch_state import load_forward_mode
 from hessiankit.tracing import reverse
 from hessiankit.tracing.derivative_tests import (
     FEWER_STEPS,
@@ -228,10 +229,12 @@ class AutomaticDifferentiation(Primitive):
 
     def _forward(self, inputs: Inputs, tangents: Inputs) -> Tensor:
         """Return J t for one tangent of each input."""
+        load_forward_mode()
         return reverse.with_memory(torch.func.jvp(self.function, tuple(inputs), tuple(tangents))[1])
 
     def _jvp_of_grad(self, inputs: Inputs, adjoint: Tensor, tangents: Inputs) -> Covectors:
         """Return [adjoint . D^2 phi] t for one tangent of each input."""
+        load_forward_mode()
 
         def gradient(*at: Tensor) -> tuple[Tensor, ...]:
             return torch.func.grad(lambda *x: (adjoint * self.function(*x)).sum(), argnums=tuple(range(len(at))))(*at)

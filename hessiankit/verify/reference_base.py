@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.progress import silent
+from hessiankit.support.torch_state import load_forward_mode
 from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem, plain_formulas
 
@@ -109,6 +110,7 @@ class Reference(ABC):
         if directions.ndim != 2 or directions.shape[1] != problem.size:
             raise InputError(f"{self.name}: directions have shape {tuple(directions.shape)}; expected (k, {problem.size}).")
         directions = directions.to(problem.theta)
+        load_forward_mode()
         start = time.perf_counter()
         try:
             with torch.enable_grad():

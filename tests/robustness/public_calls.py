@@ -85,12 +85,12 @@ def _measured() -> dict[str, Any]:
     return {"sharpness": hk.sharpness(**on_language(draws=2)()), "power": 0.5, "cap": 4.0, "base": "Norm"}
 
 
-_FOLDER = tempfile.TemporaryDirectory()  # gone at the end of the process
+FOLDER = tempfile.TemporaryDirectory()  # gone at the end of the process
 
 
 def _path() -> Path:
     """A file in a folder of its own, which is not there yet."""
-    return Path(tempfile.mkdtemp(dir=_FOLDER.name)) / "run.jsonl"
+    return Path(tempfile.mkdtemp(dir=FOLDER.name)) / "run.jsonl"
 
 
 def _written() -> Path:
@@ -227,7 +227,7 @@ CALLS = {
     ),
     "spectrum": Call(
         hk.spectrum,
-        on_block(k=2, bottom=1, params=None, kind="ggn", directions=2, steps=4, by=None, method="products", tol=1e-3, max_products=40,
+        on_block(k=2, bottom=1, params=None, kind="ggn", directions=2, steps=4, by=None, method="lanczos", tol=1e-3, max_products=40,
                  seed=0, progress=False, weights=None, reduction=None),
         ("spectrum",),
         {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS},
@@ -243,7 +243,7 @@ CALLS = {
     "approximations": Call(
         hk.approximations,
         on_block(
-            against="ggn", of=("diagonal", "kfac"), params=None, damping=0.1, rank=2, minibatch=1, method="dense", products=4,
+            against="ggn", of=("diagonal", "kfac"), params=None, damping=0.1, rank=2, minibatch=1, method="dense", products=6,
             batch_size=None, weights=None, reduction=None, seed=0, draws=1,
         ),
         ("approximations",),
@@ -282,7 +282,7 @@ CALLS = {
     ),
     "depth_diagnostics(curvature)": Call(
         hk.depth_diagnostics,
-        on_language(what=("jacobian", "hessian"), curvature="estimate", draws=2, exact_below=4, tol=1e-1, products=3, seed=0),
+        on_language(what=("jacobian", "hessian"), curvature="auto", draws=2, exact_below=4, tol=1e-1, products=3, seed=0),
         ("depth_diagnostics",),
         {"draws": COUNTS, "products": COUNTS},
     ),
