@@ -10,7 +10,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from hessiankit.support.package import __version__
+from hessiankit.support.package import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.approximating import approximations
@@ -61,7 +61,14 @@ _NAMES = {
     "verify.check": "check",
 }
 _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for name in names.split()}
-__all__ = sorted(_HOME)
+__all__ = [
+    "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
+    "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
+    "blockwise_lr", "blockwise_schedule", "bounds", "check", "depth_diagnostics", "derive", "frobenius_norms", "hessian",
+    "hessian_diagonal", "hessian_function", "hessian_operator", "jacobian_operator", "linear_cross_entropy",
+    "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module",
+    "twice_differentiable_attention",
+]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:
 
