@@ -7,7 +7,8 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from hessiankit.support.files import make_folder, write_bytes
 
 SCALES = ("blocks", "parameters")
 POOLINGS = ("max", "rms")
+ACROSS = 3  # panels in a row
 
 _LINEAR = (
     (r"in_proj|c_attn|qkv|Wqkv", "QKV"),
@@ -381,3 +383,46 @@ def _measure(texts: Sequence[str], size: float) -> tuple[np.ndarray, np.ndarray]
     renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [figure.text(0, 0, text, fontsize=size).get_window_extent(renderer) for text in texts]
     return np.array([box.width for box in boxes]), np.array([box.height for box in boxes])
+
+
+@contextmanager
+def picture(who: str, wide: float, high: float, path: Path | str | None) -> Iterator[Picture]:
+    """Yield an empty picture of so many inches, and write it to the path if there is one."""
+    if path is not None:
+        check_suffix(who, Path(path))
+    with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Picture(wide, high)
+        yield figure
+        if path is not None:
+            write_picture(who, figure, Path(path))
+
+
+@contextmanager
+def panels(who: str, count: int, heading: str, path: Path | str | None) -> Iterator[tuple[Picture, list[Axes]]]:
+    """Yield a picture with so many panels, three in a row, under a heading, and write it to the path if there is one."""
+    down, across = -(-count // ACROSS), min(count, ACROSS)
+    wide, high = 4.1 * across + 0.2, 3.05 * down + 0.4
+    with picture(who, wide, high, path) as figure:
+        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
+        places = [(4.1 * (k % across) + 0.72, high - 0.75 - 3.05 * (k // across) - 2.15) for k in range(count)]
+        every = [figure.add_axes((x / wide, y / high, 2.78 / wide, 2.15 / high)) for x, y in places]
+        for axes in every:
+            dress(axes)
+        yield figure, every
+
+
+def dress(axes: Axes) -> None:
+    """Give axes the look that all panels have."""
+    axes.tick_params(which="both", labelsize=7.5)
+    axes.tick_params(length=2.5)
+    axes.grid(color="#e4e4e4", linewidth=0.5)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def log_scale(axes: Axes, *arrays: np.ndarray) -> None:
+    """Use a log scale where every number that is there is positive and finite."""
+    values = np.concatenate([np.ravel(a) for a in arrays])
+    values = values[np.isfinite(values)]
+    if values.size and values.min() > 0:
+        axes.set_yscale("log")

@@ -5,34 +5,19 @@ Results come as ``Any``: their modules import this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from hessiankit.curvature.plot_frame import FAINT, INK, STYLE, Picture, check_suffix, write_picture
+from hessiankit.curvature.plot_frame import FAINT, INK, Picture, picture
 from hessiankit.landscape.density import Density
 
 ORANGE, BLUE, GREEN, BULK = "#d55e00", "#0072b2", "#009e73", "#8c8c8c"
 DECADES = 6  # of a density, below its largest value
 ACROSS = 3  # slices in a row
-
-
-@contextmanager
-def picture(who: str, wide: float, high: float, path: Path | str | None) -> Iterator[Picture]:
-    """Yield an empty picture of so many inches, and write it to the path if there is one."""
-    if path is not None:
-        check_suffix(who, Path(path))
-    with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Picture(wide, high)
-        yield figure
-        if path is not None:
-            write_picture(who, figure, Path(path))
 
 
 def plot_spectrum(found: Any, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:

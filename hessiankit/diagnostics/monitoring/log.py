@@ -13,7 +13,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
-from hessiankit.curvature.plot_frame import FAINT, INK, STYLE, Picture, check_suffix, spread, write_picture
+from hessiankit.curvature.plot_frame import FAINT, INK, Picture, log_scale, panels, spread
 from hessiankit.diagnostics.depth.stream import AngularDistances
 from hessiankit.diagnostics.monitoring.lines import read_lines
 from hessiankit.support.arguments import checked
@@ -152,25 +152,13 @@ class MonitorLog(Printed):
         Returns:
             The figure, which shows itself in a notebook.
         """
-        if path is not None:
-            check_suffix("MonitorLog.plot", Path(path))
         drawn = [draw for keys, draw in PANELS if self.has(*keys)]
         if not len(self) or not drawn:
             raise InputError(f"MonitorLog.plot: {self.path} holds no measurement yet; nothing to draw")
-        down, across = -(-len(drawn) // ACROSS), min(len(drawn), ACROSS)
-        with mpl.rc_context(STYLE):
-            figure = Picture(4.1 * across + 0.2, 3.05 * down + 0.4)
-            wide, high = figure.get_size_inches()
-            heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
-            figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
-            for k, draw in enumerate(drawn):
-                row, column = divmod(k, across)
-                place = (4.1 * column + 0.72, high - 0.75 - 3.05 * row - 2.15, 2.78, 2.15)
-                axes = figure.add_axes((place[0] / wide, place[1] / high, place[2] / wide, place[3] / high))
-                dress(axes)
+        heading = title or f"{self.header['model']}, {self.header['entries']:,} parameters ({self.path.name})"
+        with panels("MonitorLog.plot", len(drawn), heading, path) as (figure, every):
+            for axes, draw in zip(every, drawn, strict=True):
                 draw(axes, self)
-            if path is not None:
-                write_picture("MonitorLog.plot", figure, Path(path))
         return figure
 
     def _parts(self) -> Iterator[Piece]:
@@ -227,15 +215,6 @@ Panel = Callable[[Axes, MonitorLog], None]
 MARKS = {"Emb": "o", "QK": "s", "FFN": "^", "VO": "v", "Norm": "D", "Head": "P", "Other": "X"}
 
 
-def dress(axes: Axes) -> None:
-    """Give axes the look that all panels have."""
-    axes.tick_params(which="both", labelsize=7.5)
-    axes.tick_params(length=2.5)
-    axes.grid(color="#e4e4e4", linewidth=0.5)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
 def _name(axes: Axes, title: str, x: str) -> None:
     axes.set_title(title, fontsize=9, loc="left")
     axes.set_xlabel(x, fontsize=8, labelpad=1)
@@ -250,14 +229,6 @@ def over_steps(axes: Axes, log: MonitorLog, title: str) -> None:
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     if steps.max() > steps.min():
         axes.set_xlim(steps.min(), steps.max())
-
-
-def log_scale(axes: Axes, *arrays: np.ndarray) -> None:
-    """Use a log scale where every number that is there is positive and finite."""
-    values = np.concatenate([np.ravel(a) for a in arrays])
-    values = values[np.isfinite(values)]
-    if values.size and values.min() > 0:
-        axes.set_yscale("log")
 
 
 def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
@@ -410,6 +381,7 @@ def shades(count: int) -> np.ndarray:
 def layer_key(axes: Axes, first: int, last: int) -> None:
     """Draw right of the axes which colour is the output of which block; 0 is the embedding."""
     key = axes.inset_axes((1.05, 0.0, 0.045, 1.0))
+    key.spines[:].set_visible(True)
     extent = (0, 1, first - 0.5, last + 0.5)
     key.imshow(shades(last - first + 1)[:, None, :], origin="lower", aspect="auto", extent=extent)
     key.set_xticks([])
@@ -420,8 +392,6 @@ def layer_key(axes: Axes, first: int, last: int) -> None:
     key.yaxis.set_label_position("right")
 
 
-ACROSS = 3
-"""Panels in a row."""
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("sharpness",), sharpness),
     (("norms",), _by_type("norm of the parameters", "norms", "types")),

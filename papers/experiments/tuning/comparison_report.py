@@ -12,8 +12,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 
-from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, STYLE, Picture, check_suffix, write_picture
-from hessiankit.diagnostics.monitoring.log import dress
+from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, STYLE, Picture, check_suffix, dress, write_picture
 from hessiankit.optim.ratios import CAP, POWER
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
