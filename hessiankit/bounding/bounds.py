@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,12 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time
 
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
+
 WHO = "bounds"
 WHOLE = "whole"
+DRAWN = 30  # rows of a picture
 
 
 @dataclass(frozen=True)
@@ -191,6 +196,36 @@ class BoundsReport(Printed):
         """The kinds of bounds that this report has."""
         return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
 
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw bound / norm, the slack, of every kind of bound: of the whole, of violated blocks and of those of largest norm.
+
+        A line marks 1, which no valid bound lies below. Blocks that are 0 to rounding have no slack.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
+                it as CSV.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.curvature.plots import pair_labels, row_chart  # only here: Matplotlib
+
+        ranks = self._ranks()
+        blocks = sorted((name for name in ranks if self.values[name]["true"] > self.noise), key=ranks.__getitem__, reverse=True)
+        shown = blocks[:DRAWN]
+        slack = {kind.replace("_", " "): [self._slack(kind, name) for name in shown] for kind in self.kinds}
+        title = "Bounds on spectral norms" + ("" if shown == blocks else f"; {len(shown) - 1} of {len(blocks) - 1} blocks")
+        labels = pair_labels(shown, self.names)
+        return row_chart("BoundsReport.plot", labels, slack, axis="bound / norm", title=title, path=path, line=1.0)
+
+    def _slack(self, kind: str, name: str) -> float:
+        return self.ratio(kind, name) if kind in self.values[name] else math.nan
+
+    def _ranks(self) -> dict[str, float]:
+        """The norm of each block, with the whole and those that exceed a bound first."""
+        exceeded = {name for name, _, _ in self.violated}
+        return {n: math.inf if n == WHOLE or n in exceeded else row["true"] for n, row in self.values.items()}
+
     def _cell(self, row: Mapping[str, float], kind: str) -> str:
         true, limit = row["true"], row.get(kind)
         if limit is None:
@@ -205,14 +240,13 @@ class BoundsReport(Printed):
         return f"Spectral norms and their bounds (and bound / norm); whole: norm {whole['true']:.4g}, {limits}"
 
     def _parts(self) -> Iterator[Piece]:
-        exceeded, kinds = {name for name, _, _ in self.violated}, {kind for _, kind, _ in self.violated}
-        rank = [math.inf if name == WHOLE or name in exceeded else row["true"] for name, row in self.values.items()]
+        kinds = {kind for _, kind, _ in self.violated}
         titles = {kind: kind.replace("_", " ") for kind in self.kinds}
         cells = {name: [self._cell(row, kind) for kind in titles] for name, row in self.values.items()}
         norms = {n: f"{row['true']:.4g}" if row["true"] > self.noise else "0 to rounding" for n, row in self.values.items()}
         rows = [(name, norms[name], *cells[name]) for name in self.values]
         drop = [title for kind, title in reversed(titles.items()) if kind not in kinds]
-        ranked = "the whole, violated and largest norms"
+        rank, ranked = [*self._ranks().values()], "the whole, violated and largest norms"
         yield self._headline()
         yield table(("block", "norm", *titles.values()), rows, names=self.names, drop=drop, rank=rank, ranked=ranked)
         yield from self.notes

@@ -73,10 +73,7 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and not args.dry_run:
         say(f"wrote {args.out}")
     if args.plot is not None and isinstance(found, Hessian):
-        from hessiankit.curvature.plots import heatmap  # Matplotlib takes a second that others need not wait for
-
-        title = f"Hessian of {asked.name.partition(',')[0]}"
-        heatmap(found.matrix, found.names, found.slices, title=title, path=args.plot)
+        found.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
         say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
     if args.json is not None:
         kind = "hessian" if isinstance(found, Hessian) else "forecast"

@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +28,9 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import extreme_eigenpairs
 from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -166,6 +170,21 @@ class Hessian(Printed):
     def eigvalsh(self) -> Tensor:
         """Return the P eigenvalues in ascending order."""
         return torch.linalg.eigvalsh(self.matrix)
+
+    def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
+        """Draw the entries in log scale, block by block; see :func:`hessiankit.curvature.plots.heatmap`.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The norms of the
+                blocks go beside it as CSV.
+            title: Line above the map.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.curvature.plots import heatmap  # only here: Matplotlib
+
+        return heatmap(self.matrix, self.names, self.slices, title=title, path=path)
 
     def to_dict(self) -> dict[str, Any]:
         """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""

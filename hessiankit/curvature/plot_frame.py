@@ -7,7 +7,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 from scipy.optimize import isotonic_regression
 
 from hessiankit.support.errors import InputError
@@ -386,12 +386,12 @@ def _measure(texts: Sequence[str], size: float) -> tuple[np.ndarray, np.ndarray]
 
 
 @contextmanager
-def picture(who: str, wide: float, high: float, path: Path | str | None) -> Iterator[Picture]:
+def picture(who: str, wide: float, high: float, path: Path | str | None, **options: Any) -> Iterator[Picture]:
     """Yield an empty picture of so many inches, and write it to the path if there is one."""
     if path is not None:
         check_suffix(who, Path(path))
     with mpl.rc_context({**STYLE, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Picture(wide, high)
+        figure = Picture(wide, high, **options)
         yield figure
         if path is not None:
             write_picture(who, figure, Path(path))
@@ -426,3 +426,21 @@ def log_scale(axes: Axes, *arrays: np.ndarray) -> None:
     values = values[np.isfinite(values)]
     if values.size and values.min() > 0:
         axes.set_yscale("log")
+
+
+def over_layers(axes: Axes, title: str, lines: Mapping[str, Sequence[float]]) -> None:
+    """Draw lines over the layers: positive numbers that span a decade in log scale, others with a line at 0."""
+    for k, (name, numbers) in enumerate(lines.items()):
+        colour = OKABE_ITO[k % len(OKABE_ITO)]
+        axes.plot(range(1, len(numbers) + 1), numbers, "o-", color=colour, linewidth=1.1, markersize=3, label=name)
+    axes.set_title(title, fontsize=9, loc="left")
+    axes.set_xlabel("layer", fontsize=8, labelpad=1)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    values = np.concatenate([np.asarray(numbers, dtype=float) for numbers in lines.values()])
+    if values.min() <= 0:
+        axes.axhline(0.0, color=INK, linewidth=0.6)
+    elif values.max() > 10 * values.min():
+        log_scale(axes, values)
+    if len(lines) > 1:
+        narrow = {"handlelength": 0.8, "handletextpad": 0.3, "borderaxespad": 0.2, "borderpad": 0.2}
+        axes.legend(fontsize=6.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0), **narrow)

@@ -16,26 +16,32 @@ from typing import TypeAlias
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
 from hessiankit.curvature.plot_frame import (
     DPI,
+    FAINT,
     INK,
+    OKABE_ITO,
     POINT,
     STYLE,
     Frame,
     Picture,
     block_pixels,
     colour_range,
+    picture,
     pixel_starts,
     pool,
     short_labels,
 )
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_bytes
+from hessiankit.support.tables import short_names
 
 Sizes: TypeAlias = Sequence[int] | Mapping[str, slice]
 Limits: TypeAlias = tuple[float, float]
+_MARKS = "os^vDPX"
 
 
 def heatmap(
@@ -181,6 +187,85 @@ def block_norms_map(
         rows = [(names[i], names[j], f"{values[i, j]:.9g}") for i, j in np.ndindex(count, count)]
         _write(frame, path, ("row", "column", "norm"), rows)
     return frame.figure
+
+
+def pair_labels(pairs: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return short labels of block pairs "row x column" of these parameters; what is no pair is kept.
+
+    >>> pair_labels(["whole", "a.W_Q x a.W_K"], ["a.W_Q", "a.W_K"])
+    ['whole', '$W_Q$, $W_K$']
+    """
+    endings = short_names(names)
+    letters = {name: endings[name] if label == name else label for name, label in zip(names, short_labels(names), strict=True)}
+    return [", ".join(letters[part] for part in pair.split(" x ")) if " x " in pair else pair for pair in pairs]
+
+
+def row_chart(
+    who: str,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    *,
+    axis: str,
+    title: str,
+    path: Path | str | None = None,
+    intervals: Sequence[Limits] | None = None,
+    line: float | None = None,
+) -> Picture:
+    """Draw numbers along a logarithmic axis, a row for each label: one series as bars, several as marks.
+
+    Args:
+        who: The method, for errors.
+        labels: One for each row, top down; an empty one for a gap.
+        series: Name -> a number a row, from 0 on. NaN is not drawn; 0 and infinity are hollow marks at the ends of the axis.
+        axis: What the numbers are.
+        title: Line above the chart.
+        path: Where to write the picture; its suffix chooses the format. The numbers go beside it as CSV.
+        intervals: Ends of the interval of each number of the first series; NaN where it is not known.
+        line: A number to draw a vertical line at.
+
+    >>> chart = row_chart("doc", ["a", "b"], {"S": [1.0, 10.0]}, axis="S", title="")
+    >>> [label.get_text() for label in chart.axes[0].get_yticklabels()]
+    ['a', 'b']
+    """
+    values = {name: np.asarray(numbers, dtype=float) for name, numbers in series.items()}
+    ends = np.asarray(intervals if intervals is not None else np.full((len(labels), 2), math.nan), dtype=float)
+    scaled = np.concatenate([*values.values(), ends.ravel(), [line or 0.0]])
+    low, high = colour_range(scaled[np.isfinite(scaled)], outside=0.0, span=300)
+    low, high = low / 1.5, high * 1.5
+    rows = np.arange(len(labels))
+    with picture(who, 6.5, 1.0 + (0.22 if len(values) == 1 else 0.26) * len(labels), path, layout="constrained") as figure:
+        axes = figure.subplots()
+        for k, (name, numbers) in enumerate(values.items()):
+            inside = (numbers > 0) & np.isfinite(numbers)
+            mark, colour = _MARKS[k % len(_MARKS)], OKABE_ITO[(k + 1) % len(OKABE_ITO)]
+            at = rows + 0.22 * (k - (len(values) - 1) / 2)
+            if len(values) == 1:
+                axes.barh(rows[inside], numbers[inside], height=0.6, color="0.75")
+            else:
+                axes.plot(numbers[inside], at[inside], mark, color=colour, markersize=4, label=name)
+            for there, edge in ((numbers == 0, low), (np.isposinf(numbers), high)):
+                if there.any():
+                    x = np.full(int(there.sum()), edge)
+                    axes.plot(x, at[there], mark, color=colour, markersize=4, markerfacecolor="white", clip_on=False, zorder=3)
+        known = np.isfinite(ends).all(1) & (ends[:, 1] > ends[:, 0])
+        axes.hlines(rows[known], np.maximum(ends[known, 0], low), ends[known, 1], color=INK, linewidth=1.4)
+        if line is not None:
+            axes.axvline(line, color=FAINT, linewidth=0.8, linestyle="--")
+        axes.set(xscale="log", xlim=(low, high), ylim=(len(labels) - 0.4, -0.6))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        named = [k for k, label in enumerate(labels) if label]
+        axes.set_yticks(named, [labels[k] for k in named], fontsize=8)
+        axes.set_xlabel(axis, fontsize=8.5)
+        axes.tick_params(axis="x", labelsize=8)
+        axes.set_title(title, fontsize=9, loc="left")
+        if len(values) > 1:
+            axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    if path is not None:
+        columns = [*values.values(), *(ends.T if intervals is not None else ())]
+        header = ("row", *values, *(("low", "high") if intervals is not None else ()))
+        table = [(label, *(f"{column[k]:.9g}" for column in columns)) for k, label in enumerate(labels)]
+        write_numbers(Path(path).with_suffix(".csv"), header, table)
+    return figure
 
 
 def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> Path:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import HessianOperator
@@ -16,6 +17,11 @@ from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
 from hessiankit.verify.rows import FORMULAS, SAME_CALL, CheckRow
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
+
+DRAWN = 30  # rows of a picture
 
 
 @dataclass(frozen=True, repr=False)
@@ -136,13 +142,40 @@ class CheckReport(Printed, WithDict):
         """Return the report as plain Python data, ready for JSON."""
         return {**super().to_dict(), "hessian": self.closed_form.to_dict() if isinstance(self.closed_form, Hessian) else None}
 
-    def pair_table(self) -> Table:
-        """Return the table of the block pairs: size, arithmetic, norms, and the error against each reference."""
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw the error of each block pair against each reference, the largest first; a line marks the tolerance.
+
+        A reference passes beyond the line where it states an error of its own, as central differences do.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
+                it as CSV.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.curvature.plots import pair_labels, row_chart  # only here: Matplotlib
+
+        errors, references = self._by_pair()
+        pairs = sorted(errors, key=lambda name: _worst(errors[name]), reverse=True)
+        shown = pairs[:DRAWN]
+        found = {r: [errors[name][r].max_rel_error if r in errors[name] else math.nan for name in shown] for r in references}
+        title = self.verdict.partition(":")[0] + ("" if shown == pairs else f"; the {len(shown)} largest of {len(pairs)} pairs")
+        labels = pair_labels(shown, _parameters(errors))
+        axis = "largest difference, relative to the block's largest entry"
+        return row_chart("CheckReport.plot", labels, found, axis=axis, title=title, path=path, line=self.rtol)
+
+    def _by_pair(self) -> tuple[dict[str, dict[str, CheckRow]], list[str]]:
+        """Return the rows of the block pairs, by pair and reference, and the references."""
         errors: dict[str, dict[str, CheckRow]] = {}
         for row in self.rows:
             if not row.of_same_call and row.reference != FORMULAS:
                 errors.setdefault(row.name, {})[row.reference] = row
-        references = [r for r in self.references if r != FORMULAS]
+        return errors, [r for r in self.references if r != FORMULAS]
+
+    def pair_table(self) -> Table:
+        """Return the table of the block pairs: size, arithmetic, norms, and the error against each reference."""
+        errors, references = self._by_pair()
         rows = []
         for name, found in errors.items():
             cells = [found[r].shown if r in found else "" for r in references]
@@ -160,9 +193,9 @@ class CheckReport(Printed, WithDict):
             ("block pair", *own, *references),
             rows,
             left=3 if own else 1,
-            names=dict.fromkeys(part for name in errors for part in name.split(" x ")),
+            names=_parameters(errors),
             drop=("method", "||.||_F", "size", *reversed(agree[1:]), "||.||_2"),
-            rank=[max(row.max_rel_error if row.passed else math.inf for row in found.values()) for found in errors.values()],
+            rank=[_worst(found) for found in errors.values()],
             ranked="largest error",
         )
 
@@ -215,3 +248,11 @@ class CheckReport(Printed, WithDict):
         if unhealthy:
             yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"
         yield self.verdict
+
+
+def _worst(found: Mapping[str, CheckRow]) -> float:
+    return max(row.max_rel_error if row.passed else math.inf for row in found.values())
+
+
+def _parameters(pairs: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(part for name in pairs for part in name.split(" x ")))

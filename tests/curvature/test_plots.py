@@ -13,9 +13,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
+import hessiankit as hk
 from hessiankit.blocks import VisionTransformer
 from hessiankit.curvature.plot_frame import ZERO, Picture
-from hessiankit.curvature.plots import block_norms_map, heatmap, side_by_side, write_numbers
+from hessiankit.curvature.plots import block_norms_map, heatmap, row_chart, side_by_side, write_numbers
 from hessiankit.support.errors import InputError
 
 NAMES = ["a.W_Q", "a.b_K", "a.norm_1.weight"]
@@ -168,3 +169,52 @@ def test_pictures_show_themselves_in_a_notebook_and_leave_matplotlib_alone() -> 
 def test_write_numbers_quotes_what_needs_it(tmp_path: Path) -> None:
     path = write_numbers(tmp_path / "new" / "t.csv", ("name", "x"), [("a, b", 1), ("c", 2.5)])
     assert path.read_bytes() == b'name,x\n"a, b",1\nc,2.5\n'
+
+
+def test_a_chart_of_rows_draws_every_number(tmp_path: Path) -> None:
+    numbers = {"a": [1.0, 0.0, np.inf, np.nan], "b": [2.0, 4.0, 1e-3, 5.0]}
+    axes = row_chart("T.plot", ["p", "q", "r", "s"], numbers, axis="x", title="t", path=tmp_path / "t.png", line=1.0).axes[0]
+    low, high = axes.get_xlim()
+    marks = [np.asarray(line.get_xdata()).tolist() for line in axes.lines]
+    assert marks == [[1.0], [low], [high], numbers["b"], [1.0, 1.0]]  # 0 and infinity at the ends, NaN nowhere
+    assert [float(row["b"]) for row in read(tmp_path / "t.csv")] == numbers["b"]
+    bars = row_chart(
+        "T.plot", ["p", "", "q"], {"S": [1.0, np.nan, 3.0]}, axis="x", title="", intervals=[(0.5, 2.0), (np.nan,) * 2, (3.0, 3.0)]
+    )
+    assert [bar.get_width() for bar in bars.axes[0].patches] == [1.0, 3.0]
+    assert [segment.tolist() for segment in bars.axes[0].collections[0].get_segments()] == [[[0.5, 0.0], [2.0, 0.0]]]
+
+
+def test_every_result_draws_itself(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    block, x = hk.TransformerBlock(4, 5, placement="pre").double(), torch.randn(3, 4).double()
+    H = hk.hessian(block, x, torch.zeros_like(x))
+    assert np.array_equal(
+        H.plot().axes[0].images[0].get_array(), heatmap(H.matrix, H.names, H.slices).axes[0].images[0].get_array()
+    )
+    model, tokens = hk.Transformer(7, 4, 5, 3, max_len=4, seed=0), torch.randint(7, (2, 4))
+    sharp, depth = hk.sharpness(model, (tokens, tokens)), hk.depth_diagnostics(model, (tokens, tokens))
+    bounds = hk.bounds(block, x, torch.zeros_like(x))
+    check = hk.check(
+        block, x, torch.zeros_like(x), against=("reverse-over-reverse", "jvp(grad)"), formulas=False, params=["attention.*"]
+    )
+    rows = {}
+    for one in (sharp, bounds, check):
+        one.plot(tmp_path / "one.png")
+        rows[type(one).__name__] = read(tmp_path / "one.csv")
+    assert [row["row"] for row in rows["SharpnessReport"]] == [
+        *sharp.types,
+        "",
+        "outside blocks",
+        "block 0",
+        "block 1",
+        "block 2",
+    ]
+    assert float(rows["SharpnessReport"][0]["low"]) == pytest.approx(sharp.types["Emb"].low)
+    assert float(rows["BoundsReport"][0]["structured"]) == pytest.approx(bounds.ratio("structured"))
+    assert len(rows["BoundsReport"]) == 30  # of more blocks
+    worst = max(max(float(row[name]) for name in check.references) for row in rows["CheckReport"])
+    assert worst == pytest.approx(max(row.max_rel_error for row in check.rows if not row.of_same_call))
+    panels = depth.plot(tmp_path / "depth.svg").axes
+    assert panels[0].lines[0].get_ydata().tolist() == list(depth.stream.variance)
+    assert {axes.get_title(loc="left") for axes in panels} >= {"norm of the gradient", "angular distance to the next layer"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -93,6 +97,47 @@ class DepthReport(Printed, WithDict):
                 columns[f"lambda_max {name}"] = tuple(map(str, part.top))
                 columns[f"tr {name}"] = tuple(map(str, part.trace))
         return columns
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw each quantity over the layers, in a panel of its own.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.curvature.plot_frame import over_layers, panels  # only here: Matplotlib
+
+        quantities = self._quantities()
+        heading = f"{self.model}, {len(self.blocks)} blocks" + (f", {self.stream.tokens:,} tokens" if self.stream else "")
+        with panels("DepthReport.plot", len(quantities), heading, path) as (figure, every):
+            for axes, (title, lines) in zip(every, quantities.items(), strict=True):
+                over_layers(axes, title, lines)
+        return figure
+
+    def _quantities(self) -> dict[str, dict[str, Sequence[float]]]:
+        """Return the panels of the picture: title -> name of a line -> a number a layer."""
+        found: dict[str, dict[str, Sequence[float]]] = {}
+        if self.stream is not None:
+            found["variance of the residual stream"] = {"": self.stream.variance}
+            found["cosine of stream and branch"] = dict(self.stream.rho)
+            found["length of branch / stream"] = dict(self.stream.update_ratio)
+        if self.angles is not None:
+            found["angular distance to the next layer"] = {"": self.angles.all.diagonal(1).tolist()}
+        if self.drop is not None:
+            found["loss without the block, less the loss"] = {"": self.drop.loss_change}
+        if self.gradient is not None:
+            found["norm of the gradient"] = {"": self.gradient}
+        if self.jacobians is not None:
+            of = {"spectral": self.jacobians.spectral, "rms": self.jacobians.rms}
+            found["distance of the Jacobian from I"] = {name: [one.value for one in part] for name, part in of.items()}
+        parts = {"Hessian": self.hessian, "Gauss-Newton": self.ggn}
+        curved = {name: part for name, part in parts.items() if part is not None}
+        if curved:
+            found[r"$\lambda_{\max}$ by layer"] = {name: [one.value for one in part.top] for name, part in curved.items()}
+            found["trace by layer"] = {name: [one.value for one in part.trace] for name, part in curved.items()}
+        return found
 
     def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""

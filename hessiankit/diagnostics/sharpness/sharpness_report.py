@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from hessiankit.partition import TYPES, Part
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
 
 K = TypeVar("K", bound=Hashable)
 ENOUGH_DRAWS, ENOUGH_LABELS = 4, 10
@@ -128,6 +132,27 @@ class SharpnessReport(Printed, WithDict):
         layers = {"outside" if layer is None else str(layer): one.to_dict() for layer, one in self.layers.items()}
         both = [{"type": kind, "layer": layer, **one.to_dict()} for (kind, layer), one in self.type_layers.items()]
         return {**super().to_dict(), "layers": layers, "type_layers": both}
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw S as bars with their intervals, by type and, where the model has several blocks, by layer.
+
+        Args:
+            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
+                it as CSV.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        from hessiankit.curvature.plots import row_chart  # only here: Matplotlib
+
+        rows: dict[str, SharpnessEstimate | None] = dict(self.types)
+        if len(self.layers) > 2:
+            rows[""] = None
+            rows |= {"outside blocks" if layer is None else f"block {layer}": one for layer, one in self.layers.items()}
+        values = {"S": [math.nan if one is None else one.value for one in rows.values()]}
+        ends = [(math.nan, math.nan) if one is None else (one.low, one.high) for one in rows.values()]
+        axis, title = f"average sharpness S, {self.confidence:.0%} intervals", NAMES[self.kind]
+        return row_chart("SharpnessReport.plot", list(rows), values, axis=axis, title=title, path=path, intervals=ends)
 
     def _headline(self) -> str:
         term = {"token": "tokens" if self.loss == "cross_entropy" else "entries", "sequence": "sequences"}[self.per]
