@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
-from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.suboperators import positions
 from hessiankit.partition.findings import owners
 from hessiankit.partition.part import BlockTypes, Part
@@ -21,12 +19,12 @@ WHO = "spectrum"
 BY = ("parameter", "layer", "type")
 
 
-def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.Module | None) -> dict[str, Tensor]:
+def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
     """Return the rows of each group, ascending.
 
     Args:
         by: One of :data:`BY`; group -> names, patterns or slices; or name -> group.
-        operator: Whose rows they are.
+        operator: Whose rows they are: an operator with the slices and shapes of named parameters, or one without.
         module: Whose block types and layers are meant.
 
     Raises:
@@ -40,7 +38,7 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
     >>> groups_of({"bias": "both", "weight": "both"}, H, None)
     {'both': tensor([0, 1, 2])}
     """
-    if not isinstance(operator, HessianOperator):
+    if not hasattr(operator, "slices"):
         raise InputError(
             f"{WHO}: by={by!r} needs parameters by name, which a {type(operator).__name__} does not have; leave it out"
         )
@@ -70,7 +68,7 @@ def groups_of(by: str | Mapping[str, Any], operator: LinearOperator, module: nn.
     return {name: torch.cat(rows).unique() for name, rows in found.items()}
 
 
-def _layers(module: nn.Module, operator: HessianOperator) -> dict[str, str]:
+def _layers(module: nn.Module, operator: Any) -> dict[str, str]:
     """Return the layer of each parameter: its block, or where the model has no blocks with an attention the module it is of."""
     places = owners(module)
     layers, _ = structure(module, places)
@@ -81,7 +79,7 @@ def _layers(module: nn.Module, operator: HessianOperator) -> dict[str, str]:
     return {name: "outside" if index is None else f"layer {index}" for name, index in found.items()}
 
 
-def _rows_of_part(part: Part, operator: HessianOperator) -> Tensor:
+def _rows_of_part(part: Part, operator: Any) -> Tensor:
     rows = operator.slices[part.parameter]
     places = torch.arange(rows.start, rows.stop, device="cpu").reshape(operator.shapes[part.parameter])
     return torch.cat([view.reshape(-1) for view in part.of(places)])

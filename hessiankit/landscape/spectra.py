@@ -14,6 +14,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
 
+from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import SubOperator
@@ -67,9 +68,23 @@ class SciPyOperator(SymmetricOperator):
         return torch.from_numpy(np.asarray(self.operator.matmat(rows.T.numpy()), dtype=np.float64)).T
 
 
+class HessianMatrix(SymmetricOperator):
+    """A computed Hessian for torch vectors."""
+
+    kind = "hessian"
+
+    def __init__(self, H: Hessian) -> None:
+        self.matrix, self.loss, self.slices, self.shapes = H.matrix, H.loss, H.slices, H.shapes
+        super().__init__((len(H.matrix), len(H.matrix)), H.matrix.dtype, H.matrix.device)
+        self.block_size = len(H.matrix)
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows @ self.matrix
+
+
 @checked(WHO, leave=("module",))
 def spectrum(
-    module: nn.Module | LinearOperator,
+    module: nn.Module | LinearOperator | Hessian,
     inputs: Any = None,
     target: Any = None,
     *,
@@ -97,8 +112,8 @@ def spectrum(
     the quadrature would take products is formed, and all its eigenvalues are taken.
 
     Args:
-        module: As in :func:`hessiankit.hessian`; or an operator in its place, of :func:`hessiankit.hessian_operator` or any
-            symmetric ``scipy.sparse.linalg.LinearOperator``, without data.
+        module: As in :func:`hessiankit.hessian`; or in its place, without data, a computed :class:`hessiankit.Hessian`, or an
+            operator: of :func:`hessiankit.hessian_operator` or any symmetric ``scipy.sparse.linalg.LinearOperator``.
         inputs: As in :func:`hessiankit.hessian`, one batch or several.
         target: As there.
         loss: As there.
@@ -114,8 +129,8 @@ def spectrum(
             its modules; ``"type"``, block types of :func:`hessiankit.block_types` (these two need the module); a dict of group to
             names, patterns such as ``"h.0.*"`` or slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns.
             Each costs what the whole does.
-        method: ``"full"``: all eigenvalues, of the P x P matrix; ``"lanczos"``; ``"auto"``: "full" where
-            P <= directions x steps.
+        method: ``"full"``: all eigenvalues, of the P x P matrix, by LAPACK; ``"lanczos"``; ``"auto"``: "full" of a computed
+            Hessian, and where P <= directions x steps.
         tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.
         max_products: Of the search for the ends of one matrix; by default 500, or 40 for each pair where that is more. What has
             not converged by then is returned with its residuals, and the result says so.
@@ -139,6 +154,7 @@ def spectrum(
     _check(k, bottom, directions, steps, method, tol, max_products)
     operator = _operator(module, inputs, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
     kind = getattr(getattr(operator, "whole", operator), "kind", "operator")
+    method = "full" if method == "auto" and isinstance(operator, HessianMatrix) else method
     if operator.shape[0] != operator.shape[1]:
         raise InputError(f"{WHO}: the operator is {operator.shape[0]} x {operator.shape[1]}; eigenvalues need a symmetric one")
     matrix = operator if isinstance(operator, TensorOperator) else SciPyOperator(operator)
@@ -179,13 +195,14 @@ def _check(k: int, bottom: int | None, directions: int, steps: int, method: str,
 
 
 def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOperator:
-    if isinstance(module, LinearOperator):
+    if isinstance(module, LinearOperator | Hessian):
         if inputs is not None or target is not None:
-            raise InputError(f"{WHO}: an operator has its data; pass it alone, or the module with inputs and target")
-        return module
+            what = "a Hessian" if isinstance(module, Hessian) else "an operator"
+            raise InputError(f"{WHO}: {what} has its data; pass it alone, or the module with inputs and target")
+        return HessianMatrix(module) if isinstance(module, Hessian) else module
     if not isinstance(module, nn.Module):
-        seen = type(module).__name__
-        raise InputError(f"{WHO}: expected a torch.nn.Module or an operator, got {seen}; pass hessian_operator(...) or the model")
+        seen, known = type(module).__name__, "the model, hessian(...) or hessian_operator(...)"
+        raise InputError(f"{WHO}: expected a module, a Hessian or an operator, got {seen}; pass {known}")
     return hessian_operator(module, inputs, target, **options)
 
 

@@ -164,6 +164,18 @@ def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
     assert float(found.groups["first"].eigenvalues[0]) == pytest.approx(float(expected), rel=1e-10)
 
 
+def test_a_computed_hessian_takes_the_place_of_its_operator(operator: HessianOperator) -> None:
+    H = hk.hessian(block(), X, T)
+    found, expected = (hk.spectrum(one, k=3, by="parameter", directions=2, steps=3) for one in (H, operator))
+    assert (found.method, found.kind, found.loss) == ("full", "hessian", H.loss)  # all eigenvalues, by LAPACK
+    assert torch.allclose(found.eigenvalues, H.eigvalsh()[[-1, -2, -3, 2, 1, 0]], rtol=0, atol=1e-12)
+    for name, one in expected.groups.items():
+        assert torch.allclose(found.groups[name].eigenvalues, one.eigenvalues, rtol=0, atol=1e-10)
+    assert torch.allclose(hk.spectrum(H, k=3, method="lanczos").eigenvalues, found.eigenvalues, rtol=0, atol=1e-10)
+    with pytest.raises(hk.InputError, match="a Hessian has its data; pass it alone"):
+        hk.spectrum(H, X, T)
+
+
 def test_groups_by_type_and_by_layer() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 4, dropout=0.0, batch_first=True)
     module = nn.Sequential(nn.TransformerEncoder(layer, 2), nn.Linear(4, 4)).double()

@@ -130,8 +130,8 @@ class DepthReport(Printed, WithDict):
         if self.gradient is not None:
             found["norm of the gradient"] = {"": self.gradient}
         if self.jacobians is not None:
-            of = {"spectral": self.jacobians.spectral, "rms": self.jacobians.rms}
-            found["distance of the Jacobian from I"] = {name: [one.value for one in part] for name, part in of.items()}
+            spectral, rms = ([one.value for one in part] for part in (self.jacobians.spectral, self.jacobians.rms))
+            found["distance of the Jacobian from I"] = {"spectral": spectral, "rms": rms}
         parts = {"Hessian": self.hessian, "Gauss-Newton": self.ggn}
         curved = {name: part for name, part in parts.items() if part is not None}
         if curved:
