@@ -37,6 +37,7 @@ from figures._kit import DASHES, METHOD_MARKS, TYPE_COLOURS, each, heading, page
 from figures._runs import ByteRun, ByteSpec, byte_run
 from figures._sharpness_runs import PRINTED, agreements, order_by_values, scale_of_both, specs
 from figures._verdicts import Verdict, in_every
+from hessiankit.curvature.plot_frame import dress
 from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.diagnostics.monitoring import log as panels
 from papers.experiments.tuning.experiment import texts
@@ -222,7 +223,7 @@ def _draw_sharpness(logs: Mapping[str, MonitorLog], runs: Mapping[str, ByteRun],
     grid = figure.add_gridspec(1, 2, left=0.075, right=0.935, top=0.9, bottom=0.14, wspace=0.38)
     for k, (title, log) in enumerate(logs.items()):
         axes = figure.add_subplot(grid[0, k])
-        panels.dress(axes)
+        dress(axes)
         panels.sharpness(axes, log)
         axes.set_title(f"{title}, to {runs[title].losses[-1]:.2f} nats/byte", fontsize=9, loc="left")
         axes.set_xlabel(STEP, fontsize=8)
