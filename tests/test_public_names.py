@@ -99,7 +99,7 @@ def test_an_argument_that_is_not_there(name: str):
 
 
 IMPORTS = """
-import random, sys, hessiankit
+import random, sys, hessiankit, hessiankit.cli.pytest_plugin  # which pytest imports wherever hessiankit is installed
 assert not {"torch", "sympy", "scipy", "matplotlib"} & set(sys.modules), "import hessiankit alone"
 before = random.getstate()
 hessiankit.hessian
