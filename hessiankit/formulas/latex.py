@@ -36,6 +36,7 @@ _SIGNS = {
     r"\times": "×",
     r"\|": "‖",
     r"\max": "max",
+    r"\log": "log ",
 }
 _RAISED = {"-1": "⁻¹", "-2": "⁻²", "2": "²", "3": "³", "∘2": "∘²"}
 WIDTH = 92
@@ -240,7 +241,7 @@ def symbols(atoms: Iterable[Atom]) -> Iterator[str]:
     r"""Yield the symbols of a formula and of its indices as text, each with its index.
 
     >>> list(symbols(read(r"\operatorname{diag}(v)\,I_{Ld}")))
-    ['diag', '(', 'v', ')', 'I_Ld']
+    ['diag', '(', 'v', ')', 'I_Ld', 'L', 'd']
     """
     for atom in atoms:
         if atom.arguments and atom.name not in (*_ACCENTS, *_FONTS):

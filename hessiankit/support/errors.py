@@ -47,13 +47,17 @@ def check_sizes(who: str, **sizes: int) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names that are like this one, the nearest first; case, hyphens and underscores do not count.
+    """Return up to three known names that are like this one, the nearest first; case, hyphens and underscores do not count, nor
+    what is before a slash in a known name, where it is left out here.
 
     >>> nearest("prenorm", ["post", "deepnorm", "pre"]), nearest("Hybrid_Norm", ["hybridnorm*", "hybridnorm"])
     (['pre'], ['hybridnorm', 'hybridnorm*'])
+    >>> nearest("thm3", ["linear", "curvature-gap/thm3"])
+    ['curvature-gap/thm3']
     """
 
-    def alike(other: str) -> float:
+    def alike(known: str) -> float:
+        other = known if "/" in name else known.rpartition("/")[2]
         a, b = (text.lower().replace("-", "").replace("_", "") for text in (name, other))
         begins = bool(a and b) and (a.startswith(b) or b.startswith(a))
         return SequenceMatcher(None, a, b).ratio() + BEGINS * begins

@@ -105,6 +105,7 @@ def test_what_cannot_be_used(options, message):
         (3, "got int; pass a module, the name of a chapter or a statement"),
         ("layernrm", "what='layernrm' is not known; did you mean 'layernorm'"),
         ("curvature-gap/thm33", "did you mean 'curvature-gap/thm3'"),
+        ("thm3", "did you mean 'curvature-gap/thm3'?"),
         (Transformer(11, 8, 16, 2, 2), r"a Transformer is a stack.*pass one of them, such as model.blocks\[0\]"),
         (VisionTransformer(4, 16, 10, d_model=4, d_ff=5), "a VisionTransformer is a stack"),
     ],

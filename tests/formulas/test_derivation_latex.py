@@ -119,6 +119,12 @@ def test_plain_text_of_every_part():
     assert plain(r"J_{\hat{\bar{X}}}") == "J_X\u0304\u0302"
 
 
+def test_no_command_of_latex_is_in_the_text_of_a_chapter():
+    for name in CHAPTERS:
+        derivation = derive(name)
+        assert "\\" not in str(derivation) + derivation.explain(), name
+
+
 def test_the_legend_names_only_what_occurs():
     assert legend("J_{Z}", set()) == [("J_{N M}", legend("J_{Z}", set())[0][1])]
     assert legend(r"\operatorname{diag}(v)", {"L"})[1:] == [("L", "tokens")]
