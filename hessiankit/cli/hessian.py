@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None and not args.dry_run:
         say(f"wrote {args.out}")
     if args.plot is not None and isinstance(found, Hessian):
-        found.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
-        say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}")
+        picture = found.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
+        say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}: {picture.caption}")
     if args.json is not None:
         kind = "hessian" if isinstance(found, Hessian) else "forecast"
         own = {"seed": args.seed, "out": args.out, kind: found.to_dict(), "environment": environment()}

@@ -134,8 +134,8 @@ def run_study(
     for loss, path in pictures.items():
         before, after = (reports[loss, stage].hessian for stage in STAGES)
         title = f"Hessian of the {LOSS_NAMES[loss]}"
-        side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=STAGES, title=title, path=path)
-    say(f"wrote {target} and {', '.join(map(str, pictures.values()))}")
+        both = side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=STAGES, title=title, path=path)
+    say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {both.caption}")
     if not every:
         say(f"every row: --table; every number: {target}, or --json")
     return found

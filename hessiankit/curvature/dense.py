@@ -179,6 +179,9 @@ class Hessian(Printed):
                 blocks go beside it as CSV.
             title: Line above the map.
 
+        Returns:
+            The Matplotlib figure; its ``caption`` says how to read the map.
+
         Raises:
             InputError: The file cannot be written.
         """

@@ -1,11 +1,10 @@
-"""The page of a picture: maps in a row, labels that do not overlap, pixels for entries, a colour bar, a caption."""
+"""The page of a picture: maps in a row, labels that do not overlap, pixels for entries, a colour bar; panels and their axes."""
 
 from __future__ import annotations
 
 import io
 import math
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -213,7 +212,13 @@ SUFFIXES: dict[str, dict[str, None]] = {
 
 
 class Picture(Figure):
-    """A Matplotlib figure of a width and a height in inches, which needs no display, and shows itself in a notebook."""
+    """A Matplotlib figure of a width and a height in inches, which needs no display, and shows itself in a notebook.
+
+    Attributes:
+        caption: What a reader must know beside the picture: scale, sizes, what grey means. It is text, and not drawn.
+    """
+
+    caption = ""
 
     def __init__(self, width: float, height: float, **options: Any) -> None:
         super().__init__((width, height), **{"dpi": DPI, "facecolor": "white", **options})
@@ -232,7 +237,7 @@ class Frame:
         labels: Names of the blocks along both axes.
         widths: Pixels of each block.
         title: Above all maps.
-        caption: Sentences at the foot.
+        caption: Parts of the picture's caption.
     """
 
     def __init__(
@@ -258,16 +263,16 @@ class Frame:
         self.columns = spread(self.centres, (np.full(len(flat), line) if self.upright else flat).tolist(), 0, side)
         moved = max(np.abs(self.rows - self.centres).max(), np.abs(self.columns - self.centres).max())
         self.lead = 40 if moved > 3 else 0
-        pad, gap, foot_line = 14, 44, 30
+        pad, gap = 14, 44
         left = int(wide.max()) + self.lead + 3 * pad
         under = int(wide.max() if self.upright else high.max()) + self.lead + 2 * pad
         maps = len(titles) * side + (len(titles) - 1) * gap
         width = left + maps + 190
-        foot = textwrap.wrap("; ".join(caption) + ".", int((width - left - pad) / 11.4)) if caption else []
-        below = under + len(foot) * foot_line + (2 * pad if foot else pad)
+        below = under + pad
         above = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0))
         height = above + side + below
         self.figure = Picture(width / DPI, height / DPI)
+        self.figure.caption = "; ".join(caption) + "." if caption else ""
         self.axes: list[Axes] = []
         for k, text in enumerate(titles):
             place = ((left + k * (side + gap)) / width, below / height, side / width, side / height)
@@ -277,9 +282,6 @@ class Frame:
         self._bar = ((left + maps + 30) / width, below / height, 34 / width, side / height)
         if title:
             self.figure.text((left + maps / 2) / width, 1 - pad / height, title, fontsize=11.5, ha="center", va="top")
-        for k, text in enumerate(foot):
-            place_y = (below - under - pad - k * foot_line) / height
-            self.figure.text(left / width, place_y, text, fontsize=7.2, color=FAINT, va="top")
 
     def image(self, k: int, values: np.ndarray, low: float, high: float) -> AxesImage:
         """Fill map ``k`` with positive numbers in log scale; masked ones become grey."""

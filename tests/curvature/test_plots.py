@@ -110,13 +110,13 @@ def test_both_panels_share_one_scale_and_order_permutes_rows_and_columns() -> No
 
 def test_what_the_caption_says() -> None:
     matrix, names, sizes = vision_transformer()
-    assert heatmap(matrix, names, sizes).texts[0].get_text().startswith("3514 × 3514 entries in log scale; blocks drawn equally")
+    picture = heatmap(matrix, names, sizes)
+    assert picture.caption.startswith("3514 × 3514 entries in log scale; blocks drawn equally")
+    assert not picture.texts  # it is not drawn
     small = heatmap(hessian(), NAMES, SIZES, scale="parameters", pooling="rms", pixels=60)
-    said = " ".join(text.get_text() for text in small.texts)
-    assert said == "11 × 11 entries in log scale; grey: 0 to rounding, at most 2·10⁻¹⁵."
+    assert small.caption == "11 × 11 entries in log scale; grey: 0 to rounding, at most 2·10⁻¹⁵."
     pooled = heatmap(torch.rand(150, 150), ["a", "b"], [120, 30], scale="parameters", pooling="rms", zero_below=0.0, pixels=100)
-    said = " ".join(text.get_text() for text in pooled.texts)
-    assert said == "150 × 150 entries in log scale; each pixel: the root mean square of up to 2 × 2."
+    assert pooled.caption == "150 × 150 entries in log scale; each pixel: the root mean square of up to 2 × 2."
 
 
 def test_block_norms(tmp_path: Path) -> None:
