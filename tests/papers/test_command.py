@@ -58,13 +58,6 @@ def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "<title>The papers' statements</title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
-def test_corrections(tmp_path: Path) -> None:
-    assert main(["errata", "--out", str(tmp_path / "errata")]) == 0
-    for page in (ROOT / "docs" / "errata").glob("*.md"):
-        assert (tmp_path / "errata" / page.name).is_file()
-
-
 @pytest.mark.parametrize(
     ("given", "message"),
     [
