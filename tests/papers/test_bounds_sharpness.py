@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -65,19 +64,6 @@ class TestFeedForward:
             for letter, bound in lower.items():
                 inner = abs(float((leaves[letter] * found[letter]).sum()))
                 assert bound * float(leaves[letter].norm()) == pytest.approx(inner, rel=1e-10)
-
-    def test_w_2_needs_a_itself_where_the_print_has_slopes(self) -> None:
-        """sharpness-disparity/thm4.1-activation: with A = M * sigma'(M), as printed, the bound on W_2 is violated for GELU."""
-        leaves, G = self.point(0, 1, 2, 1)
-        leaves["gamma"], leaves["W_1"] = torch.ones(2, dtype=F64), torch.tensor([[-0.3759], [0.3759]], dtype=F64)  # gelu'(M) = 0
-        leaves["X"] = torch.tensor([[1.0, -1.0]], dtype=F64)
-        true = float(gradients(partial(feedforward, activation="gelu", norm="layernorm"), leaves, G)["W_2"].norm())
-        M = normed(leaves["X"], leaves["gamma"], "layernorm") @ leaves["W_1"]
-        slopes = float(torch.func.grad(lambda z: ACTIVATIONS["gelu"](z).sum())(M).norm())
-        wrong = math.sqrt(2) * float(G.norm()) * slopes * float(leaves["W_1"].norm()) * float(leaves["gamma"].norm())
-        assert true > 100 * wrong  # n sqrt(D) ||dQ/dY|| ||dA/dM|| ||W_1|| ||gamma||
-        near = theorem_4_1(FeedForwardNorms.measured(**leaves, gradient=G, activation="gelu"))
-        assert true == pytest.approx(near.upper["W_2"], rel=1e-10)  # one token: A is a number
 
     def test_looseness(self) -> None:
         """n = D = 64, M = 256, standard deviation 0.02: how loose the bounds are, measured and a priori."""

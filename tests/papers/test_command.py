@@ -16,8 +16,6 @@ from papers.__main__ import PAPERS, main, parser
 from papers.claim import PAPERS as KNOWN
 from papers.experiments import placements, tune_lr
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_the_choices_are_the_papers() -> None:
     assert tuple(KNOWN) == PAPERS
