@@ -150,7 +150,7 @@ def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest
 
 def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
-    names = "dense hvp scalars memory growth limit sharpness handshake scale"
+    names = "dense hvp scalars memory growth limit sharpness handshake scale attention"
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names.split()
 
 
