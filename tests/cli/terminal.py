@@ -107,7 +107,7 @@ def results(folder: Path) -> dict[str, Any]:
     train(noisy, 4, monitor)
     found = papers.claims()
     return {
-        "check": hk.check(block, x, t, formulas=False),
+        "check": hk.check(hk.TransformerBlock(4, 5, n_heads=2, bias=True).double(), x, t, formulas=False),
         "check of a deep module": hk.check(deep, torch.randn(5, 3), torch.randn(5, 3)),
         "hessian": hk.hessian(block, x, t),
         "hessian of a deep module": hk.hessian(deep, torch.randn(5, 3).double(), torch.randn(5, 3).double()),
