@@ -20,9 +20,8 @@ from benchmarks.contest import CLOSED
 from benchmarks.fresh import OverBudget, run_fresh
 from benchmarks.peers import JVP
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
-from benchmarks.store import Store
 from benchmarks.suites import BENCHMARKS
-from benchmarks.timing import deadline, in_turn, spread
+from benchmarks.timing import deadline, in_turn
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
 
@@ -69,18 +68,6 @@ def test_other_settings_are_measured_again(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(runner, "source_digest", lambda: "other code")
     runner.measure(counting(ran), PLAN, tmp_path, isolate=False)
     assert len(ran) == 9
-
-
-def test_store_survives_a_torn_line(tmp_path: Path) -> None:
-    store = Store(tmp_path / "x.jsonl", {"repeats": 1})
-    store.add({"batch": 1}, {"a": 1.0}, {})
-    with store.path.open("a") as file:
-        file.write('{"key": "torn')
-    again = Store(store.path, {"repeats": 1})
-    assert again.find({"batch": 2}) is None
-    again.add({"batch": 2}, {"a": 2.0}, {})
-    last = Store(store.path, {"repeats": 1})
-    assert [last.find({"batch": b})["result"]["a"] for b in (1, 2)] == [1.0, 2.0]  # type: ignore[index]
 
 
 def test_a_cell_in_a_process_of_its_own_tells_and_fails_in_words() -> None:
@@ -163,7 +150,7 @@ def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest
 
 def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["--list"]) == 0
-    names = "dense hvp scalars memory growth limit sharpness handshake scale"
+    names = "dense hvp scalars memory growth limit sharpness handshake scale attention"
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names.split()
 
 
@@ -216,11 +203,6 @@ def test_in_turn_rotates() -> None:
     assert "".join(order) == "abcbcacababc"
     assert [len(seconds["c"]) for seconds in after] == [1, 2, 3, 4]
     assert after[1] == {"a": [0.0, 1.0], "b": [0.0, 1.0], "c": [0.0, 1.0]}
-
-
-def test_spread_of_nothing_and_of_one() -> None:
-    assert spread([]) is None
-    assert spread([2.0]) == {"median": 2.0, "low": 2.0, "high": 2.0}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no interval timer")

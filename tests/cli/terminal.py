@@ -107,7 +107,7 @@ def results(folder: Path) -> dict[str, Any]:
     train(noisy, 4, monitor)
     found = papers.claims()
     return {
-        "check": hk.check(block, x, t, formulas=False),
+        "check": hk.check(hk.TransformerBlock(4, 5, n_heads=2, bias=True).double(), x, t, formulas=False),
         "check of a deep module": hk.check(deep, torch.randn(5, 3), torch.randn(5, 3)),
         "hessian": hk.hessian(block, x, t),
         "hessian of a deep module": hk.hessian(deep, torch.randn(5, 3).double(), torch.randn(5, 3).double()),
@@ -136,7 +136,6 @@ def results(folder: Path) -> dict[str, Any]:
 
 COMMANDS = {
     "$ study --quick": "study --quick",
-    "$ study --table": "study --quick --table",
     "$ hessian": "hessian --placement pre --heads 2",
     "$ hessian --dry-run": "hessian --model terminal_models:model --text text.txt --dry-run",
     "$ derive": "derive --wrt W_Q W_V",
@@ -148,7 +147,7 @@ COMMANDS = {
     "$ papers run": "papers run --id hybridnorm/eq1*",
     "$ papers show": "papers show hybridnorm/eq19",
     "$ routes": "benchmarks routes --operation layer_norm",
-    "$ papers placements": "papers placements --placement hybridnorm --sample 2 --out placements",
+    "$ papers placements": "papers placements --placement hybridnorm --sample 1 --out placements",
     "$ papers tune-lr": "papers tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",
 }
@@ -160,11 +159,13 @@ def _child(folder: Path) -> None:
     from test_tuning_command import TINY
 
     from benchmarks.__main__ import main as of_benchmarks
+    from hessiankit.cli import study
     from hessiankit.cli.main import main
     from papers.__main__ import main as of_papers
     from papers.experiments.tuning import experiment
 
     experiment.QUICK = TINY
+    study.QUICK = {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 20, "batch": 2}
     packages = {"papers": of_papers, "benchmarks": of_benchmarks}
     terminal, complete = sys.stdout, {}
 

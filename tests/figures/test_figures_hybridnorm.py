@@ -131,12 +131,3 @@ def test_a_diverged_run_has_no_interval() -> None:
     assert scheme.compared([well, gone]) == {("Pre-Norm", "megatron"): None}
     picture = scheme.picture([well, gone], scheme.compared([well, gone]))
     assert "diverged" in [text.get_text() for text in picture.axes[0].texts]
-
-
-def test_schemes_scale_what_ends_a_branch() -> None:
-    normal, depth, megatron = (model_of(olmo("pre", name, SMALL, 0)) for name in scheme.SCHEMES)
-    for (name, a), b, c in zip(normal.named_parameters(), depth.parameters(), megatron.parameters(), strict=True):
-        ends = name.endswith(("W_O", "W_2"))
-        layer = int(name.split(".")[1]) + 1 if name.startswith("blocks.") else 0
-        torch.testing.assert_close(b, a / math.sqrt(2 * layer) if ends else a)
-        torch.testing.assert_close(c, a / math.sqrt(2 * SMALL.layers) if ends else a)

@@ -15,7 +15,6 @@ import hessiankit as hk
 from figures import placement_curvature as figure
 from figures.__main__ import main
 from figures._lanczos import extremes
-from hessiankit.blocks import PLACEMENTS
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES
 
@@ -59,23 +58,6 @@ def test_lanczos_of_several_blocks(size):
         values = torch.linalg.eigvalsh(A[rows][:, rows])
         assert one.value == pytest.approx(float(values[values.abs().argmax()]), rel=2e-6)
         assert one.products <= len(rows)
-
-
-def test_a_block_of_zeros_and_an_eigenvector_to_start_with():
-    A = torch.diag(torch.tensor([0.0, 0.0, 3.0], dtype=torch.float64))
-    found = extremes(A.matmul, 3, {"zero": torch.tensor([0, 1]), "one": torch.tensor([2])})
-    assert (found["zero"].value, found["one"].value) == (0.0, 3.0)
-    assert found["one"].products == 1
-
-
-def test_what_is_measured():
-    table_4 = {f"{inside}-post" for inside in ("qkvc", "qkc", "qk", "kv", "kc")} | {"post-pre", "pre-post", "post", "pre"}
-    table_4 |= {"pre-qkv-post", "pre-qkv-pre", "pre-qk-pre", "qkv-pre", "mix-ln", "hybridnorm", "hybridnorm*"}
-    assert len(table_4) == 16
-    chosen = figure.FULL.placements
-    assert table_4 | {"lns", "deepnorm", "sandwich", "layerscale", "skipinit", "olmo2"} <= set(chosen) <= set(PLACEMENTS)
-    assert len(set(chosen)) == len(chosen)
-    assert figure.equal_pairs(figure.FULL) == list(figure.EQUAL)
 
 
 def test_the_text_is_the_same_everywhere():

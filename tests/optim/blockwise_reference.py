@@ -40,7 +40,7 @@ def with_gradients(model: nn.Module) -> nn.Module:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20, after: Callable[[], Any] | None = None, *, first: int = 0
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 8, after: Callable[[], Any] | None = None, *, first: int = 0
 ) -> None:
     """Take the steps ``first`` to ``steps``, each on the batch of its number."""
     for step in range(first, steps):

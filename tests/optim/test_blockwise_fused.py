@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 
 import pytest
 import torch
@@ -51,27 +52,12 @@ def test_slices_take_the_steps_of_split_parameters(make):
 
 
 @pytest.mark.parametrize("make", [STEPS["AdamW, foreach"], STEPS["AdamW, fused"], Lion], ids=["AdamW", "fused", "Lion"])
-@pytest.mark.parametrize("decay", [{"QK": 0.3, "VO": 0.05}, "matrices"], ids=["by type", "matrices"])
 @pytest.mark.parametrize("ratios", [EQ_5, dict.fromkeys(EQ_5, 1.0)], ids=["equation 5", "one rate"])
-def test_decay_over_r_and_decay_by_type(make, decay, ratios):
-    model, split = encoder(), Split(encoder())
-
-    def wanted(kind, ratio):
-        base = decayed(kind, ratio) if decay == "matrices" else {"QK": 0.3, "VO": 0.05}.get(kind, decayed(kind, ratio))
-        return base / ratio
-
-    train(model, make(blockwise_lr(model, LR, ratios, decay=decay, couple_decay=False)))
-    train(split, make(split.groups(LR, wanted, ratios)))
+def test_decay_over_r_by_type(make, ratios):
+    model, split, decay = encoder(), Split(encoder()), {"QK": 0.3, "VO": 0.05}
+    train(model, make(blockwise_lr(model, LR, ratios, decay=decay, couple_decay=False)), 5)
+    train(split, make(split.groups(LR, lambda kind, ratio: decay.get(kind, decayed(kind, ratio)) / ratio, ratios)), 5)
     assert difference(model, split.values()) <= 1e-12
-
-
-def test_scaling_the_gradient_does_nothing_to_adamw():
-    model, naive = encoder(), encoder()
-    factor = torch.tensor([8.0] * 2 * D + [4.0] * D, dtype=torch.float64)[:, None]
-    naive.self_attn.in_proj_weight.register_hook(lambda g: factor * g)
-    train(model, torch.optim.AdamW(model.parameters(), LR, eps=1e-30))
-    train(naive, torch.optim.AdamW(naive.parameters(), LR, eps=1e-30))
-    assert difference(model, dict(naive.named_parameters())) <= 1e-10
 
 
 def test_half_precision_keeps_what_the_large_step_kept():
@@ -168,8 +154,6 @@ def test_an_optimizer_around_the_optimizer_rescales_once():
 @pytest.mark.parametrize("floor", ["scaled", "common"])
 def test_a_schedule_reaches_the_slices(ramp, floor):
     """The rates of the reference are written before every step, by the formulas of the paper and of its code."""
-    import math
-
     model, split = encoder(), Split(encoder())
     optimizer = torch.optim.AdamW(blockwise_lr(model, LR))
     schedule = blockwise_schedule(optimizer, warmup=4, steps=16, ramp=ramp, floor=floor, final=0.1)
@@ -186,10 +170,7 @@ def test_a_schedule_reaches_the_slices(ramp, floor):
     for step in range(20):
         for group, r in zip(reference.param_groups, ratios, strict=True):
             group["lr"] = rate(step, r)
-        x, y = batch(step)
-        reference.zero_grad()
-        nn.functional.mse_loss(split(x), y).backward()
-        reference.step()
+        train(split, reference, step + 1, first=step)
     assert difference(model, split.values()) <= 1e-12
 
 
@@ -280,8 +261,3 @@ def test_equal_ratios_need_no_rescaling():
     optimizer = torch.optim.Rprop(blockwise_lr(model, LR, {"QK": 4.0, "VO": 4.0}))
     with_gradients(model)
     optimizer.step()
-    assert optimizer not in _saved
-
-
-def test_the_reference_has_the_rates_of_equation_5():
-    assert {k: v for k, v in hk.optim.PRESETS["paper"].items() if k != "Emb"} == EQ_5

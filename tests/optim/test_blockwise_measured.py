@@ -39,12 +39,6 @@ def test_what_is_no_report(given):
         measured_ratios(given)
 
 
-def test_many_draws_give_the_estimate():
-    for width in (1e-1, 1e-6):
-        seen = measured_ratios(report(QK=(4.0 * (1 - width), 4.0, 4.0 * (1 + width))))
-        assert abs(seen["QK"].value - 2.0) <= 2 * width
-
-
 @pytest.mark.parametrize(
     ("quotients", "options", "message"),
     [

@@ -16,8 +16,6 @@ from papers.__main__ import PAPERS, main, parser
 from papers.claim import PAPERS as KNOWN
 from papers.experiments import placements, tune_lr
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_the_choices_are_the_papers() -> None:
     assert tuple(KNOWN) == PAPERS
@@ -56,13 +54,6 @@ def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--paper", "ours", "--markdown", str(tmp_path / "a.md"), "--html", str(tmp_path / "a.html")]) == 0
     assert "## Statements of this code base" in (tmp_path / "a.md").read_text(encoding="utf-8")
     assert "<title>The papers' statements</title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
-
-
-@pytest.mark.slow
-def test_corrections(tmp_path: Path) -> None:
-    assert main(["errata", "--out", str(tmp_path / "errata")]) == 0
-    for page in (ROOT / "docs" / "errata").glob("*.md"):
-        assert (tmp_path / "errata" / page.name).is_file()
 
 
 @pytest.mark.parametrize(

@@ -18,20 +18,6 @@ IMAGES = RNG.integers(0, 256, (20, 6, 4), dtype=np.uint8)
 LABELS = np.arange(20) % 4
 
 
-def test_digits_split_is_stratified_disjoint_and_fixed_by_the_seed() -> None:
-    train, test = load_images("digits"), load_images("digits", split="test")
-    assert (len(train), len(test), train.n_classes) == (1437, 360, 10)
-    assert train.images.min() == 0
-    assert train.images.max() == 1
-    everything = torch.cat([train.images, test.images]).flatten(1).double()
-    from sklearn.datasets import load_digits
-
-    original = torch.from_numpy(load_digits().data) / 16
-    assert sorted(everything.tolist()) == sorted(original.tolist())
-    assert torch.equal(load_images("digits").images, train.images)
-    assert not torch.equal(load_images("digits", seed=1).images, train.images)
-
-
 def test_first_is_one_batch_and_refuses_more_than_there_is() -> None:
     test = load_images("digits", split="test", dtype=torch.float64)
     batch = test.first(3)

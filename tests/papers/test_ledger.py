@@ -18,7 +18,6 @@ from papers import evidence as show
 from papers.__main__ import main
 from papers.autodiff import hessian_of, jacobian_of
 from papers.claim import SUPPORTED
-from papers.drawing import Draw
 from papers.errata import ERRATA, errata_page, without_counterexamples
 from papers.ledger_report import run_row
 from papers.pages import without_evidence
@@ -142,15 +141,6 @@ def test_derivatives_by_autograd_of_functions_known_by_hand():
     assert mixed.tolist() == [[6.0, 0.0], [0.0, 10.0]]
     assert hessian_of(lambda a: a @ a, x).tolist() == [[2.0, 0.0], [0.0, 2.0]]
     assert hessian_of(lambda a: a.sum(), x).tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
-def test_draws():
-    assert torch.equal(Draw(2).normal(3), Draw(2).normal(3))
-    assert not torch.equal(Draw(2).normal(3), Draw(3).normal(3))
-    assert Draw(0).probabilities(4, 3).sum(1).tolist() == pytest.approx([1.0] * 4)
-    Q = Draw(0).orthogonal(3)
-    assert torch.allclose(Q @ Q.T, torch.eye(3, dtype=torch.float64), atol=1e-14)
-    assert ((Draw(0).uniform(50, low=2, high=3) - 2.5).abs() <= 0.5).all()
 
 
 # A verdict that is not found again ------------------------------------------------------------------------------------
@@ -313,22 +303,6 @@ def test_pages_of_corrections_are_written(tmp_path, monkeypatch):
     assert main(["errata", "--out", str(tmp_path / "pages")]) == 0
     assert [p.name for p in (tmp_path / "pages").iterdir()] == ["hybridnorm.md"]
     assert "Counterexample: " in (tmp_path / "pages" / "hybridnorm.md").read_text(encoding="utf-8")
-
-
-def test_command_line(tmp_path, capsys):
-    files = {name: tmp_path / f"claims.{name}" for name in ("json", "html", "markdown")}
-    options = [word for name, path in files.items() for word in (f"--{name}", str(path))]
-    assert main(["run", "--paper", "hybridnorm", "--id", "hybridnorm/eq2[0-3]", "--seed", "3", *options]) == 0
-    assert "4 of 4 verdicts reproduced; seed 3" in capsys.readouterr().out
-    assert len(json.loads(files["json"].read_text(encoding="utf-8"))) == 4
-    assert "hybridnorm-eq21" in files["markdown"].read_text(encoding="utf-8")
-    assert files["html"].read_text(encoding="utf-8").startswith("<!doctype html>")
-    assert main(["show", "hybridnorm/eq19"]) == 0
-    printed = capsys.readouterr().out
-    assert "reproduced  yes (seed 0" in printed
-    assert "derivations.softmax.SoftmaxAt" in printed
-    assert main(["list", "--verdict", "vague"]) == 0
-    assert "VAGUE" in capsys.readouterr().out
 
 
 def test_command_line_when_a_verdict_is_not_found_again(monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The points and derivatives that the rows of Closing the Curvature Gap share."""
+"""The derivatives that the rows share, and what confirms them."""
 
 from __future__ import annotations
 
@@ -6,26 +6,7 @@ import pytest
 import torch
 
 from papers.autodiff import confirmations, hessian_of, jacobian_of, kept
-from papers.curvature_gap.point import EQUAL, GENERIC, WEIGHTS, point
 from papers.notation import if_it_conforms
-
-
-def test_a_function_that_does_not_depend_on_its_argument():
-    assert hessian_of(lambda x: torch.ones(2, dtype=x.dtype), torch.zeros(3, dtype=torch.float64)).abs().max() == 0
-
-
-def test_sizes_of_the_points():
-    assert len(set(GENERIC)) == 4
-    assert len(set(EQUAL)) == 1
-    p = point(0)
-    assert [p.n(i) for i in WEIGHTS] == [20, 20, 8, 8, 16]
-    assert p.second("S", "1", "Q").shape == (12 * 20, 8)
-
-
-def test_uniform_points_have_uniform_attention():
-    p = point(0, uniform=True)
-    assert torch.allclose(p.at.A, torch.full((3, 3), 1 / 3, dtype=torch.float64), atol=1e-15)
-    assert all(p.weights[k].abs().max() > 0 for k in ("Q", "K"))
 
 
 def test_products_that_do_not_conform():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 import hessiankit
 from hessiankit.blocks import PLACEMENTS, FeedForward
-from hessiankit.cli.parsing import FAILED, INTERRUPTED, USAGE
+from hessiankit.cli.parsing import FAILED, INTERRUPTED
 from hessiankit.support.jsonl import read_records
+from hessiankit.verify.check import check
 from papers.__main__ import main
 from papers.experiments import placement_grid
 from papers.experiments.placement_grid import (
@@ -32,7 +34,7 @@ from papers.experiments.placement_grid import (
 
 pytestmark = pytest.mark.slow
 
-SAMPLE = len(PLACEMENTS) // 8  # the placements take turns
+SAMPLE, SEED = 3, 24  # with every value of every option, and one stack of blocks
 ROOT = Path(__file__).parents[2]
 CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 
@@ -41,8 +43,13 @@ CHEAP = PlacementCase("post", "layernorm", "relu", "1", "none", 1, "mse")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the sample's result."""
     folder = tmp_path_factory.mktemp("placements")
-    assert main(["placements", "--sample", str(SAMPLE), "--out", str(folder)]) == 0
+    assert main(["placements", "--sample", str(SAMPLE), "--seed", str(SEED), "--out", str(folder)]) == 0
     return folder
+
+
+@pytest.fixture(scope="module")
+def done() -> placement_grid.Finished:
+    return run_case(CHEAP)
 
 
 def test_the_grid_is_the_whole_product():
@@ -54,7 +61,7 @@ def test_the_grid_is_the_whole_product():
 def test_the_sample_passes_and_covers_every_option(out):
     finished = list(read_records(out / "cases.jsonl", finished_case))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
-    assert [one.case for one in finished] == cases(sample=SAMPLE)
+    assert [one.case for one in finished] == cases(sample=SAMPLE, seed=SEED)
     assert len({one.case.placement for one in finished}) == SAMPLE
     for option, values in OPTIONS.items():
         assert {getattr(one.case, option) for one in finished} == set(values)
@@ -78,14 +85,7 @@ def test_every_kind_of_parameter_occurs(out):
     assert {kind.removeprefix("blocks.") for kind in checked} <= kinds
 
 
-def test_finished_cases_are_not_done_again(out, monkeypatch, capsys):
-    monkeypatch.setattr(placement_grid, "check", lambda *a, **k: pytest.fail("a finished case was checked again"))
-    assert main(["placements", "--sample", str(SAMPLE), "--out", str(out)]) == 0
-    assert f"PASSED: {SAMPLE} cases of {SAMPLE} placements" in capsys.readouterr().out
-
-
-def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
-    done = run_case(CHEAP)
+def test_an_interrupted_run_goes_on(done, tmp_path, monkeypatch):
     seen: list[PlacementCase] = []
 
     def stop_at_third(case: PlacementCase) -> placement_grid.Finished:
@@ -103,8 +103,7 @@ def test_an_interrupted_run_goes_on(tmp_path, monkeypatch):
     assert seen == [*cases(["post"], sample=4)[:3], *cases(["post"], sample=4)[2:]]
 
 
-def test_lines_of_other_code_do_not_count(tmp_path, monkeypatch):
-    done = run_case(CHEAP)
+def test_lines_of_other_code_do_not_count(done, tmp_path, monkeypatch):
     calls: list[PlacementCase] = []
     monkeypatch.setattr(placement_grid, "run_case", lambda case: calls.append(case) or replace(done, case=case, version="old"))
     for _ in range(2):
@@ -131,6 +130,7 @@ def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
 
 
 def test_a_case_left_to_autograd_fails(monkeypatch):
+    monkeypatch.setattr(placement_grid, "check", partial(check, formulas=False))
     monkeypatch.setattr(hessiankit.Hessian, "fallbacks", property(lambda _: ("aten.relu",)))
     finished = run_case(CHEAP)
     assert not finished.passed
@@ -175,16 +175,9 @@ def test_the_same_case_is_the_same_model():
     assert cases(sample=9, seed=1) == cases(sample=9, seed=1) != cases(sample=9, seed=2)
 
 
-def test_a_folder_that_cannot_be_made(tmp_path, capsys):
-    (tmp_path / "file").write_text("")
-    assert main(["placements", "--sample", "1", "--out", str(tmp_path / "file" / "deeper")]) == USAGE
-    assert "pass another folder with --out" in capsys.readouterr().err
-
-
-def test_the_summary_of_one_case():
-    finished = run_case(CHEAP)
+def test_the_summary_of_one_case(done):
     found = summary(
-        [finished, replace(finished, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements"
+        [done, replace(done, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements"
     )
     assert found["max_rel_error"] is None
     assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]

@@ -6,10 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hessiankit.blocks import VisionTransformer
-from hessiankit.cli.study import patchify
 from hessiankit.support.errors import InputError
-from papers.experiments.images import load_images
 from papers.experiments.training import accuracy, train
 
 INPUTS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -82,12 +79,3 @@ def test_the_bar_is_for_terminals_only(capsys: pytest.CaptureFixture[str], monke
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "2/2" in captured.err
-
-
-def test_a_vision_transformer_learns_the_digits() -> None:
-    data = load_images("digits")
-    patches = patchify(data.images, 4)
-    torch.manual_seed(0)
-    model = VisionTransformer(16, 4, 10, d_model=8, d_ff=16, bias=True)
-    train(model, patches, data.labels, steps=250, progress=False)
-    assert accuracy(model, patches, data.labels) > 0.6

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 
-from hessiankit.support.errors import InputError
 from papers.experiments.tuning import store
 from papers.experiments.tuning.experiment import PAPER, RunResult, RunSpec, Setting, run
 from papers.experiments.tuning.store import Runs, record_of
@@ -89,9 +88,3 @@ def test_the_same_run_is_done_once_and_counted_once(tmp_path):
         assert runs.finished(replace(TINY, steps=5)) == []
         runs(SPECS[1:2])
     assert done == [(0, 1), (1, 1), (1, 1), (1, 1), (2, 2)]
-
-
-def test_a_folder_that_cannot_be_used(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(InputError, match="pass another folder with --out"):
-        Runs(tmp_path / "file" / "runs.jsonl")

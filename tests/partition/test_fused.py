@@ -85,18 +85,6 @@ def check_heads(module: nn.Module, observe: Callable[[], Recorded]) -> int:
     return len(slices)
 
 
-@pytest.mark.parametrize("case", FUSED)
-def test_a_part_moves_its_own_role_only(case: str, record: Callable[..., Recorded]) -> None:
-    module, inputs = build(case)
-    before = record(module, inputs)
-    slices = {name: index for name, index in named_slices(module).items() if name.split(".")[-2] in ROLES}
-    assert {name.split(".")[-2] for name in slices} == set(ROLES)
-    for name, index in slices.items():
-        role = name.split(".")[-2]
-        expected = only(role, set(range(before[role].shape[1])))
-        assert moved_heads(module, index, before, lambda: record(module, inputs)) == expected, name
-
-
 @pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
 def test_a_head_moves_itself_only(case: str, record: Callable[..., Recorded]) -> None:
     module, inputs = build(case)
@@ -270,9 +258,3 @@ def test_heads_of_every_arrangement(
                 assert name == f"{layer}.{kind}"
                 entries = rows_of_part((len(at), 2) if kind == "weight" else (len(at),), parsed)
                 assert torch.equal(entries, torch.arange(2 * len(at)).view(-1, 2)[own].flatten() if kind == "weight" else own)
-
-
-@pytest.mark.parametrize(("heads", "keys"), [(4, 3), (6, 4)])
-def test_key_heads_that_do_not_divide_the_heads_are_not_guessed(heads: int, keys: int) -> None:
-    module = Fused("qkv", 2, 3 * (heads + 2 * keys), {"num_heads": heads, "num_kv_heads": keys, "head_dim": 3}, False, {})
-    assert named_slices(module) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -16,24 +17,28 @@ from hessiankit.engine.problem.selection import parse_part, rows_of_part, select
 from hessiankit.partition.fused import named_slices
 
 
-@pytest.mark.parametrize("case", FUSED)
-@pytest.mark.parametrize("heads", [False, True])
-def test_the_parts_of_a_parameter_are_all_of_it(case: str, heads: bool) -> None:
-    module, _ = build(case)
-    found: dict[str, list[Tensor]] = {}
-    for index in named_slices(module, heads=heads).values():
-        name, parsed = parse_part(index)
-        found.setdefault(name, []).append(rows_of_part(module.get_parameter(name).shape, parsed))
-    assert any(name.endswith("weight") for name in found)
-    for name, positions in found.items():
-        assert torch.equal(torch.cat(positions).sort().values, torch.arange(module.get_parameter(name).numel())), name
-
-
 @pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
-def test_every_part_can_be_selected(case: str) -> None:
+def test_heads_are_all_of_a_role_and_parts_all_of_a_parameter(case: str) -> None:
+    """Every entry once; a head moves its own role alone, as tests/partition/test_fused.py sees, and so does the role."""
     module, _ = build(case)
+
+    def entries(heads: bool) -> dict[tuple[str, str], list[Tensor]]:
+        found: dict[tuple[str, str], list[Tensor]] = {}
+        for part, index in named_slices(module, heads=heads).items():
+            name, parsed = parse_part(index)
+            rows_of = rows_of_part(module.get_parameter(name).shape, parsed)
+            found.setdefault((name, re.sub(r"head_\d+\.", "", part)), []).append(rows_of)
+        return found
+
+    whole, by_head = entries(heads=False), entries(heads=True)
+    assert any(name.endswith("weight") for name, _ in whole) is (case in FUSED)
+    for key, (of_role,) in whole.items():
+        assert torch.equal(torch.cat(by_head[key]).sort().values, of_role.sort().values), key
+    for name in {name for name, _ in by_head}:
+        positions = [rows_of for (own, _), cut in by_head.items() if own == name for rows_of in cut]
+        assert torch.equal(torch.cat(positions).sort().values, torch.arange(module.get_parameter(name).numel())), name
     slices = named_slices(module, heads=True)
-    assert set(select("who", module, slices.values())) == {parse_part(text)[0] for text in slices.values()}
+    assert set(select("who", module, slices.values())) == {name for name, _ in by_head}
 
 
 def test_names_read_well() -> None:
@@ -107,6 +112,7 @@ def odd(**parts: Any) -> nn.Module:
 UNKNOWN: dict[str, nn.Module] = {
     "no heads": odd(qkv=nn.Linear(8, 24)),
     "no width of a head": odd(qkv=nn.Linear(8, 24), num_heads=4),
+    "key heads that do not divide the heads": odd(qkv=nn.Linear(2, 30), num_heads=4, num_kv_heads=3, head_dim=3),
     "sizes that do not fit": odd(qkv=nn.Linear(8, 20), num_heads=4, head_dim=2),
     "qkv_proj of unknown order": odd(qkv_proj=nn.Linear(8, 24), num_attention_heads=4, head_dim=2),
     "a convolution": odd(qkv=nn.Conv2d(8, 24, 1), num_heads=4, head_dim=2),

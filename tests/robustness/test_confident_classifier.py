@@ -134,7 +134,7 @@ def test_derivatives_of_a_saturated_function_keep_their_digits(kind):
     points = [-25.0, -12.0, -8.0, -5.0, -2.0, -0.3, 1e-9, 0.2, 3.0, 7.0, 12.0, 19.0]
     x = torch.tensor(points, dtype=torch.float64)
     _, first, second = KINDS[kind](x) if kind in KINDS else derivatives(kind, x)
-    with mp.workdps(600):
+    with mp.workdps(250):
         for order, found in ((1, first), (2, second)):
-            expected = [float(mp.diff(FUNCTIONS[kind], mp.mpf(v), order, h=mp.mpf("1e-150"))) for v in points]
+            expected = [float(mp.diff(FUNCTIONS[kind], mp.mpf(v), order, h=mp.mpf("1e-40"))) for v in points]
             assert_every_digit(found, torch.tensor(expected, dtype=torch.float64))

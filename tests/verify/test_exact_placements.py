@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 
-from derivations.affine import AffineAt
-from derivations.gains import ColumnScaleAt, HadamardAt
+from derivations.gains import HadamardAt
 from derivations.group_normalization import GroupNormRowsAt
 from derivations.head_products import HeadProductAt
 from derivations.matrix import Matrix
-from derivations.normalization import LayerNormAt, RMSNormAt
+from derivations.normalization import RMSNormAt
 from derivations.rotary import Rotations
 from hessiankit.blocks import PLACEMENTS, TransformerBlock
 from hessiankit.blocks import placements as eq
@@ -105,12 +104,9 @@ BARE = {"affine": False}
     ("chapter", "i", "j", "structure"),
     [
         (RMSNormAt, "X", "X", BlockStructure("pre", "rmsnorm", **BARE)),
-        (LayerNormAt, "X", "gamma", BlockStructure("pre", "layernorm")),
         (GroupNormRowsAt, "X", "X", BlockStructure("group-ln", "rmsnorm", **BARE)),
-        (AffineAt, "W", "X", BlockStructure("pre", "rmsnorm", "swiglu", **BARE)),
         (HadamardAt, "X", "Y", BlockStructure("pre", "rmsnorm", "swiglu", **BARE)),
         (HeadProductAt, "P", "R", BlockStructure("qk-pre", "rmsnorm", **BARE)),
-        (ColumnScaleAt, "v", "X", BlockStructure("layerscale", "rmsnorm", **BARE)),
     ],
     ids=lambda value: str(value) if isinstance(value, BlockStructure) else getattr(value, "__name__", value),
 )

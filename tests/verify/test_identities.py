@@ -274,12 +274,6 @@ def test_velocity_is_the_derivative_of_the_motion_and_transposed_its_adjoint() -
         assert torch.equal(ahead["A"][:, :4], theta["A"][:, :4])
 
 
-def test_a_shift_is_added_and_has_no_transpose() -> None:
-    motion = Motion(shifts=(("w", torch.tensor([[1.0], [2.0]]).expand(2, 2)),))
-    assert motion.moved({"w": torch.zeros(2, 2)}, 3.0)["w"].tolist() == [[3.0, 3.0], [6.0, 6.0]]
-    assert motion.transposed({"w": torch.ones(2, 2)}) == {}
-
-
 def test_float32() -> None:
     report = identities(block(bias=True).float(), X.float(), TARGET.float())
     assert report.rtol == 1e-3

@@ -11,7 +11,7 @@ from torch import nn
 
 from hessiankit.support.errors import InputError
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_base import directions_at_once, in_chunks
+from hessiankit.verify.reference_base import in_chunks
 from hessiankit.verify.reference_differences import gradient_noise
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
 
@@ -81,14 +81,6 @@ def test_cross_entropy_with_unlabelled_tokens(name):
         p = torch.softmax(module.weight.detach() @ x[b, s], 0)
         H += torch.kron(torch.diag(p) - torch.outer(p, p), torch.outer(x[b, s], x[b, s])) / 3
     assert relative(REFERENCES[name].matrix(Problem(module, x, labels, "cross_entropy")), H) < 1e-11
-
-
-def test_func_hessian_is_torchs():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)).double()
-    problem = Problem(module, draw(5, 4), draw(5, 4))
-    expected = torch.func.hessian(problem.flat_loss)(problem.theta)
-    assert relative(REFERENCES["torch.func.hessian"].matrix(problem), expected) < 1e-13
 
 
 def test_complex_step_through_a_hand_written_norm():
@@ -210,12 +202,6 @@ def test_directions_go_one_at_a_time_or_in_halved_chunks():
     assert sizes == [5, 2, 2]  # what is left is one direction
 
 
-def test_memory_bounds_the_chunk():
-    problem, _ = least_squares()
-    assert directions_at_once(problem, memory=1) == 1
-    assert directions_at_once(problem, memory=2**40) == 48
-
-
 def test_missing_package_is_unsupported(monkeypatch):
     monkeypatch.setitem(sys.modules, "curvlinops", None)
     with pytest.raises(Unsupported, match="not installed"):
@@ -228,10 +214,3 @@ def test_unknown_names_and_wrong_directions_are_refused():
         run_references(problem, names=["finite"])
     with pytest.raises(InputError, match=r"expected \(k, 15\)"):
         REFERENCES["jvp(grad)"].products(problem, torch.ones(15))
-
-
-def test_groups_name_the_shared_paths():
-    groups = {name: reference.independent_group for name, reference in REFERENCES.items()}
-    assert groups["torch.func.hessian"] == groups["curvlinops"] == "jacfwd(jacrev)"
-    assert groups["central-differences"] == groups["complex-step"] == "differences"
-    assert len(set(groups.values())) == 4
