@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
         return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     device = query.device.type
-    if torch.is_autocast_enabled(device) and query.dtype != torch.float64:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     ndim = max(x.ndim for x in (query, key, value) if x is not None)
     arranged = [x[(None,) * (ndim - x.ndim)] for x in (query, key, value)]

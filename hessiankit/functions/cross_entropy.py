@@ -53,8 +53,7 @@ def linear_cross_entropy(
         A scalar, or the loss of every token, zero where it does not count; (...), one shorter if shifted.
 
     Raises:
-        InputError: If shapes, types or options do not go together.
-        ValueError: If a label is out of range.
+        InputError: If shapes, types or options do not go together, or a label is out of range.
 
     >>> h, W = torch.zeros(1, 2, 1, requires_grad=True), torch.tensor([[1.0], [-1.0]])
     >>> loss = linear_cross_entropy(h, W, torch.tensor([[1, 0]]), shift=True)
@@ -78,7 +77,7 @@ def linear_cross_entropy(
             "a number from 0 to 1"
         )
     device = hidden.device.type
-    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         narrow = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
     if len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1 or not hidden.is_floating_point():
@@ -93,7 +92,10 @@ def linear_cross_entropy(
         options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
         loss = F.cross_entropy(logits, labels.reshape(-1), **options)  # type: ignore[arg-type]
         return loss.reshape(labels.shape) if reduction == "none" else loss
-    losses = call(LinearCrossEntropy(ignore_index, label_smoothing), hidden, weight, bias, labels)
+    try:
+        losses = call(LinearCrossEntropy(ignore_index, label_smoothing), hidden, weight, bias, labels)
+    except ValueError as error:  # a label out of range
+        raise InputError(str(error)) from error
     if reduction == "none":
         return losses
     return losses.sum() if reduction == "sum" else losses.sum() / (labels != ignore_index).sum()

@@ -201,6 +201,25 @@ CALLS = {
         on_block(params=None, batch_size=None, weights=None, reduction=None, kind="hessian", panel_bytes=None, progress=None),
         ("frobenius_norms",),
     ),
+    "scaled_dot_product_attention": Call(
+        hk.scaled_dot_product_attention,
+        lambda: {
+            "query": numbers(2, 3, 4), "key": numbers(2, 5, 4), "value": numbers(2, 5, 4), "attn_mask": None, "dropout_p": 0.0,
+            "is_causal": False, "scale": None, "enable_gqa": False,
+        },
+        ("scaled_dot_product_attention",),
+        {"query": ("NaN",), "key": ("NaN",), "value": ("NaN", "no entries")},  # as torch computes them
+    ),
+    "linear_cross_entropy": Call(
+        hk.linear_cross_entropy,
+        lambda: {
+            "hidden": numbers(2, 3, 4), "weight": numbers(7, 4), "labels": tokens(2, 3), "bias": None, "ignore_index": -100,
+            "label_smoothing": 0.0, "reduction": "mean", "shift": False,
+        },
+        ("linear_cross_entropy",),
+        {"hidden": ("NaN",), "weight": ("NaN",)},
+    ),
+    "twice_differentiable_attention": Call(hk.twice_differentiable_attention, dict, ("twice_differentiable_attention",)),
     "check": Call(
         hk.check,
         _renamed(
