@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from device_cases import CALLS, DEVICE, OF_TRANSFORMERS, TOLERANCE, cases, default_device
+from device_cases import CALLS, DEVICE, OF_TRANSFORMERS, TOLERANCE, cases, default_device, product
 from torch import Tensor
 
 import hessiankit as hk
@@ -131,3 +131,15 @@ def test_the_random_state_of_the_device_is_put_back() -> None:
         torch.rand(2, device=DEVICE)
         assert not torch.equal(before, module.get_rng_state())
     assert torch.equal(before, module.get_rng_state())
+
+
+def test_labels_are_drawn_by_deterministic_algorithms() -> None:
+    case = cases(torch.float64)["language"]
+    torch.use_deterministic_algorithms(True)
+    try:
+        here, there = (CALLS["hessian_operator"](case.on(device)) for device in ("cpu", DEVICE))
+        drawn = [product(hk.hessian_operator(c.module, *c.data, loss=c.loss, kind="fisher-mc")) for c in (case, case.on(DEVICE))]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    compare(here, there, 1e-9)
+    compare(*drawn, 1e-9)

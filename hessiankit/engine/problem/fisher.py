@@ -52,6 +52,10 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+UNIT = 2.0**52
+"""What a probability of 1 is as an integer."""
+
+
 @torch.no_grad()
 def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
     """Return labels drawn from softmax(logits), each independently of the others: integers (draws, B, T).
@@ -75,8 +79,9 @@ def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int)
     step = max(1, CHUNK // C)
     for first in range(0, B * T, step):
         part = slice(first, first + step)
-        cumulative = torch.softmax(rows[part].to(wide(logits.device)), -1).cumsum_(-1)
-        levels = own[part].to(cumulative) * cumulative[:, -1:]  # whose rounding would else reach beyond the last class
+        probabilities = torch.softmax(rows[part].to(wide(logits.device)), -1)
+        cumulative = (probabilities * UNIT).long().cumsum_(-1)  # of integers, whose sums are the same in any order
+        levels = (own[part].to(probabilities) * cumulative[:, -1:]).long()
         labels[part] = torch.searchsorted(cumulative, levels.contiguous(), right=True).clamp_(max=C - 1)
     return labels.T.reshape(draws, B, T)
 
