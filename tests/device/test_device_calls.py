@@ -14,8 +14,8 @@ from hessiankit.support.torch_state import preserved_state
 
 DEFAULT = pytest.mark.parametrize("default", [None, DEVICE], ids=["default cpu", "default device"])
 SETTINGS = [
-    *((model, torch.float64, None) for model in ("encoder", "convolutions", "recurrent")),
-    ("language", torch.float64, DEVICE),
+    ("convolutions", torch.float64, None),
+    ("recurrent", torch.float64, DEVICE),
     ("attention", torch.float32, DEVICE),
     ("convolutions", torch.float32, None),
 ]
