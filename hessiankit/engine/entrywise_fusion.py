@@ -5,7 +5,6 @@ An activation or a norm written out in single operations then costs a product as
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,8 +108,8 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
     return found
 
 
-def asymmetry(step: Step) -> float:
-    """Return how far <u, J t> is from <J^T u, t>, and <s, C t> from <t, C s>, for random vectors, relative to their sizes."""
+def asymmetry(step: Step) -> Tensor:
+    """Return how far <u, J t> is from <J^T u, t>, and <s, C t> from <t, C s>, for random vectors, relative to their sizes: ()."""
     inputs = [None if at is None else x for x, at in zip(step.primitive.inputs, step.inputs, strict=True)]
     rng = torch.Generator(next(x.device for x in inputs if x is not None)).manual_seed(0)
 
@@ -123,12 +122,14 @@ def asymmetry(step: Step) -> float:
     found = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
     if step.primitive.is_nonlinear:
         found.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
-    return max(found, key=lambda gap: (gap != gap, gap))
+    return torch.stack(found).amax()  # NaN where there is one
 
 
-def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> float:
+def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> Tensor:
     """Return |<s, a> - <t, b>|, relative to |s| |a|."""
+    zero = next(x for x in (*s, *t) if x is not None).new_zeros(())
     pairs = ([(x, y) for x, y in zip(*both, strict=True) if x is not None and y is not None] for both in ((s, a), (t, b)))
-    one, other = (sum(float((x * y).sum()) for x, y in some) for some in pairs)
-    size = math.prod(math.hypot(*(float(x.norm()) for x in xs if x is not None)) for xs in (s, a))
-    return abs(one - other) / size if size else abs(one - other)
+    one, other = (torch.stack([zero, *((x * y).sum() for x, y in some)]).sum() for some in pairs)
+    left, right = (torch.stack([zero, *(x.norm() for x in xs if x is not None)]).norm() for xs in (s, a))
+    size, apart = left * right, (one - other).abs()
+    return torch.where(size == 0, apart, apart / size)

@@ -28,7 +28,7 @@ from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push, sums_of
 from hessiankit.support.errors import InputError, TraceError
-from hessiankit.support.torch_state import hand_back_memory
+from hessiankit.support.torch_state import hand_back_memory, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
 from hessiankit.tracing.head_fusion import fuse_head
 from hessiankit.tracing.step_fusion import fuse_steps
@@ -101,10 +101,12 @@ class Linearisation:
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         passing = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
         self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
+        self._asymmetries: list[tuple[Application, Tensor]] = []
         compare = handshake or Handshake(task)
         compare.add(trace, {})
         with task.at(), torch.no_grad():
             self._sweep(trace, compare)
+            self._read_tests()
         if handshake is None:
             compare.close()
         self._last_reads: dict[int, list[int]] = {}  # by output: values whose tangents nothing reads later
@@ -197,20 +199,26 @@ class Linearisation:
             self._checkpoints.insert(0, (given, after))
 
     def _test(self, step: Step, a: Application) -> bool:
-        """Test the derivatives of one operation, unless it is large itself; return whether they were tested.
-
-        Raises:
-            TraceError: They are not each other's transposes.
-        """
+        """Test the derivatives of one operation, unless it is large itself; return whether they are tested."""
         if sum(x.numel() for x in step.primitive.inputs if x is not None) > LARGE:
             return False
-        if not (error := asymmetry(step)) <= max(self.eps, torch.finfo(self._seed.dtype).eps) ** 0.5:
-            raise TraceError(
-                f"trace: the derivatives of {a.name!r} ({type(a.primitive).__name__}) are not each other's transposes, by "
-                f"{error:.1e} of their size: it overflows, or its second derivative is wrong; write it in other operations, or "
-                "use a wider dtype"
-            )
+        self._asymmetries.append((a, asymmetry(step)))
         return True
+
+    def _read_tests(self) -> None:
+        """Read what :meth:`_test` found, of all operations together: a device is waited for once.
+
+        Raises:
+            TraceError: The derivatives of one are not each other's transposes.
+        """
+        applications, errors = zip(*self._asymmetries, strict=True) if self._asymmetries else ((), ())
+        for a, error in zip(applications, read_numbers(errors), strict=True):
+            if not error <= max(self.eps, torch.finfo(self._seed.dtype).eps) ** 0.5:
+                raise TraceError(
+                    f"trace: the derivatives of {a.name!r} ({type(a.primitive).__name__}) are not each other's transposes, by "
+                    f"{error:.1e} of their size: it overflows, or its second derivative is wrong; write it in other operations, "
+                    "or use a wider dtype"
+                )
 
     def _step(self, a: Application, values: dict[int, Tensor], adjoints: Bars, sums: Mapping[int, CovectorSum]) -> Step | None:
         """Linearise one application, and pull the adjoint of its output back; None where there is none."""

@@ -41,6 +41,17 @@ def test_the_set_up_of_an_operator_waits_a_few_times_for_any_number_of_parameter
     assert counts["wait"] <= 20, Counter(waits)
 
 
+def test_neither_waits_more_above_four_million_parameters() -> None:
+    module = nn.Sequential(nn.Linear(1500, 1500), nn.LayerNorm(1500), nn.Tanh(), nn.Linear(1500, 1500)).to(DEVICE)
+    x = torch.randn(2, 1500, device=DEVICE)
+    H, counts, waits = costs(lambda: hk.hessian_operator(module, x, x))
+    assert counts["wait"] <= 20, Counter(waits)
+    v = torch.randn(H.shape[0], device=DEVICE)
+    H @ v
+    _, counts, waits = costs(lambda: H @ v)
+    assert set(counts) == {"launch"}, Counter(waits)
+
+
 @pytest.mark.parametrize("options", [{}, {"recompute": "layers"}, {"snapshot": False}], ids=str)
 def test_a_later_product_waits_for_nothing(options: dict[str, Any]) -> None:
     case = deep()
