@@ -85,14 +85,16 @@ def minres(product: Product, b: Tensor, *, precondition: Product | None, tol: fl
         two_above, above = above, sine * beta
         upper, lower = cosine * diagonal + sine * alpha, sine * diagonal - cosine * alpha
         diagonal = -cosine * beta
+        size += alpha**2 + 2 * beta**2
+        whole = math.sqrt(size)
+        if math.hypot(lower, diagonal) <= tol * whole:  # |A r| / |r| of x as it is; a step would divide by what is left
+            break
         gamma = max(math.hypot(lower, beta), torch.finfo(b.dtype).tiny)
         cosine, sine = lower / gamma, beta / gamma
         directions = [directions[1], (v - two_above * directions[0] - upper * directions[1]) / gamma]
         x = x + (cosine * rest) * directions[1]
         rest *= sine
-        size += alpha**2 + 2 * beta**2
-        whole = math.sqrt(size)
-        if abs(rest) <= tol * max(first, whole * norm(x)) or math.hypot(lower, diagonal) <= tol * whole or not beta:
+        if abs(rest) <= tol * max(first, whole * norm(x)) or not beta:
             break
     return x
 
