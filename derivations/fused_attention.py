@@ -31,7 +31,7 @@ from derivations.softmax import covariance, from_peak, peaks
 from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
-"""Torch's function, also while :func:`hessiankit.twice_differentiable_attention` has replaced it in ``torch.nn.functional``."""
+"""Torch's function, also while another one is called by its name."""
 
 TILED = 512**2
 """Queries times keys from which attention is read tile by tile on a processor, where that is faster too."""
