@@ -47,6 +47,20 @@ def same_rows(inputs: Sequence[Tensor], axes: int, moving: Sequence[bool], shape
     return all(x.ndim == len(out) and x.shape[:axes] == out[:axes] for x, m in zip(inputs, moving, strict=True) if m)
 
 
+def add_at(out: Tensor, axis: int, at: Tensor, x: Tensor) -> Tensor:
+    """Add entries along an axis to those of ``out`` at some indices (n,), in place, in the same order whenever it is called.
+
+    An accelerator's ``index_add_`` adds in any order; this one sorts, and does not wait to compare indices with the length.
+
+    >>> add_at(torch.zeros(1, 3), 1, torch.tensor([2, 2]), torch.tensor([[1.0, 2.0]])).tolist()
+    [[0.0, 0.0, 3.0]]
+    """
+    if out.device.type == "cpu":
+        return out.index_add_(axis, at, x)
+    torch._index_put_impl_(out.movedim(axis, 0), (at,), x.movedim(axis, 0), True, True)
+    return out
+
+
 CACHE_ENTRIES = 2**17
 """Entries of one part, about a megabyte of float64: it stays in a core's second-level cache through several passes."""
 

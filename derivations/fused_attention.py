@@ -16,7 +16,6 @@ vanish, and rows that are masked altogether, which torch sets to zero, vanish as
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,19 +24,16 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from derivations.attention_strips import NOT_NUMBERS, Heads
 from derivations.directions import align, parts, unbroadcast
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.softmax import covariance, from_peak, peaks
-from derivations.tiled_attention import NOT_NUMBERS, Moved, TiledHead
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
 """Torch's function, also while another one is called by its name."""
 
-TILED = 512**2
-"""Queries times keys from which attention is read tile by tile on a processor, where that is faster too."""
-
-TILED_ON_AN_ACCELERATOR = 2048**2
-"""The same where single operations on small tiles do not pay."""
+IN_STRIPS = 512**2
+"""Queries times keys from which attention is read strip by strip, which is faster too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +86,8 @@ class ScaledDotProductAttention(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
-        least = TILED if inputs[0].device.type == "cpu" else TILED_ON_AN_ACCELERATOR
-        if inputs[0].shape[-2] * inputs[1].shape[-2] >= least and not moves_mask:
-            return TiledAttention(self, inputs, adjoint, wanted)
+        if inputs[0].shape[-2] * inputs[1].shape[-2] >= IN_STRIPS and not moves_mask:
+            return AttentionInStrips(self, inputs, adjoint, wanted)
         return LinearisedAttention(self, inputs, adjoint, wanted)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
@@ -260,8 +255,8 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("...ij,...jk->...ik", a, b)
 
 
-class TiledAttention(Linearised):
-    """Fused attention at one point, head by head and tile by tile: nothing of queries times keys is kept."""
+class AttentionInStrips(Linearised):
+    """Fused attention at one point, a strip of queries at a time: nothing of queries times keys is kept."""
 
     primitive: ScaledDotProductAttention
 
@@ -269,87 +264,61 @@ class TiledAttention(Linearised):
         self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None
     ) -> None:
         super().__init__(primitive, inputs, adjoint, wanted)
-        self._last: tuple[Tangents, list[tuple[Tensor, Tensor]]] | None = None
-        given = [primitive._arrange(x.unsqueeze(0), inputs)[0].contiguous() for x in inputs[:3]]
-        mask = inputs[3] if len(inputs) > 3 else primitive.mask
-        shown = None if mask is None else primitive._arrange(mask.unsqueeze(0), inputs)[0]
-        self.lead = torch.broadcast_shapes(*(x.shape[:-2] for x in given))
-        self.at = list(itertools.product(*map(range, self.lead)))
-        self.heads = [
-            TiledHead(
-                _head(given[0], at),
-                _head(given[1], at),
-                _head(given[2], at),
-                primitive._scale(inputs),
-                None if shown is None else _head(shown, at),
-                primitive.is_causal,
-            )
-            for at in self.at
-        ]
-        self.arranged = [x.shape for x in given]
-        self.W = None if adjoint is None else primitive._arrange(adjoint.unsqueeze(0), inputs)[0].contiguous()
+        self.arranged = [primitive._arrange(x.unsqueeze(0), inputs).shape[1:] for x in inputs[:3]]
+        self.lead = torch.broadcast_shapes(*(shape[:-2] for shape in self.arranged))
+        Q, K, V = (self._heads(x.unsqueeze(0))[0] for x in inputs[:3])
+        mask, mask_of = inputs[3] if len(inputs) > 3 else primitive.mask, None
+        if mask is not None:
+            shown = primitive._arrange(mask.unsqueeze(0), inputs)[0]
+            mask = shown.reshape(-1, *shown.shape[-2:]).expand(-1, Q.shape[1], K.shape[1])
+            if len(mask) > 1:
+                every = torch.arange(len(mask), device=mask.device).reshape(shown.shape[:-2])
+                mask_of = every.expand(self.lead).reshape(-1)
+        self.heads = Heads(Q, K, V, primitive._scale(inputs), mask, mask_of, primitive.is_causal)
+        self.W = None if adjoint is None else self._heads(adjoint.unsqueeze(0))[0]
 
     def forget(self) -> None:
         """Keep the arrays arranged by heads; of Q, K and V as given, the shapes stay."""
         self.inputs = (*map(hollow, self.inputs[:3]), *self.inputs[3:])
 
     def push(self, tangents: Tangents) -> Tensor:
-        """Return (A o tau) V + A v; what :meth:`pull` needs of it is kept for the same tangents."""
+        """Return C_A(t) V + A v."""
         count = _moving(self.primitive, tangents)
-        out, known = self._pushed(tangents, count)
-        if self.W is not None:
-            self._last = (tangents, known)
-        return out
-
-    def _pushed(self, tangents: Tangents, count: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Return the tangent of the output and, for every direction and head, what :meth:`Head.pull` needs of it."""
-        moved = self._moved(tangents)
-        out = self.heads[0].V.new_empty(count, *self.lead, len(self.heads[0].Q), self.heads[0].V.shape[1])
-        known: list[tuple[Tensor, Tensor]] = []
-        for s in range(count):
-            for at, head in zip(self.at, self.heads, strict=True):
-                out[s][at], r, change = head.push(_of(moved, s, at))
-                known.append((r, change))
-        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:]), known
+        out = self.heads.push([None if t is None else self._heads(t) for t in tangents[:3]])
+        return out.reshape(count, *self.primitive._rows(self.inputs), *out.shape[-2:])
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of Q, K and V; a mask is a constant."""
-        count = _directions((bar, *(tangents or ())))
+        return self._pull(bar, tangents, None)
+
+    def push_and_pull(self, bar: Tensor | None, tangents: Tangents) -> tuple[Tensor, Covectors]:
+        """Return both, with the weights of each strip computed once."""
+        out = self.heads.output(_moving(self.primitive, tangents))
+        covectors = self._pull(bar, tangents, out)
+        return out.reshape(-1, *self.primitive._rows(self.inputs), *out.shape[-2:]), covectors
+
+    def _pull(self, bar: Tensor | None, tangents: Tangents | None, pushed: Tensor | None) -> Covectors:
+        """Return the covectors, and add the tangents of the output to ``pushed`` where it is there."""
+        moved = [None if t is None else self._heads(t) for t in (tangents or (None,) * 3)[:3]]
+        count = _directions((bar, *moved))
         if count is None:
             return (None,) * len(self.inputs)
-        known = None
-        if tangents is not None and any(t is not None for t in tangents):
+        if any(t is not None for t in moved):
             _ = self.adjoint  # without one tangents cannot be pulled
-            last, self._last = self._last, None
-            known = last[1] if last is not None and last[0] is tangents else self._pushed(tangents, count)[1]
-        moved = self._moved(tangents or (None,) * 3)
-        bars = None if bar is None else self.primitive._arrange(bar, self.inputs)
         still = bar is None and moved[0] is None and moved[1] is None  # then V's covector is zero
-        out = [
-            self.heads[0].Q.new_zeros(count, *shape) if w and not (still and n == 2) else None
-            for n, (shape, w) in enumerate(zip(self.arranged, self.wanted[:3], strict=True))
+        heads = self.heads
+        sums = [
+            x.new_zeros(count, *x.shape) if w and not (still and x is heads.V) else None
+            for x, w in zip((heads.Q, heads.K, heads.V), self.wanted[:3], strict=True)
         ]
-        for s in range(count):
-            for n, (at, head) in enumerate(zip(self.at, self.heads, strict=True)):
-                into = [None if x is None else _head(x[s], at) for x in out]
-                b = None if bars is None else _head(bars[s], at)
-                if known is None:
-                    head.pull(None, b, (None, None, None), None, None, into)
-                elif self.W is not None:
-                    head.pull(_head(self.W, at), b, _of(moved, s, at), *known[s * len(self.at) + n], into)
-        found = [None if x is None else x.reshape(-1, *given.shape) for x, given in zip(out, self.inputs, strict=False)]
+        heads.pull(self.W, None if bar is None else self._heads(bar), moved, [*sums, pushed])
+        found = [
+            None if x is None else unbroadcast(x.unflatten(1, self.lead or (1,)), shape).reshape(-1, *like.shape)
+            for x, shape, like in zip(sums, self.arranged, self.inputs, strict=False)
+        ]
         return (*found, *(None,) * (len(self.inputs) - 3))
 
-    def _moved(self, tangents: Tangents) -> list[Tensor | None]:
-        return [None if t is None else self.primitive._arrange(t, self.inputs) for t in tangents[:3]]
-
-
-def _head(x: Tensor, at: tuple[int, ...]) -> Tensor:
-    """Return the matrix of one head; an axis of length 1 serves all."""
-    lead = x.shape[:-2]
-    return x[tuple(min(i, n - 1) for i, n in zip(at[len(at) - len(lead) :], lead, strict=True))]
-
-
-def _of(moved: Sequence[Tensor | None], s: int, at: tuple[int, ...]) -> Moved:
-    q, k, v = (None if t is None else _head(t[s], at) for t in moved)
-    return q, k, v
+    def _heads(self, t: Tensor) -> Tensor:
+        """Return tangents of an input as (S, heads, rows, columns), repeated where heads share it."""
+        t = self.primitive._arrange(t, self.inputs)
+        return t.expand(t.shape[0], *self.lead, *t.shape[-2:]).reshape(t.shape[0], -1, *t.shape[-2:])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.directions import align, same_rows, unbroadcast
+from derivations.directions import add_at, align, same_rows, unbroadcast
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
@@ -161,7 +161,7 @@ class Take(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         out = adjoint.new_zeros(adjoint.shape[0], inputs[0].numel())
-        out.index_add_(1, self.at.reshape(-1), adjoint.reshape(adjoint.shape[0], -1))
+        add_at(out, 1, self.at.reshape(-1), adjoint.reshape(adjoint.shape[0], -1))
         return (out.reshape(-1, *inputs[0].shape),)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:

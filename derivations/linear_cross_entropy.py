@@ -35,8 +35,8 @@ from derivations.primitive import (
 )
 from derivations.softmax import peaks
 
-LOGITS = 2**23
-"""Entries of logits that are made at a time: 32 megabytes of float32, of which a handful are held."""
+LOGITS, ON_AN_ACCELERATOR = 2**23, 2**26
+"""Entries of logits that are made at a time: 32 megabytes of float32, of which a handful are held; 256 where launches cost."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class LinearCrossEntropy(ByLinearising):
         _check(hidden, weight, labels, self.ignore_index)
         out = hidden.new_empty(labels.numel())
         flat, each, column = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self._label(labels).reshape(-1, 1)
-        for part in _parts(len(flat), len(weight)):
+        for part in _parts(flat, len(weight)):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             loss = torch.logsumexp(logits, -1) - (1 - self.label_smoothing) * logits.gather(1, column[part]).squeeze(1)
             if self.label_smoothing:
@@ -160,7 +160,7 @@ class LinearisedHead(Linearised):
         hidden, weight, bias, labels = self.inputs
         rows, each = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         loss = CrossEntropy(self.primitive.ignore_index, self.primitive.label_smoothing, 1.0)
-        for part in _parts(len(rows), count * len(weight)):
+        for part in _parts(rows, count * len(weight)):
             at = LinearisedCrossEntropy(loss, (torch.nn.functional.linear(rows[part], weight, bias), each[part]), None, None)
             at.forget()
             yield part, at
@@ -185,11 +185,11 @@ class LinearisedHead(Linearised):
         return x.reshape(-1, n) if normalizer is None else (x / normalizer).reshape(-1, 1).expand(-1, n)
 
 
-def _parts(tokens: int, entries: int) -> Iterator[slice]:
+def _parts(tokens: Tensor, entries: int) -> Iterator[slice]:
     """Yield slices of the tokens, each with about LOGITS entries or one token."""
-    step = max(1, LOGITS // max(1, entries))
-    for start in range(0, tokens, step):
-        yield slice(start, min(start + step, tokens))
+    step = max(1, (LOGITS if tokens.device.type == "cpu" else ON_AN_ACCELERATOR) // max(1, entries))
+    for start in range(0, len(tokens), step):
+        yield slice(start, min(start + step, len(tokens)))
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:

@@ -16,6 +16,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from derivations.directions import add_at
+
 Inputs: TypeAlias = Sequence[Tensor]
 Tangents: TypeAlias = Sequence[Tensor | None]
 Covectors: TypeAlias = tuple[Tensor | None, ...]
@@ -207,7 +209,7 @@ class CovectorSum:
 
     def add_rows(self, at: Tensor, rows: Tensor) -> None:
         """Add rows (S, n, ...) to those at some indices (n,) of the second axis."""
-        self.close().index_add_(1, at, rows)
+        add_at(self.close(), 1, at, rows)
 
     def close(self) -> Tensor:
         """Return the sum: zeros where nothing was added."""
@@ -299,6 +301,10 @@ class Linearised:
             return first or (None,) * len(self.inputs)
         second = self.primitive.curvature(self.inputs, self.adjoint, tangents)
         return second if first is None else tuple(plus(a, b) for a, b in zip(first, second, strict=True))
+
+    def push_and_pull(self, bar: Tensor | None, tangents: Tangents) -> tuple[Tensor, Covectors]:
+        """Return :meth:`push` and :meth:`pull` of the same tangents."""
+        return self.push(tangents), self.pull(bar, tangents)
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
         """As :meth:`pull`, but add the covectors of inputs that have a sum to it, and return None for them."""

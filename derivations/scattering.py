@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from derivations.directions import add_at
 from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
@@ -45,7 +46,7 @@ class TakeAmong(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         out = adjoint.new_zeros(adjoint.shape[0], sum(x.numel() for x in inputs))
-        out.index_add_(1, self.at.reshape(-1), adjoint.reshape(adjoint.shape[0], -1))
+        add_at(out, 1, self.at.reshape(-1), adjoint.reshape(adjoint.shape[0], -1))
         pieces = out.split([x.numel() for x in inputs], 1)
         return tuple(piece.reshape(-1, *x.shape) for piece, x in zip(pieces, inputs, strict=True))
 
@@ -96,4 +97,4 @@ class AddAt(Primitive):
 
     def _put(self, y: Tensor, X: Tensor) -> Tensor:
         out = y.new_zeros(y.shape[0], X.numel())
-        return out.index_add_(1, self.at.reshape(-1), y.reshape(y.shape[0], -1), alpha=self.alpha)
+        return add_at(out, 1, self.at.reshape(-1), self.alpha * y.reshape(y.shape[0], -1))

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from derivations.directions import add_at
 from hessiankit.tracing.trace import Application, Trace
 
 SCRATCH = 2**21  # entries of work space
@@ -237,12 +238,16 @@ class IndexJacobian(ParameterJacobian):
         groups, m, p, c = x.shape
         shift = torch.arange(groups, device=x.device).reshape(-1, 1) * self.size
         into = x.new_zeros(groups * self.size, c)
-        into.index_add_(0, (self.which.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
+        add_at(into, 0, (self.which.reshape(groups, m * p) + shift).reshape(-1), x.reshape(-1, c))
         return into.reshape(groups, self.size, c)
 
     def add_vjp(self, x: Tensor, into: Tensor) -> None:
         index = self.which.reshape(1, x.shape[1], -1).expand(len(x), -1, -1)
-        into.scatter_add_(2, index, x.flatten(2))
+        if x.device.type == "cpu":
+            into.scatter_add_(2, index, x.flatten(2))
+        else:  # in the same order always
+            at = torch.meshgrid(*(torch.arange(n, device=x.device) for n in index.shape[:2]), indexing="ij")
+            torch._index_put_impl_(into, (*(a.unsqueeze(2) for a in at), index), x.flatten(2), True, True)
 
     def columns(self, start: int, stop: int, like: Tensor) -> Tensor:
         entries = torch.arange(start, stop, device=like.device).reshape(-1, 1, 1)
@@ -253,13 +258,13 @@ class IndexJacobian(ParameterJacobian):
 
     def rows(self, x: Tensor, start: int, stop: int) -> Tensor:
         index = self.which[:, start:stop].reshape(-1)
-        return x.new_zeros(self.size, x.shape[2]).index_add_(0, index, x.reshape(-1, x.shape[2]))
+        return add_at(x.new_zeros(self.size, x.shape[2]), 0, index, x.reshape(-1, x.shape[2]))
 
     def diagonal(self, D: Tensor) -> Tensor:
         groups, m, _, p = D.shape
         which = self.which.reshape(groups, m, p)
         rows = D.sum(2) if m == 1 else (D * (which.unsqueeze(2) == which.unsqueeze(1))).sum(2)
-        return D.new_zeros(self.size).index_add_(0, which.reshape(-1), rows.reshape(-1))
+        return add_at(D.new_zeros(self.size), 0, which.reshape(-1), rows.reshape(-1))
 
     def reaches_one_column(self) -> bool:
         column = torch.arange(self.which.shape[1], device=self.which.device).expand_as(self.which)

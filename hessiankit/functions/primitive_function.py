@@ -66,9 +66,14 @@ def _pull(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> t
         present = _present(x)
         at_point = _PRIMITIVES[name].linearise(present, W, wanted[: len(present)])
         tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in t[: len(present)]]
-        output = at_point.push(tangents or ()) if pushed else None
-        covectors = (*at_point.pull(None if b is None else b.unsqueeze(0), tangents), None)[:INPUTS]
-        filled = zip((*wanted, pushed), (*covectors, output), _empty(name, wanted, pushed, *tensors), strict=True)
+        bar, output = None if b is None else b.unsqueeze(0), None
+        if pushed:
+            output, covectors = at_point.push_and_pull(bar, tangents or ())
+        else:
+            covectors = at_point.pull(bar, tangents)
+        filled = zip(
+            (*wanted, pushed), (*(*covectors, None)[:INPUTS], output), _empty(name, wanted, pushed, *tensors), strict=True
+        )
         return tuple(y if not w else y.zero_() if c is None else c[0].to(y.dtype) for w, c, y in filled)
 
 

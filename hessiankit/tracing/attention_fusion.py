@@ -16,15 +16,15 @@ from torch import Tensor
 
 from derivations.cast import Cast
 from derivations.elementwise import Divide
-from derivations.fused_attention import TILED, ScaledDotProductAttention
+from derivations.fused_attention import IN_STRIPS, ScaledDotProductAttention
 from derivations.indexing import Where
 from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
 from derivations.primitive import Primitive, hollow
 from derivations.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
-ENTRIES = TILED
-"""Weights of a head from which attention is fused: where fused attention works tile by tile."""
+ENTRIES = IN_STRIPS
+"""Weights of a head from which attention is fused: where fused attention works strip by strip."""
 
 MOVES = (Reshape, Permute, Expand, Cast)
 """Primitives that only rearrange entries."""

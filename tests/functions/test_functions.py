@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
-from derivations import fused_attention, linear_cross_entropy, tiled_attention
+from derivations import attention_strips, fused_attention, linear_cross_entropy
 from hessiankit.support.errors import InputError
 
 Function = Callable[..., Tensor]
@@ -87,9 +87,8 @@ CASES["losses, another label ignored"] = (
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once with arrays that fit, once tile by tile, at sizes that no tile divides."""
     if request.param == "tiles":
-        monkeypatch.setattr(fused_attention, "TILED", 0)
-        monkeypatch.setattr(tiled_attention, "QUERIES", 3)
-        monkeypatch.setattr(tiled_attention, "KEYS", 4)
+        monkeypatch.setattr(fused_attention, "IN_STRIPS", 0)
+        monkeypatch.setattr(attention_strips, "ENTRIES", 12)
         monkeypatch.setattr(linear_cross_entropy, "LOGITS", 20)
 
 

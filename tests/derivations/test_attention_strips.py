@@ -1,4 +1,4 @@
-"""Attention tile by tile against the same formulas on whole matrices, at sizes that no tile divides, and against autograd."""
+"""Attention strip by strip against the same formulas on whole matrices, at sizes that no strip divides, and against autograd."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from derivations import fused_attention, tiled_attention
-from derivations.fused_attention import LinearisedAttention, ScaledDotProductAttention, TiledAttention
+from derivations import attention_strips, fused_attention
+from derivations.fused_attention import AttentionInStrips, LinearisedAttention, ScaledDotProductAttention
 from hessiankit.curvature.operator import hessian_operator
 
 
-@pytest.fixture(autouse=True)
-def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_attention, "QUERIES", 3)
-    monkeypatch.setattr(tiled_attention, "KEYS", 4)
+@pytest.fixture(autouse=True, params=[30, 200])
+def entries(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strips of some queries of a head, and of several heads."""
+    monkeypatch.setattr(attention_strips, "ENTRIES", request.param)
 
 
 def qkv(*shapes: tuple[int, ...], scale: float = 1.0) -> list[Tensor]:
@@ -64,41 +64,26 @@ def test_equals_the_whole_matrices(name: str, count: int) -> None:
     primitive, inputs = CASES[name]
     out = primitive.value(*inputs)
     wanted = [k < 3 for k in range(len(inputs))]
-    whole, tiled = (f(primitive, inputs, draw(*out.shape, seed=8), wanted) for f in (LinearisedAttention, TiledAttention))
-    tiled.forget()
+    whole, strips = (f(primitive, inputs, draw(*out.shape, seed=8), wanted) for f in (LinearisedAttention, AttentionInStrips))
+    strips.forget()
     bar, everything = draw(count, *out.shape, seed=9), [draw(count, *x.shape, seed=10 + k) for k, x in enumerate(inputs[:3])]
     for moving in MOVING.get(name, [ALL]):
         tangents = [*(t if m else None for t, m in zip(everything, moving, strict=True)), *[None] * (len(inputs) - 3)]
         if any(moving):
-            close(tiled.push(tangents), whole.push(tangents))
+            close(strips.push(tangents), whole.push(tangents))
         for given, along in ((bar, tangents), (None, tangents)) if any(moving) else ((bar, None),):
-            for found, expected in zip(tiled.pull(given, along), whole.pull(given, along), strict=True):
+            for found, expected in zip(strips.pull(given, along), whole.pull(given, along), strict=True):
                 if expected is None or found is None:
                     assert found is None
                 else:
                     close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["boolean mask", "causal, more keys"])
-def test_without_waiting_for_the_number_of_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator: all rows of a tile are treated alike, also those whose peak lies elsewhere."""
-    monkeypatch.setattr(tiled_attention.TiledHead, "_where", lambda self, rows: torch.arange(len(rows)))
-    test_equals_the_whole_matrices(name, 1)
-
-
-def test_what_is_kept_of_other_tangents_is_not_used() -> None:
+def test_tangents_need_an_adjoint() -> None:
     primitive, inputs = CASES["causal"]
-    adjoint, bar = draw(2, 2, 9, 3, seed=8), draw(1, 2, 2, 9, 3, seed=9)
-    one, other = ([draw(1, *x.shape, seed=seed + k) for k, x in enumerate(inputs)] for seed in (10, 20))
-    at_point = TiledAttention(primitive, inputs, adjoint, None)
-    expected = TiledAttention(primitive, inputs, adjoint, None).pull(bar, one)
-    at_point.push(one)
-    at_point.push(other)
-    for found, right in zip(at_point.pull(bar, one), expected, strict=True):
-        assert found is not None
-        assert torch.equal(found, right)
+    one = [draw(1, *x.shape, seed=10 + k) for k, x in enumerate(inputs)]
     with pytest.raises(ValueError, match="linearised without an adjoint"):
-        TiledAttention(primitive, inputs, None, None).pull(bar, one)
+        AttentionInStrips(primitive, inputs, None, None).pull(None, one)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -119,8 +104,8 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [None, "layers"])
-def test_products_through_tiles_equal_reverse_over_reverse(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused_attention, "TILED", 0)
+def test_products_through_strips_equal_reverse_over_reverse(recompute: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "IN_STRIPS", 0)
     torch.manual_seed(0)
     module, x, t = Attention().double(), draw(1, 5, 4), draw(1, 5, 8, seed=1)
     names = [name for name, p in module.named_parameters() if p.requires_grad]
@@ -130,13 +115,13 @@ def test_products_through_tiles_equal_reverse_over_reverse(recompute: str | None
     expected = expected[: len(found), : len(found)]  # the frozen matrix comes last
     assert float((found - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
     if recompute is None:
-        assert any(isinstance(step.primitive, TiledAttention) for step in operator._batches[0]._steps(0))
+        assert any(isinstance(step.primitive, AttentionInStrips) for step in operator._batches[0]._steps(0))
 
 
 def test_weights_that_are_not_numbers_are_refused() -> None:
     Q, K, V = SAME
     with pytest.raises(ValueError, match="the attention weights are not numbers"):
-        TiledAttention(ScaledDotProductAttention(), [Q * torch.inf, K, V], None, None).push([Q.unsqueeze(0), None, None])
+        AttentionInStrips(ScaledDotProductAttention(), [Q * torch.inf, K, V], None, None).push([Q.unsqueeze(0), None, None])
 
 
 @st.composite
@@ -169,15 +154,15 @@ def test_masks_whose_tiles_are_zero_or_hidden(case: tuple[Tensor, int]) -> None:
         weights = (Q @ K.mT / 3**0.5 + mask).exp()
         return weights / weights.sum(1, keepdim=True) @ V
 
-    tiled = TiledAttention(ScaledDotProductAttention(mask=mask), inputs, adjoint, [True] * 3)
+    strips = AttentionInStrips(ScaledDotProductAttention(mask=mask), inputs, adjoint, [True] * 3)
     pushed = torch.func.jvp(plain, tuple(inputs), tuple(tangents))[1]
-    assert (tiled.push([t.unsqueeze(0) for t in tangents])[0] - pushed).abs().max() < 1e-12 * (1 + pushed.abs().max())
+    assert (strips.push([t.unsqueeze(0) for t in tangents])[0] - pushed).abs().max() < 1e-12 * (1 + pushed.abs().max())
 
     def slope(*at: Tensor) -> tuple[Tensor, ...]:
         return torch.func.vjp(plain, *at)[1](adjoint)  # type: ignore[no-any-return]
 
     pulled, bent = torch.func.vjp(plain, *inputs)[1](bar), torch.func.jvp(slope, tuple(inputs), tuple(tangents))[1]
-    found = tiled.pull(bar.unsqueeze(0), [t.unsqueeze(0) for t in tangents])
+    found = strips.pull(bar.unsqueeze(0), [t.unsqueeze(0) for t in tangents])
     for covector, first, second in zip(found, pulled, bent, strict=True):
         assert covector is not None
         assert (covector[0] - first - second).abs().max() < 1e-11 * (1 + first.abs().max() + second.abs().max())
