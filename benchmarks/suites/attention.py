@@ -42,11 +42,11 @@ def _by_logits(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(hidden, weight), labels)
 
 
-def problem_of(name: str) -> tuple[list[tuple[int, ...]], dict[str, Function], int]:
+def problem_of(name: str, device: str) -> tuple[list[tuple[int, ...]], dict[str, Function], int]:
     """Return shapes of inputs, functions of them (ours, torch's with two derivatives, with one), and entries of an array."""
     generator = torch.Generator().manual_seed(0)
     if found := re.fullmatch(r"head-C(\d+)", name):
-        labels = torch.randint(int(found[1]), (TOKENS,), generator=generator)
+        labels = torch.randint(int(found[1]), (TOKENS,), generator=generator).to(device)
         ours, torchs = partial(hessiankit.linear_cross_entropy, labels=labels), partial(_by_logits, labels=labels)
         return [(TOKENS, WIDTH), (int(found[1]), WIDTH)], {"ours": ours, "twice": torchs, "once": torchs}, TOKENS * int(found[1])
     causal, length = "causal" in name, int(name.rpartition("L")[2])
@@ -70,7 +70,7 @@ def double_backward(function: Function, x: Sequence[Tensor], v: Sequence[Tensor]
 
 
 def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
-    shapes, functions, entries = problem_of(cell["problem"])
+    shapes, functions, entries = problem_of(cell["problem"], plan.device)
     generator, dtype = torch.Generator().manual_seed(1), DTYPES[cell["dtype"]]
     x, v = ([torch.randn(s, generator=generator).to(plan.device, dtype) for s in shapes] for _ in range(2))
     if len(x) == 2:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.kronecker import KroneckerFactors, completed
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
+from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
@@ -76,6 +78,7 @@ class HessianOperator(SymmetricOperator):
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
+        self._replayed = Replayed(self._block) if task.device.type == "cuda" and not self.fallbacks else None
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
@@ -93,14 +96,16 @@ class HessianOperator(SymmetricOperator):
         Of the first two vectors that were multiplied; before that, of two random ones, at the price of their products.
         """
         if self._symmetry is None:
-            generator = torch.Generator(self.device).manual_seed(0)
-            pairs = []
-            for _ in range(2):
-                v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
-                pairs.append((v[0], self._blocks(v)[0]))
-                self._check_finite(*pairs[-1])
-            self._symmetry, self._pair, self._is_untested = self._asymmetry(*pairs[0], *pairs[1]), None, False
+            self._symmetry, self._pair, self._is_untested = self._asymmetry(*self._drawn(0), *self._drawn(1)), None, False
         return self._symmetry
+
+    def _drawn(self, seed: int) -> tuple[Tensor, Tensor]:
+        """Return a random vector and its product."""
+        generator = torch.Generator(self.device).manual_seed(seed)
+        v = torch.randn(1, self.shape[0], generator=generator, dtype=self.torch_dtype, device=self.device)
+        Hv = self._blocks(v)
+        self._check_finite(v, Hv)
+        return v[0], Hv[0]
 
     def to_torch(self) -> TorchOperator:
         """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
@@ -115,8 +120,18 @@ class HessianOperator(SymmetricOperator):
 
     @full_precision()
     def _blocks(self, rows: Tensor) -> Tensor:
-        blocks = [self._sum(batch.product(part) for batch in self._batches) for part in rows.split(self.block_size) if len(part)]
+        product = self._replayed or self._block
+        if self._replayed is not None:  # a graph reads what it read when it was captured
+            self._check_shared()
+        blocks = [product(part) for part in rows.split(self.block_size) if len(part)]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
+
+    def _check_shared(self) -> None:
+        for task in self._tasks:
+            task.state.check_shared("HessianOperator")
+
+    def _block(self, rows: Tensor) -> Tensor:
+        return self._sum(batch.product(rows) for batch in self._batches)
 
     def _sum(self, terms: Iterable[Tensor]) -> Tensor:
         """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
@@ -214,7 +229,7 @@ class HessianOperator(SymmetricOperator):
         """
         check_name(WHO, "approximation", name, PRECONDITIONERS)
         if name not in self._approximations:
-            self._tasks[0].state.check_shared("HessianOperator")
+            self._check_shared()
             tasks = list(map(_at_the_point, self._tasks, self._batches))
             if name == "diagonal":
                 every = torch.arange(self.shape[0], device=self.device)
@@ -239,6 +254,8 @@ class HessianOperator(SymmetricOperator):
     def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
 
+        Where they are parallel two random ones take their place, at the price of their products.
+
         Raises:
             InputError: They are not.
         """
@@ -247,7 +264,10 @@ class HessianOperator(SymmetricOperator):
         for v, Hv in zip(rows, found, strict=True):
             if pair is None:
                 pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
-            elif not _parallel(pair[0], v):
+            elif _parallel(pair[0], v):
+                _ = self.symmetry_error
+                return
+            else:
                 self._symmetry, self._pair, self._is_untested = self._asymmetry(*pair, v, Hv), None, False
                 return
         self._pair, self._is_untested = (None, False) if large else (pair, True)
@@ -271,31 +291,6 @@ class HessianOperator(SymmetricOperator):
                 "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
             )
         return error
-
-
-class TorchOperator:
-    """A :class:`HessianOperator` for torch vectors only, with the attributes that curvlinops' estimators ask for."""
-
-    def __init__(self, operator: HessianOperator) -> None:
-        self._operator = operator
-        self.shape: tuple[int, int] = operator.shape
-        self.dtype, self.device = operator.torch_dtype, operator.device
-
-    def __matmul__(self, vectors: Tensor) -> Tensor:
-        return self._operator @ vectors  # type: ignore[no-any-return]
-
-    @property
-    def T(self) -> TorchOperator:
-        """The transpose: the operator itself."""
-        return self
-
-    def adjoint(self) -> TorchOperator:
-        """Return the adjoint: the operator itself."""
-        return self
-
-    def to_scipy(self) -> HessianOperator:
-        """Return the SciPy operator."""
-        return self._operator
 
 
 def _is_parameters(x: Any) -> bool:

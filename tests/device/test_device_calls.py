@@ -12,6 +12,9 @@ from torch import Tensor
 import hessiankit as hk
 from hessiankit.support.torch_state import preserved_state
 
+if DEVICE == "pretended":
+    import pretended
+PRETENDED = pytest.mark.skipif(DEVICE != "pretended", reason="only the pretended device has a limit that is set")
 DEFAULT = pytest.mark.parametrize("default", [None, DEVICE], ids=["default cpu", "default device"])
 SETTINGS = [
     ("convolutions", torch.float64, None),
@@ -90,9 +93,9 @@ def test_two_devices_are_one_clear_error() -> None:
         hk.hessian(module, *case.data, loss=case.loss)
 
 
+@PRETENDED
 def test_too_large_for_the_device_says_what_to_do() -> None:
     case = cases(torch.float64)["encoder"].on(DEVICE)
-    pretended = pytest.importorskip("pretended")
     with pretended.memory_limit(2**18), pytest.raises(hk.OutOfMemoryError, match="Select parameters with params="):
         hk.hessian(case.module, *case.data, loss=case.loss)
 
@@ -116,8 +119,8 @@ def test_tensor_float_32_is_left_out(model: str) -> None:
     assert torch.equal(products, CALLS["hessian_operator"](case))
 
 
+@PRETENDED
 def test_a_device_that_runs_out_on_the_way_says_what_to_do() -> None:
-    pretended = pytest.importorskip("pretended")
     case = cases(torch.float64)["encoder"].on(DEVICE)
     with pretended.memory_limit(2**12), pytest.raises(hk.OutOfMemoryError, match=r"hessian_operator: .*out of memory.*params="):
         hk.hessian_operator(case.module, *case.data, loss=case.loss)
