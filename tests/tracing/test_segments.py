@@ -14,7 +14,6 @@ from readings import assert_readings, in_turn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
@@ -184,18 +183,6 @@ class WithHooks(nn.Module):
         return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
 
 
-class Packed(nn.Module):
-    """A recurrent network over sequences of unequal lengths."""
-
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
-        super().__init__()
-        self.net = kind(4, 1, batch_first=True).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        packed = pack_padded_sequence(torch.stack([x, 2 * x]), [3, 2], batch_first=True)
-        return pad_packed_sequence(self.net(packed)[0], batch_first=True)[0].sum(0)
-
-
 def transform(of: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
     """What a transform of torch.func makes of a layer."""
     return lambda s, x: of(lambda a: torch.tanh(a @ s.W) * s.v, x)
@@ -236,8 +223,6 @@ CASES: dict[str, tuple[nn.Module | Callable[[Formula, Tensor], Tensor], str]] = 
     "times a complex number": (lambda s, x: ((x @ s.W) * (2 + 1j)).imag * s.v.tanh(), "ViewAsRealBackward0"),
     "exponential": (lambda s, x: torch.exp(1j * (x @ s.W)).real * s.v, "autograd: SelectBackward0"),
     "hooks of modules": (WithHooks(), ""),
-    "packed LSTM": (Packed(nn.LSTM), "aten.lstm.data"),
-    "packed GRU": (Packed(nn.GRU), "aten.gru.data"),
 }
 
 

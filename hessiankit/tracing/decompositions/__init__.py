@@ -4,9 +4,10 @@
 layer written with it are recognised), a convolution over patches that do not overlap is a linear map of each patch.
 """
 
-from hessiankit.tracing.decompositions import convolutions, functions, losses, norms, products, statistics
+from hessiankit.tracing.decompositions import convolutions, functions, losses, norms, products, recurrent, statistics
 from hessiankit.tracing.decompositions.registry import COMPOSITE, DECOMPOSITIONS, aten, decomposes
 
 __all__ = [
-    "COMPOSITE", "DECOMPOSITIONS", "aten", "convolutions", "decomposes", "functions", "losses", "norms", "products", "statistics",
+    "COMPOSITE", "DECOMPOSITIONS", "aten", "convolutions", "decomposes", "functions", "losses", "norms", "products", "recurrent",
+    "statistics",
 ]  # fmt: skip
