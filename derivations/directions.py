@@ -61,6 +61,19 @@ def add_at(out: Tensor, axis: int, at: Tensor, x: Tensor) -> Tensor:
     return out
 
 
+ON_AN_ACCELERATOR = 32
+"""How many times as much is treated together where calls cost, and large arrays are as fast as small ones."""
+
+
+def together(entries: int, like: Tensor) -> int:
+    """Return how many entries are treated together: so many, which a processor's caches hold, or more on an accelerator.
+
+    >>> together(4, torch.zeros(1)), together(4, torch.zeros(1, device="meta"))
+    (4, 128)
+    """
+    return entries if like.device.type == "cpu" else entries * ON_AN_ACCELERATOR
+
+
 CACHE_ENTRIES = 2**17
 """Entries of one part, about a megabyte of float64: it stays in a core's second-level cache through several passes."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, sections, sweeps
+from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, sections, sweeps, work_space
 from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
 
 
@@ -165,7 +165,7 @@ class BlockRows:
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
                 pairs = PairSums(reader)
-                for cuts in plan.chunks(each):
+                for cuts in plan.chunks(each, work_space(self.paths)):
                     self._read_directions(section, plan, cuts, columns, tail, reader, pairs)
                 pairs.close()
                 reader.finish()
@@ -268,7 +268,7 @@ class BlockRows:
         Z = y.new_zeros(groups, m, d.outputs, columns.size)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
         plan = SweepPlan(path, [d], self.paths.work(path)[0], False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size):
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths)):
             count = m * (stop - start)
             here = [y.new_zeros(groups, count, columns.size), y.new_zeros(groups, count, K.shape[3])]
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from derivations.directions import together
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.kernel_calls import KernelSum, kernel_sum
 
@@ -53,7 +54,7 @@ def add_selected(u: ParameterJacobian, v: ParameterJacobian, K: Tensor, into: Te
         into += v.vjp((K if u.is_ones else K * u.X.unsqueeze(2)).mT).T
     else:
         assert isinstance(u, WeightJacobian)
-        step = max(1, SCRATCH // (u.size * K.shape[2]))
+        step = max(1, together(SCRATCH, K) // (u.size * K.shape[2]))
         for start in range(0, len(K), step):
             rows = slice(start, start + step)
             pairs = torch.einsum("ni,npq->nqip", u.X[rows], K[rows])
@@ -73,7 +74,7 @@ def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, int
         own += k.sum(0) if X is None else X.T @ k
         return
     i, j = u.X.shape[1], v.X.shape[1]
-    step = max(1, OUTER // j)
+    step = max(1, together(OUTER, k) // j)
     for start in range(0, i, step):
         outer = (u.X[:, start : start + step].unsqueeze(2) * v.X.unsqueeze(1)).flatten(1)
         own[start : start + step].add_((outer.T @ k).reshape(-1, j, p))
@@ -91,12 +92,12 @@ def add_weights(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) ->
     inputs_last = into.stride(2) < into.stride(3)
     if inputs_last:  # of two factors that are both read along their rows, the product is a seventh faster
         flat = flat.T.contiguous().T
-    step = max(1, OUTER // j)
+    step = max(1, together(OUTER, K) // j)
     for start in range(0, i, step):
         stop = min(i, start + step)
         first = start if same else 0  # symmetric: the earlier columns have been seen from the other side
         outer = (x[start:stop].unsqueeze(1) * y[first:]).flatten(0, 1)
-        few = max(1, CACHE // (outer.shape[0] * q))
+        few = max(1, together(CACHE, K) // (outer.shape[0] * q))
         for top in range(0, p, few):
             bottom = min(p, top + few)
             part = flat[:, top * q : bottom * q]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import key
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import KEPT, WORK_SPACE, Section, SweepPlan, sections, sweeps
+from hessiankit.engine.sections import KEPT, Section, SweepPlan, sections, sweeps, work_space
 
 CALL = 8_000
 """Passes over a number that take as long as one call of a small operation of torch; measured, like the constants below."""
@@ -104,7 +104,7 @@ class _Count:
         passes = TOUCHED * directions * numbers + WRITES * kept
         operations = STEP * len(path) + directions * self.paths.calls(path)
         self._add(multiplications, passes, operations, apart=apart)
-        self.peak = max(self.peak, min(WORK_SPACE, 3 * directions * numbers) + 2 * kept)
+        self.peak = max(self.peak, min(work_space(self.paths), 3 * directions * numbers) + 2 * kept)
 
     def plan(self, plan: SweepPlan, section: Section, kept: int, columns: int) -> None:
         """Count what the directions of one sweep take."""
@@ -129,7 +129,8 @@ class _Count:
             written = size
         sums += count * kept
         each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
-        chunks = sum(1 for _ in plan.chunks(each))
+        space = work_space(self.paths)
+        chunks = sum(1 for _ in plan.chunks(each, space))
         self.directions += count
         columns_of = first.at if plan.by_pairs and len(plan.directions) == 1 else None
         multiplications = count * self.paths.multiplications(plan.path, alone=self.alone, columns_of=columns_of) + sums
@@ -138,7 +139,7 @@ class _Count:
         if plan.by_pairs:
             operations += PAIR * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
         self._add(multiplications, passes, operations, apart=plan.apart)
-        self.peak = max(self.peak, min(max(WORK_SPACE, each), count * each) + min(KEPT, between) + kept)
+        self.peak = max(self.peak, min(max(space, each), count * each) + min(KEPT, between) + kept)
 
     def _add(self, multiplications: float, passes: float, operations: int, *, apart: bool) -> None:
         if not apart:

@@ -20,7 +20,7 @@ from hessiankit.engine.block_rows import BlockRows, Tail, combine
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import Directions, Section, SweepPlan, sweeps
+from hessiankit.engine.sections import Directions, Section, SweepPlan, sweeps, work_space
 from hessiankit.engine.sweep import Along, UnitColumns, all_dense, dense, push, reads
 
 
@@ -41,7 +41,7 @@ def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]
             through = 0 if tail is None else tail.K[0].numel() // len(tail.K[0]) * d.groups
             parts = [
                 _equal_columns(paths, section, plan, (d, start, stop), tail)
-                for ((_, start, stop),) in plan.chunks(3 * plan.numbers + through)
+                for ((_, start, stop),) in plan.chunks(3 * plan.numbers + through, work_space(paths))
             ]
             D = torch.cat(parts, -1)
             for u in d.jacobians:

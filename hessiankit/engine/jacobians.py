@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from derivations.directions import add_at
+from derivations.directions import add_at, together
 from hessiankit.tracing.trace import Application, Trace
 
 SCRATCH = 2**21  # entries of work space
@@ -153,7 +153,7 @@ class WeightJacobian(ParameterJacobian):
             sums = self.X.square().T @ D.reshape(groups, p)  # (i, p)
         else:  # over pairs of rows of a group, some columns at a time
             X = self.X.reshape(groups, 1, m, -1)
-            step = max(1, SCRATCH // (len(self.X) * X.shape[3]))
+            step = max(1, together(SCRATCH, X) // (len(self.X) * X.shape[3]))
             parts = [(((K @ X) * X).sum((0, 2))) for K in D.permute(0, 3, 1, 2).split(step, 1)]
             sums = torch.cat(parts).T
         return (sums.T if self.transposed else sums).reshape(-1)

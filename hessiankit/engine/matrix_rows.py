@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from derivations.directions import together
 from hessiankit.engine.block_rows import Columns, shifted
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
@@ -62,11 +63,11 @@ class MatrixRows:
         regular = len(whole) == 1 and isinstance(u, (WeightJacobian, GainJacobian))
         if regular and own is None and isinstance(u, WeightJacobian) and into.stride(1) == 1 and into.dtype == Z.dtype:
             by_output = u.unfold(into[whole[0][1]], 0)  # (i, p, c)
-            if u.X.shape[1] * width >= DIRECT:
+            if u.X.shape[1] * width >= together(DIRECT, Z):
                 for k in range(start, stop):
                     by_output[:, k].addmm_(u.X.T, Z[:, k - start])
                 return
-        step = max(1, ROWS // max(1, u.size * width))
+        step = max(1, together(ROWS, Z) // max(1, u.size * width))
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = u.rows(Z[:, first - start : last - start], first, last)
@@ -89,7 +90,7 @@ class MatrixRows:
                 self.matrix.block(u.parameter, u.parameter)[own, at] += rows[span].T
                 if complete and u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
                     square = rows[span, at.start - own.start : at.stop - own.start]
-                    self.matrix.note_asymmetry(2 * float((square - square.T).abs().max()))
+                    self.matrix.note_asymmetry((square - square.T).abs().max())
 
     def add_pair(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
@@ -130,7 +131,7 @@ class MatrixRows:
     def _compare(self, K: Tensor) -> None:
         """Note how far curvature (R, p, p) of a place with itself is from symmetric."""
         total = K.sum(0)
-        self.matrix.note_skew(float((total - total.T).abs().max()), float(torch.linalg.vector_norm(K)))
+        self.matrix.note_skew((total - total.T).abs().max(), torch.linalg.vector_norm(K))
 
     def _view(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor

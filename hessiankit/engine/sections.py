@@ -18,7 +18,7 @@ from hessiankit.engine.jacobians import IdentityJacobian, ParameterJacobian, Wei
 from hessiankit.engine.paths import PASS, Paths, Place
 from hessiankit.engine.sweep import UnitColumns
 
-WORK_SPACE = 2**23
+WORK_SPACE, ON_AN_ACCELERATOR = 2**23, 2**26
 """Numbers that the values of one sweep may take, all directions together."""
 JOINED = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
@@ -125,16 +125,21 @@ class SweepPlan:
         """How many directions there are."""
         return sum(d.outputs * d.rows for d in self.directions)
 
-    def chunks(self, each: int) -> Iterator[list[tuple[Directions, int, int]]]:
-        """Yield (directions, first output, last output) of what fits the work space, ``each`` number that a direction takes."""
+    def chunks(self, each: int, space: int) -> Iterator[list[tuple[Directions, int, int]]]:
+        """Yield (directions, first output, last output) of what fits a work space, ``each`` number that a direction takes."""
         if len(self.directions) > 1:
             yield [(d, 0, d.outputs) for d in self.directions]
             return
         (d,) = self.directions
-        step = max(1, WORK_SPACE // max(1, each * d.rows))
+        step = max(1, space // max(1, each * d.rows))
         step = -(-d.outputs // -(-d.outputs // step))  # chunks of one size
         for start in range(0, d.outputs, step):
             yield [(d, start, min(d.outputs, start + step))]
+
+
+def work_space(paths: Paths) -> int:
+    """Return the numbers that the values of one sweep may take."""
+    return WORK_SPACE if paths.value(paths.output).device.type == "cpu" else ON_AN_ACCELERATOR
 
 
 def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> list[Section]:

@@ -10,8 +10,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from derivations.directions import together
 from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
 from hessiankit.support.kernels import kernels
+from hessiankit.support.torch_state import read_numbers
 
 HUGE = 2**21  # bytes from which large pages pay: they arrive several times faster than small ones
 
@@ -62,7 +64,8 @@ class SymmetricStorage:
         self.data = zeros(shape, dtype, device) if data is None else data
         self.is_finite = True  # as far as mirror() has seen
         self.skew = 0.0  # the largest of what sums have returned
-        self._apart = 0.0  # the largest difference of an entry from its mirror image that was noted
+        self._asymmetries: list[Tensor] = []  # differences of entries from their mirror images, half of them
+        self._skews: list[tuple[Tensor, Tensor]] = []  # of curvature, and its size
         self._sums: list[KernelSum] = []  # to be added
         self._blocks: dict[int, tuple[str, str]] = {}  # where these begin: the parameters
         self._written: set[tuple[str, str]] = set()  # the blocks that are no longer zero
@@ -100,13 +103,20 @@ class SymmetricStorage:
     def _pair(self, i: str, j: str) -> tuple[str, str]:
         return (i, j) if self.order[i] <= self.order[j] else (j, i)
 
-    def note_asymmetry(self, apart: float) -> None:
-        """Note a difference between an entry and its mirror image."""
-        self._apart = max(self._apart, apart)
+    def note_asymmetry(self, half: Tensor) -> None:
+        """Note half of a difference between an entry and its mirror image."""
+        self._asymmetries.append(half)
 
-    def note_skew(self, apart: float, size: float) -> None:
+    def note_skew(self, apart: Tensor, size: Tensor) -> None:
         """Note a difference between curvature and its transpose, and the size of the curvature."""
-        self.skew = max(self.skew, apart / size if size else 0.0)
+        self._skews.append((apart, size))
+
+    def _read_notes(self) -> float:
+        """Return the largest difference between an entry and its mirror image that was noted."""
+        numbers = read_numbers([x for pair in self._skews for x in pair])
+        for apart, size in zip(numbers[::2], numbers[1::2], strict=True):
+            self.skew = max(self.skew, apart / size if size else 0.0)
+        return 2 * max(read_numbers(self._asymmetries), default=0.0)
 
     def finish(self) -> None:
         """Add what is left, sums to one block together where that is possible; the first to a whole block is written over it."""
@@ -133,13 +143,14 @@ class SymmetricStorage:
         Return the largest |H - H^T| of the blocks (i, i) before, relative to the largest diagonal entry; or of the curvature
         lifted to one, relative to its own, where that was averaged before.
         """
+        noted = self._read_notes()
         library, whole = kernels(), 0 < len(self.slices) == len(self.rows) == len(self.columns)
         if library is not None and self.data.is_cpu and self.data.dtype in SINGLE and whole:
             bounds = [0, *(rows.stop for rows in self.slices.values())]
             apart, self.is_finite = mirror(library, self.data, bounds)
             largest = self.largest()
-            return max(apart, self.skew, self._apart / largest if largest else 0.0)
-        worst = self._apart
+            return max(apart, self.skew, noted / largest if largest else 0.0)
+        worst = noted
         for name, n in self.order.items():
             if n in self.rows and n in self.columns:
                 across, worst = self._within(name, self.top), max(worst, _average(self.block(name, name)))
@@ -156,13 +167,13 @@ class SymmetricStorage:
 
 
 def _average(square: Tensor) -> float:
-    worst, n = 0.0, square.shape[0]
-    step = max(1, 2**16 // max(n, 1))
+    apart, n = [], square.shape[0]
+    step = max(1, together(2**16, square) // max(n, 1))
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
         upper, lower = square[rows, start:], square[start:, rows].T
-        worst = max(worst, float((upper - lower).abs_().max()))
+        apart.append((upper - lower).abs_().max())
         mean = (upper + lower).mul_(0.5)
         square[rows, start:] = mean
         square[start:, rows] = mean.T
-    return worst
+    return max(read_numbers(apart), default=0.0)

@@ -17,6 +17,8 @@ HOST = ("bounds", "TransformerBlock", "Transformer", "VisionTransformer")
 """What makes modules, which a user moves."""
 DRAWN = ("sharpness", "blockwise_lr")
 """What draws on the device, whose numbers are not those that the CPU draws from the same seed."""
+if DEVICE != "pretended":  # which has the CPU's generator
+    DRAWN += ("spectrum",)
 TIMES = ("seconds", "environment", "memory")
 
 

@@ -60,7 +60,6 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
         patch.setattr(module, "sections", lambda paths, cut=None, alone=False: sectioned(paths, cut=choice.cut, alone=alone))
     for module, name, value in (
         (sections, "WORK_SPACE", choice.work_space),
-        (cost, "WORK_SPACE", choice.work_space),
         (sections, "JOINED", choice.joined),
         (block_rows, "KEPT", choice.kept),
         (contractions, "CACHE", choice.chunk),

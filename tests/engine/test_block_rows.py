@@ -185,13 +185,12 @@ def test_chunks_fit_the_work_space(name: str, alone: bool, monkeypatch: pytest.M
     module, x, target, _ = case(name)
     paths = paths_of(module, x, target, "mse", by_column=alone)
     for space in (1, 200, 700, 3000, 10**4, 10**6):
-        monkeypatch.setattr(sections, "WORK_SPACE", space)
         for section in sections.sections(paths):
             for plan in sections.sweeps(paths, section, alone=alone):
                 if len(plan.directions) > 1:
                     continue
                 (d,) = plan.directions
-                cuts = [(start, stop) for ((_, start, stop),) in plan.chunks(max(1, plan.numbers))]
+                cuts = [(start, stop) for ((_, start, stop),) in plan.chunks(max(1, plan.numbers), space)]
                 assert [k for start, stop in cuts for k in range(start, stop)] == list(range(d.outputs))
                 sizes = [stop - start for start, stop in cuts]
                 assert max(sizes) - min(sizes) <= len(sizes)
