@@ -22,6 +22,9 @@ SHARE = 8
 LAUNCHING = 0.9
 """Part of a product's time on the device from which its host, which launches, is what takes the time."""
 
+ALIGNED = 256
+"""Bytes of which an allocation's address is a multiple."""
+
 TRIALS = 8
 """Products that are timed until one had ended before the next began."""
 
@@ -30,7 +33,8 @@ class Replayed:
     """A function of rows on a device, replayed from its fourth call on where launches take the time.
 
     The first call of a shape makes what is made once, the second one is timed by events of the device, without waiting for
-    it. A graph keeps the memory that the function takes meanwhile, and gives the same numbers: the same kernels run.
+    it. A graph keeps the memory that the function takes meanwhile, and gives the same numbers: the same kernels run, as rows
+    begin at a multiple of ``ALIGNED`` bytes, which libraries choose kernels by.
 
     Args:
         product: Rows (S, n) to rows (S, m): it never waits for the device, and what it reads stays where it is.
@@ -45,6 +49,8 @@ class Replayed:
         """Return the product."""
         if torch.cuda.is_current_stream_capturing():
             return self._product(rows)
+        if not rows.is_contiguous() or rows.data_ptr() % ALIGNED:
+            rows = rows.clone(memory_format=torch.contiguous_format)
         with self._lock:
             key = (len(rows), torch.are_deterministic_algorithms_enabled())
             graph = self._graphs.setdefault(key, _Trials())

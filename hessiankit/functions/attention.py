@@ -39,7 +39,7 @@ def scaled_dot_product_attention(
 
     The signature and the values are those of ``torch.nn.functional.scaled_dot_product_attention``, whose fused kernels have
     neither a second derivative nor a forward mode. From 512 queries times 512 keys on, values, gradients and second
-    derivatives are read tile by tile (:mod:`derivations.tiled_attention`), in memory linear in the length:
+    derivatives are read a strip of queries at a time (:mod:`derivations.attention_strips`), in memory linear in the length:
 
     ```math
     M = A\circ(WV^\top - D), \qquad D = \textstyle\sum W\circ N, \qquad

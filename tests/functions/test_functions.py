@@ -85,7 +85,7 @@ CASES["losses, another label ignored"] = (
 
 @pytest.fixture(params=["whole", "tiles"])
 def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once with arrays that fit, once tile by tile, at sizes that no tile divides."""
+    """Once on whole matrices, once strip by strip, at sizes that no strip divides."""
     if request.param == "tiles":
         monkeypatch.setattr(fused_attention, "IN_STRIPS", 0)
         monkeypatch.setattr(attention_strips, "ENTRIES", 12)
