@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -78,6 +78,7 @@ class HessianOperator(SymmetricOperator):
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
+        self._block = partial(_product, batches, weights)
         self._replayed = Replayed(self._block) if task.device.type == "cuda" and not self.fallbacks else None
         self._symmetry: float | None = None
         self._is_untested = True
@@ -87,7 +88,7 @@ class HessianOperator(SymmetricOperator):
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,): half a product, at the first reading."""
         with torch.no_grad(), full_precision():
-            return self._sum(b.gradient() for b in self._batches)
+            return _sum((b.gradient() for b in self._batches), self._weights)
 
     @property
     def symmetry_error(self) -> float:
@@ -129,20 +130,6 @@ class HessianOperator(SymmetricOperator):
     def _check_shared(self) -> None:
         for task in self._tasks:
             task.state.check_shared("HessianOperator")
-
-    def _block(self, rows: Tensor) -> Tensor:
-        return self._sum(batch.product(rows) for batch in self._batches)
-
-    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
-        """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
-        if self._weights == [1.0]:
-            return next(iter(terms))
-        wide = self.torch_dtype if self.device.type == "mps" else torch.float64
-        total: Tensor | None = None
-        for weight, term in zip(self._weights, terms, strict=True):
-            total = term.to(wide).mul_(weight) if total is None else total.add_(term, alpha=weight)
-        assert total is not None
-        return total.to(self.torch_dtype)
 
     def __matmul__(self, other: Any) -> Any:
         if not _is_parameters(other):
@@ -291,6 +278,22 @@ class HessianOperator(SymmetricOperator):
                 "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
             )
         return error
+
+
+def _product(batches: Sequence[Batch], weights: Sequence[float], rows: Tensor) -> Tensor:
+    return _sum((batch.product(rows) for batch in batches), weights)
+
+
+def _sum(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
+    rest = iter(terms)
+    first = next(rest)
+    if list(weights) == [1.0]:
+        return first
+    total = first.to(first.dtype if first.device.type == "mps" else torch.float64).mul_(weights[0])
+    for weight, term in zip(weights[1:], rest, strict=True):
+        total.add_(term, alpha=weight)
+    return total.to(first.dtype)
 
 
 def _is_parameters(x: Any) -> bool:

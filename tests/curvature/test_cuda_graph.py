@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from hessiankit.curvature import cuda_graph
 from hessiankit.curvature.cuda_graph import Replayed
+from hessiankit.curvature.operator import hessian_operator
 
 
 class Event:
@@ -97,3 +100,17 @@ def test_a_product_that_cannot_be_captured_is_launched_with_a_warning(
     with pytest.warns(UserWarning, match=r"no CUDA graph \(it waits\)"):
         product(ROW)
     assert results(product, 2) == [1, 1]
+
+
+def test_an_operator_is_freed_at_once() -> None:
+    """Also where its products are replayed: a device's memory does not wait for a collection of garbage."""
+    x = torch.ones(2, 3)
+    H = hessian_operator(torch.nn.Linear(3, 1), x, x[:, :1])
+    H._replayed = Replayed(H._block)
+    batch = weakref.ref(H._batches[0])
+    gc.disable()
+    try:
+        del H
+        assert batch() is None
+    finally:
+        gc.enable()
