@@ -6,10 +6,10 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,24 @@ from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import computed_later, full_precision, one_at_a_time
 
 WHO = "hessian_operator"
+Total: TypeAlias = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
 MOST = 1000  # products that take as long as the diagonal of an approximation may
+
+
+def weighted_sum(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
+    rest = iter(terms)
+    first = next(rest)
+    if list(weights) == [1.0]:
+        return first
+    total = first.to(first.dtype if first.device.type == "mps" else torch.float64).mul_(weights[0])
+    for weight, term in zip(weights[1:], rest, strict=True):
+        total.add_(term, alpha=weight)
+    return total.to(first.dtype)
+
+
+def _product(batches: Sequence[Batch], weights: Sequence[float], total: Total, rows: Tensor) -> Tensor:
+    return total((batch.product(rows) for batch in batches), weights)
 
 
 class HessianOperator(SymmetricOperator):
@@ -67,6 +84,7 @@ class HessianOperator(SymmetricOperator):
         weights: list[float],
         kind: str,
         block_size: int | None,
+        total: Total = weighted_sum,
     ) -> None:
         task = tasks[0]
         super().__init__((task.size, task.size), task.dtype, task.device)
@@ -78,8 +96,9 @@ class HessianOperator(SymmetricOperator):
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
-        self._block = partial(_product, batches, weights)
-        self._replayed = Replayed(self._block) if task.device.type == "cuda" and not self.fallbacks else None
+        self._total, self._block = total, partial(_product, batches, weights, total)
+        replays = task.device.type == "cuda" and not self.fallbacks and total is weighted_sum
+        self._replayed = Replayed(self._block) if replays else None
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
@@ -88,7 +107,7 @@ class HessianOperator(SymmetricOperator):
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,): half a product, at the first reading."""
         with torch.no_grad(), full_precision():
-            return _sum((b.gradient() for b in self._batches), self._weights)
+            return self._total((b.gradient() for b in self._batches), self._weights)
 
     @property
     def symmetry_error(self) -> float:
@@ -278,22 +297,6 @@ class HessianOperator(SymmetricOperator):
                 "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
             )
         return error
-
-
-def _product(batches: Sequence[Batch], weights: Sequence[float], rows: Tensor) -> Tensor:
-    return _sum((batch.product(rows) for batch in batches), weights)
-
-
-def _sum(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
-    """Return the batches' terms, each times its weight; many are summed in double precision, where the device has it."""
-    rest = iter(terms)
-    first = next(rest)
-    if list(weights) == [1.0]:
-        return first
-    total = first.to(first.dtype if first.device.type == "mps" else torch.float64).mul_(weights[0])
-    for weight, term in zip(weights[1:], rest, strict=True):
-        total.add_(term, alpha=weight)
-    return total.to(first.dtype)
 
 
 def _is_parameters(x: Any) -> bool:

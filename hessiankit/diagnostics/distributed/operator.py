@@ -7,9 +7,10 @@ processors, stop after different numbers of products, and deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -52,7 +53,7 @@ class DistributedOperator(HessianOperator):
         self.ranks = ranks
         held = batches or [_Nothing(task)]
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__([task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most))
+        super().__init__([task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most), partial(_sum, ranks))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -65,11 +66,6 @@ class DistributedOperator(HessianOperator):
         self._check_same(vectors)
         return super()._product(vectors)
 
-    def _sum(self, terms: Iterable[Tensor]) -> Tensor:
-        """Return the weighted sum over this rank's batches and over the ranks, in double precision until the end."""
-        local = [term.to(torch.float64).mul(weight) for weight, term in zip(self._weights, terms, strict=True)]
-        return self.ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(self.torch_dtype)
-
     def _check_same(self, vectors: Tensor) -> None:
         (first, mark), *others = self.ranks.gather((f"{tuple(vectors.shape)}, {vectors.dtype}", digest(vectors)))
         for rank, (its, other) in enumerate(others, start=1):
@@ -79,6 +75,13 @@ class DistributedOperator(HessianOperator):
                     f"{WHO}: the vectors to multiply with are {seen}; expected the same on every rank: draw them from one seed, "
                     "or broadcast them from rank 0"
                 )
+
+
+def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the weighted sum over this rank's batches and over the ranks, in double precision until the end."""
+    each = list(terms)
+    local = [term.to(torch.float64).mul(weight) for weight, term in zip(weights, each, strict=True)]
+    return ranks.sum(torch.stack(local).sum(0) if len(local) > 1 else local[0]).to(each[0].dtype)
 
 
 class _Nothing(Constant):
