@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -208,7 +209,7 @@ def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[lis
     pairs = list(batches(WHO, data, target, loss)[1])
     if weights is None:
         return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
-    given = [weights(*pair) for pair in pairs] if callable(weights) else list(weights)
+    given = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
     if len(given) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
     counted = [(pair, float(weight)) for pair, weight in zip(pairs, given, strict=True) if weight != 0]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
+from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, map_tensors, named_tensors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
-from hessiankit.engine.problem.task import Task
+from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.support.errors import InputError
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
-
+MOST = 1000
+"""Batches that are read of an iterable without a length: one with more is taken for one that does not end."""
 
 FORMS = (
     "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
@@ -46,7 +50,7 @@ def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = Fa
         listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
         if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
             return False, iter([(data, None)])
-        return True, ((batch, None) for batch in data)
+        return True, ((batch, None) for batch in once(who, data))
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
         return False, iter([(data[0], data[1])])
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
@@ -55,8 +59,70 @@ def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = Fa
     return True, _pairs(who, data, mappings)
 
 
-def _pairs(who: str, data: Iterable[Any], mappings: bool) -> Iterator[tuple[Any, Any]]:
+def once(who: str, data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of an iterable that is read once and whole, and refuse one of several epochs or without an end.
+
+    Of an iterable without a length copies of all batches are made before any of them is worked on.
+
+    Raises:
+        InputError: A ``DataLoader`` draws samples with replacement, or more than once; an iterable goes on after its length; or
+            one without a length holds more than :data:`MOST` batches, or more than half of the free memory.
+
+    >>> [float(x) for x in once("example", iter([Tensor([1.0]), Tensor([2.0])]))]
+    [1.0, 2.0]
+    """
+    kind, instead = type(data).__name__, "a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
+    if isinstance(data, DataLoader) and (drawn := _drawn_again(data)):
+        raise InputError(
+            f"{who}: the {drawn} of the {kind} draws samples more than once, and the data are every sample once; pass a "
+            f"{kind} with shuffle=False, or list(data) where this draw is what you mean"
+        )
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        yield from _held(who, data, kind, instead)
+        return
     for number, batch in enumerate(data):
+        if number == length:
+            raise InputError(
+                f"{who}: data is a {kind} of {length} batches by its len(), which goes on after them, as several epochs do; "
+                f"pass {instead}"
+            )
+        yield batch
+
+
+def _drawn_again(loader: DataLoader[Any]) -> str | None:
+    """Return the name of a sampler that may draw a sample twice."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+            several = isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source)
+            if sampler.replacement or several:
+                return type(sampler).__name__
+    return None
+
+
+def _held(who: str, data: Iterable[Any], kind: str, instead: str) -> Iterator[Any]:
+    """Read an iterable without a length to its end, and yield copies of its batches."""
+    held: deque[Any] = deque()
+    size, free = 0, None
+    for number, batch in enumerate(data):
+        tensors = [x for _, x in named_tensors(batch)]
+        if tensors and free is None:
+            free = available_memory(tensors[0].device)
+        size += sum(x.numel() * x.element_size() for x in tensors)
+        if number == MOST or size > (free or size) / 2:
+            seen = f"holds more than {MOST:,} batches" if number == MOST else f"has {gib(size)} in its first {number + 1} batches"
+            raise InputError(
+                f"{who}: data is a {kind} without a length, which {seen}: it may not end, and data are read once and whole; "
+                f"pass {instead}"
+            )
+        held.append(map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch))
+    while held:
+        yield held.popleft()
+
+
+def _pairs(who: str, data: Iterable[Any], mappings: bool) -> Iterator[tuple[Any, Any]]:
+    for number, batch in enumerate(once(who, data)):
         if mappings and isinstance(batch, Mapping):
             yield batch, None
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -103,8 +169,8 @@ def requests(
             task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
-    if count_of.weights is not None and not callable(count_of.weights) and (rest := list(count_of.weights)):
-        raise InputError(f"{who}: weights has {len(rest)} numbers more than there are batches; pass one for each")
+    if count_of.weights is not None and not callable(count_of.weights) and (rest := len(list(islice(count_of.weights, MOST)))):
+        raise InputError(f"{who}: weights has {rest} numbers more than there are batches; pass one for each")
     if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
 
