@@ -162,7 +162,7 @@ def hessian_operator(
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
     def own() -> tuple[list[Task], list[Batch], list[float]]:
-        pairs, counts = _counting(data, target, loss, weights)
+        pairs, counts = _counting(module, data, target, loss, weights)
         if not pairs:
             return [Task(module, (), None, loss, dict(chosen), ModuleState(module))], [], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
@@ -202,11 +202,13 @@ def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
     check_same_function(ranks, run, [*own, *named_tensors((inputs, target))])
 
 
-def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[list[tuple[Any, Any]], list[float] | None]:
+def _counting(
+    module: nn.Module, data: Any, target: Any, loss: Loss, weights: Weights
+) -> tuple[list[tuple[Any, Any]], list[float] | None]:
     """Return this rank's batches that count, and their weights where there are any."""
     if data is None or (isinstance(data, (list, tuple)) and not data):
         return [], None
-    pairs = list(batches(WHO, data, target, loss)[1])
+    pairs = list(batches(WHO, data, target, loss, module)[1])
     if weights is None:
         return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
     given = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))

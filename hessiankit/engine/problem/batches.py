@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
 from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, map_tensors, named_tensors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
+from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_decoder_inputs
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
@@ -30,13 +32,17 @@ FORMS = (
 )
 
 
-def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = False) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+def batches(
+    who: str, data: Any, target: Any, loss: Loss, model: nn.Module | None = None
+) -> tuple[bool, Iterator[tuple[Any, Any]]]:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
-    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
-    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them. With ``mappings``, a mapping in an
-    iterable is a batch without a target of its own.
+    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs and mappings, or of
+    inputs (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
+
+    A mapping has no target of its own. With a ``model`` and a named loss, its ``"labels"`` become the target; for cross entropy
+    they are moved to the logits that the model's own loss compares them with, one place earlier where it has none.
 
     Raises:
         InputError: If it is none of these.
@@ -44,19 +50,57 @@ def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = Fa
     >>> batches("example", [({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse")[0]
     True
     """
+    several = _are_several(who, data, target, loss)
+    if not several:
+        is_pair = target is None and loss is not None and isinstance(data, (tuple, list))
+        pairs = iter([(data[0], data[1]) if is_pair else (data, target)])
+    elif loss is None:
+        pairs = ((batch, None) for batch in once(who, data))
+    else:
+        pairs = _pairs(who, data)
+    return several, pairs if model is None or not isinstance(loss, str) else _labelled(who, model, loss, pairs)
+
+
+def _are_several(who: str, data: Any, target: Any, loss: Loss) -> bool:
     if target is not None or isinstance(data, (Tensor, Mapping)):
-        return False, iter([(data, target)])
+        return False
     if loss is None:
         listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
-        if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
-            return False, iter([(data, None)])
-        return True, ((batch, None) for batch in once(who, data))
+        return isinstance(data, Iterable) and (not isinstance(data, (tuple, list)) or bool(listed))
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
-        return False, iter([(data[0], data[1])])
+        return False
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-        forms = FORMS if mappings else "inputs and target=..., or (inputs, target) pairs"
-        raise InputError(f"{who}: data is {type(data).__name__}; expected {forms}")
-    return True, _pairs(who, data, mappings)
+        raise InputError(f"{who}: data is {type(data).__name__}; expected {FORMS}")
+    return True
+
+
+def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for number, batch in enumerate(once(who, data)):
+        if isinstance(batch, Mapping):
+            yield batch, None
+        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
+            yield batch[0], batch[1]
+        else:
+            seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+            raise InputError(
+                f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), or a mapping with 'labels'; for several "
+                "inputs of one call pass target=..."
+            )
+
+
+def _labelled(who: str, model: nn.Module, loss: str, pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs, with the labels of mappings as their targets."""
+    later: bool | None = None
+    for number, (inputs, target) in enumerate(pairs):
+        if target is None and isinstance(inputs, Mapping) and isinstance(inputs.get("labels"), Tensor):
+            inputs, target = labels_of(who, f"batch {number}", inputs)
+            inputs = with_decoder_inputs(model, inputs, target)
+            if loss == "cross_entropy" and target.ndim > 1:
+                if later is None:
+                    with preserved_state(model), ordinary_path():
+                        later = are_later(who, model, inputs, target)
+                target = target if later is False else one_later(target)
+        yield inputs, target
 
 
 def once(who: str, data: Iterable[Any]) -> Iterator[Any]:
@@ -121,18 +165,6 @@ def _held(who: str, data: Iterable[Any], kind: str, instead: str) -> Iterator[An
         yield held.popleft()
 
 
-def _pairs(who: str, data: Iterable[Any], mappings: bool) -> Iterator[tuple[Any, Any]]:
-    for number, batch in enumerate(once(who, data)):
-        if mappings and isinstance(batch, Mapping):
-            yield batch, None
-        elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-            yield batch[0], batch[1]
-        else:
-            seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            others = "or a mapping with 'labels'" if mappings else "or pass target=..."
-            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), {others}")
-
-
 def requests(
     who: str,
     module: nn.Module,
@@ -160,7 +192,7 @@ def requests(
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
     """
     params = repeatable(params)
-    several, pairs = batches(who, data, target, loss)
+    several, pairs = batches(who, data, target, loss, module)
     count_of = _Counts(who, loss, weights, _rule(who, loss, weights, reduction), several)
     task: Task | None = None
     first = 0
