@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.engine.problem.calling import Loss, known_count, known_reduction, map_tensors, named_tensors
+from hessiankit.engine.problem.calling import IGNORE_INDEX, Loss, known_count, known_reduction, map_tensors, named_tensors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_decoder_inputs
 from hessiankit.engine.problem.own_call import make_task
@@ -96,9 +96,9 @@ def _labelled(who: str, model: nn.Module, loss: str, pairs: Iterable[tuple[Any, 
             inputs, target = labels_of(who, f"batch {number}", inputs)
             inputs = with_decoder_inputs(model, inputs, target)
             if loss == "cross_entropy" and target.ndim > 1:
-                if later is None:
+                if later is None and bool((target != IGNORE_INDEX).any()):
                     with preserved_state(model), ordinary_path():
-                        later = are_later(who, model, inputs, target)
+                        later = are_later(who, model, inputs, target) is not False
                 target = target if later is False else one_later(target)
         yield inputs, target
 
@@ -115,22 +115,17 @@ def once(who: str, data: Iterable[Any]) -> Iterator[Any]:
     >>> [float(x) for x in once("example", iter([Tensor([1.0]), Tensor([2.0])]))]
     [1.0, 2.0]
     """
-    kind, instead = type(data).__name__, "a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
+    kind = type(data).__name__
     if isinstance(data, DataLoader) and (drawn := _drawn_again(data)):
         raise InputError(
             f"{who}: the {drawn} of the {kind} draws samples more than once, and the data are every sample once; pass a "
             f"{kind} with shuffle=False, or list(data) where this draw is what you mean"
         )
-    try:
-        length = len(data)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):
-        yield from _held(who, data, kind, instead)
-        return
-    for number, batch in enumerate(data):
-        if number == length:
+    for number, batch in enumerate(_of_one_epoch(who, data, kind)):
+        if isinstance(batch, Mapping) and batch and next(named_tensors(batch), None) is None:
             raise InputError(
-                f"{who}: data is a {kind} of {length} batches by its len(), which goes on after them, as several epochs do; "
-                f"pass {instead}"
+                f"{who}: batch {number} is a mapping without a tensor (keys: {', '.join(map(repr, batch))}), as a row of a "
+                "dataset is; pass DataLoader(dataset, batch_size=..., collate_fn=...), whose collator pads rows to tensors"
             )
         yield batch
 
@@ -145,16 +140,28 @@ def _drawn_again(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def _held(who: str, data: Iterable[Any], kind: str, instead: str) -> Iterator[Any]:
-    """Read an iterable without a length to its end, and yield copies of its batches."""
+def _of_one_epoch(who: str, data: Iterable[Any], kind: str) -> Iterator[Any]:
+    """Yield the batches of an iterable up to its length; without one, read it to its end and yield copies of its batches."""
+    instead = "a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
     held: deque[Any] = deque()
     size, free = 0, None
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        length = None
     for number, batch in enumerate(data):
+        if number == length:
+            raise InputError(
+                f"{who}: data is a {kind} of {length} batches by its len(), which goes on after them, as several epochs do; "
+                f"pass {instead}"
+            )
+        if length is not None:
+            yield batch
+            continue
         tensors = [x for _, x in named_tensors(batch)]
-        if tensors and free is None:
-            free = available_memory(tensors[0].device)
+        free = available_memory(tensors[0].device) if tensors and free is None else free
         size += sum(x.numel() * x.element_size() for x in tensors)
-        if number == MOST or size > (free or size) / 2:
+        if number == MOST or (free is not None and size > free / 2):
             seen = f"holds more than {MOST:,} batches" if number == MOST else f"has {gib(size)} in its first {number + 1} batches"
             raise InputError(
                 f"{who}: data is a {kind} without a length, which {seen}: it may not end, and data are read once and whole; "
