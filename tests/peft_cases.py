@@ -75,6 +75,7 @@ ADAPTED: dict[str, Callable[[], nn.Module]] = {
     "two adapters": two_adapters,
     "LoRA of Llama": lambda: lora(llama(), "q_proj", "v_proj", "o_proj", "down_proj", "embed_tokens"),
     "DoRA of Llama": lambda: lora(llama(), "q_proj", "v_proj", use_dora=True),
+    "biases of B of fused weights": lambda: lora(gpt2(), "c_attn", lora_bias=True),
     "biases of B": lambda: lora(llama(attention_bias=True), "q_proj", lora_bias=True),
 }
 

@@ -84,7 +84,7 @@ def _bare(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
 
 def _inside(module: nn.Module) -> nn.Module | None:
     """Return the layer that a layer of peft adapts, or the module that it trains in place of the original."""
-    if not hasattr(module, "adapter_layer_names"):
+    if not hasattr(type(module), "adapter_layer_names"):
         return None
     if isinstance(copies := module._modules.get("modules_to_save"), nn.ModuleDict):
         active = next((name for name in getattr(module, "active_adapters", ()) if name in copies), next(iter(copies), None))

@@ -34,6 +34,7 @@ TYPES = {
     },
     "LoRA of Llama": {"*q_proj*": "QK", "*v_proj*": "VO", "*o_proj*": "VO", "*down_proj*": "FFN", "*embed_tokens*": "Emb"},
     "DoRA of Llama": {"*q_proj*": "QK", "*v_proj*": "VO"},
+    "biases of B of fused weights": {"*lora_A*": "Other", "*lora_B*.weight": ROWS, "*lora_B*.bias": FUSED},
     "biases of B": {"*q_proj*": "QK"},
 }
 
@@ -65,7 +66,9 @@ def test_every_entry_has_one_type_and_the_base_has_that_without_adapters(name):
     parts = model_parts(model)
     assert [p.parameter for p in parts if not p.segments or p.segments[0][0] == 0] == [n for n, _ in model.named_parameters()]
     assert sum(p.size for p in parts) == sum(p.numel() for p in model.parameters())
-    plain = {p.name: (p.type, p.role, p.layer) for p in model_parts(llama() if "Llama" in name or "of B" in name else gpt2())}
+    plain = {
+        p.name: (p.type, p.role, p.layer) for p in model_parts(llama() if "Llama" in name or name == "biases of B" else gpt2())
+    }
     held = {p.name.replace("base_model.model.", "").replace(".base_layer", ""): (p.type, p.role, p.layer) for p in parts}
     for part, said in plain.items():
         if part in held:
