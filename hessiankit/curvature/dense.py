@@ -260,10 +260,13 @@ def hessian(
     Args:
         module: Any module whose forward torch can trace.
         inputs: A tensor, a tuple of positional arguments, or a mapping of keyword arguments (a dict, a tokenizer's output).
-            Or several batches: an iterable of pairs (inputs, target), with loss=None of inputs (a list of tuples or
-            mappings, or any generator; a tuple is one batch). They are treated one after the other, at any lengths.
+            Or several batches, such as a ``DataLoader``: an iterable of pairs (inputs, target), with loss=None of inputs (a list
+            of tuples or mappings, or any generator; a tuple is one batch). They are treated one after the other, at any lengths.
+            It is read once; without a length it may hold 1,000 batches.
         target: What the loss compares with: the output's shape for "mse", labels of shape ``output.shape[:-1]``
-            for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t].
+            for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t]. Without a target, the
+            ``"labels"`` of a mapping are it for a named loss: for "cross_entropy" they are compared with the logits that the
+            model's own loss compares them with, of a causal language model those of the place before.
         loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
             ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output, as torch's own losses do,
             such as ``nn.CrossEntropyLoss(label_smoothing=0.1)``: one tensor, the ``logits`` of an object or dict, or the only

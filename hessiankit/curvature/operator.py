@@ -6,7 +6,7 @@ one sweep forward and one sweep back for a whole block of vectors, through whate
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
@@ -30,10 +30,12 @@ from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.progress import silent
 from hessiankit.support.torch_state import computed_later, full_precision, one_at_a_time
 
 WHO = "hessian_operator"
 Total: TypeAlias = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
+Progress: TypeAlias = Callable[[int, int], None]
 MOST = 1000  # products that take as long as the diagonal of an approximation may
 
 
@@ -49,8 +51,14 @@ def weighted_sum(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     return total.to(first.dtype)
 
 
-def _product(batches: Sequence[Batch], weights: Sequence[float], total: Total, rows: Tensor) -> Tensor:
-    return total((batch.product(rows) for batch in batches), weights)
+def _product(batches: Sequence[Batch], weights: Sequence[float], total: Total, progress: Progress, rows: Tensor) -> Tensor:
+    def terms() -> Iterator[Tensor]:
+        for done, batch in enumerate(batches, start=1):
+            term = batch.product(rows)
+            progress(done, len(batches))
+            yield term
+
+    return total(terms(), weights)
 
 
 class HessianOperator(SymmetricOperator):
@@ -84,7 +92,9 @@ class HessianOperator(SymmetricOperator):
         weights: list[float],
         kind: str,
         block_size: int | None,
+        *,
         total: Total = weighted_sum,
+        progress: Progress = silent,
     ) -> None:
         task = tasks[0]
         super().__init__((task.size, task.size), task.dtype, task.device)
@@ -96,9 +106,9 @@ class HessianOperator(SymmetricOperator):
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
-        self._total, self._block = total, partial(_product, batches, weights, total)
-        replays = task.device.type == "cuda" and not self.fallbacks and total is weighted_sum
-        self._replayed = Replayed(self._block) if replays else None
+        self._total, self._block = total, partial(_product, batches, weights, total, progress)
+        quiet = total is weighted_sum and progress is silent  # a graph tells nothing, nor speaks to other ranks
+        self._replayed = Replayed(self._block) if quiet and task.device.type == "cuda" and not self.fallbacks else None
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
@@ -270,7 +280,7 @@ class HessianOperator(SymmetricOperator):
         for v, Hv in zip(rows, found, strict=True):
             if pair is None:
                 pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
-            elif _parallel(pair[0], v):
+            elif not abs(float(pair[0] @ v)) < 0.99 * float(pair[0].norm() * v.norm()):  # or one is zero
                 _ = self.symmetry_error
                 return
             else:
@@ -319,11 +329,6 @@ def _at_the_point(task: Task, batch: Batch) -> Task:
     return replace(task, reference=OwnGradient(batch.loss, named))
 
 
-def _parallel(u: Tensor, v: Tensor) -> bool:
-    """Whether two vectors are almost parallel, or one is zero, so that they do not test symmetry."""
-    return not abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm())
-
-
 @checked("hessian_operator")
 @one_at_a_time
 def hessian_operator(
@@ -343,6 +348,7 @@ def hessian_operator(
     recompute: Recompute = None,
     micro_batch: int | None = None,
     snapshot: bool | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
@@ -376,10 +382,12 @@ def hessian_operator(
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
             of activations does. Half as much time again.
-        micro_batch: Samples of a batch treated at once, each part anew in every product: the memory of so many samples. For
-            losses 'mse', 'cross_entropy' and torch's own, and samples that do not depend on each other.
+        micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
+            batch where all are smaller. A batch is cut for losses 'mse', 'cross_entropy' and torch's own, and samples that do
+            not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
+        progress: Called with (batches done, batches in all) in every product.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -394,8 +402,7 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    check_options(kind, block_size, seed, draws)
-    check_memory_options(recompute, micro_batch)
+    check_options(kind, block_size, seed, draws, recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
     tasks, batches, counts = linearised(
         module,
@@ -414,7 +421,7 @@ def hessian_operator(
         micro_batch=micro_batch,
     )
     check_effect(tasks, batches)
-    return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size)
+    return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
 
 
 @one_at_a_time
@@ -426,26 +433,23 @@ def linearised(
     loss: Loss,
     params: Params,
     kind: str,
-    weights: Weights,
-    reduction: str | None,
     seed: int = 0,
     draws: int = 1,
-    handshake: bool = True,
-    share: bool = False,
     recompute: Recompute = None,
     micro_batch: int | None = None,
+    **options: Any,
 ) -> tuple[list[Task], list[Batch], list[float]]:
-    """Return the requests, and every batch linearised with its count; arguments as in :func:`hessian_operator`."""
+    """Return the requests, and every batch linearised with its count; arguments as in :func:`hessian_operator` and
+    :func:`~hessiankit.engine.problem.batches.requests`.
+    """
     tasks: list[Task] = []
     batches: list[Batch] = []
     counts: list[float] = []
-    made = requests(
-        WHO, module, data, target, loss, params, weights=weights, reduction=reduction, handshake=handshake, share=share
-    )
-    for given, count in made:
-        tasks.append(as_gauss_newton(given, kind, seed=seed, draws=draws))
+    for given, count in requests(WHO, module, data, target, loss, params, **options):
+        task = as_gauss_newton(given, kind, seed=seed, draws=draws)
         with torch.no_grad():
-            batches.append(linearise(tasks[-1], gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
+            batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
+        tasks.append(replace(task, reference=None) if tasks else task)  # one gradient, not one a batch
         counts.append(count)
     return tasks, batches, counts
 
@@ -481,16 +485,13 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
         )
 
 
-def check_options(kind: str, block_size: int | None, seed: int = 0, draws: int = 1) -> None:
-    """Raise InputError if the options of an operator cannot be used together."""
+def check_options(
+    kind: str, block_size: int | None, seed: int = 0, draws: int = 1, recompute: Recompute = None, micro_batch: int | None = None
+) -> None:
+    """Raise InputError if the options of an operator cannot be used."""
     check_kind(kind, seed, draws)
-    if block_size is not None and block_size < 1:
-        raise InputError(f"{WHO}: block_size={block_size} leaves no vector to treat; pass 1 or more, or None")
-
-
-def check_memory_options(recompute: Recompute, micro_batch: int | None) -> None:
-    """Raise InputError if the options that save memory are not known."""
+    for name, size, what in (("block_size", block_size, "vector"), ("micro_batch", micro_batch, "sample")):
+        if size is not None and size < 1:
+            raise InputError(f"{WHO}: {name}={size} leaves no {what} to treat; pass 1 or more, or None")
     if recompute not in (None, "layers"):
         raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")
-    if micro_batch is not None and micro_batch < 1:
-        raise InputError(f"{WHO}: micro_batch={micro_batch} leaves no sample to treat; pass 1 or more, or None")

@@ -374,7 +374,7 @@ def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, mi
     try:
         if micro_batch is not None and micro_batch < task.batch:
             return MicroBatched(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
-        return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute)
+        return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
     except TraceError:
         if reached(task):
             raise

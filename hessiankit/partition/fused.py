@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention
+from hessiankit.partition.adapters import without_adapters
 from hessiankit.partition.part import indexed
 from hessiankit.support.arguments import checked
 
@@ -51,7 +52,7 @@ class FusedSlice:
 def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[FusedSlice]:
     """Yield the slices of a module's fused parameters; with ``separate``, also of query, key and value layers of their own."""
     names = {id(p): name for name, p in module.named_parameters()}
-    for path, child in module.named_modules():
+    for path, child in without_adapters(module).named_modules():
         for parameter, kind, axis, layout in [*_fused(child), *(_separate(child) if separate else ())]:
             if (name := names.get(id(parameter))) is not None:  # else it is computed from other parameters
                 for role, segments in layout.items():

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hessiankit.partition.adapters import adapted_parameters, without_adapters
 from hessiankit.partition.findings import CONFLICT, UNKNOWN, Finding, Policy, merged, override, owners
 from hessiankit.partition.flow_findings import flow
 from hessiankit.partition.modules import by_name
@@ -37,7 +38,9 @@ def model_parts(
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
     are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
-    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head.
+    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head. A parameter of
+    an adapter of peft has the type of the weight that it adapts: the rows of LoRA's B are split as the weight's outputs are, and
+    an A of outputs of several types is Other.
 
     Args:
         model: Any module.
@@ -61,17 +64,32 @@ def model_parts(
     [('self_attn.in_proj_weight[0:4]', 'QK'), ('self_attn.in_proj_weight[4:8]', 'QK'), ('self_attn.in_proj_weight[8:12]', 'VO')]
     """
     policy = Policy(biases, final_norm, tied)
-    places = owners(model)
-    layers, findings = structure(model, places)
+    bare = without_adapters(model)
+    places = owners(bare)
+    layers, findings = structure(bare, places)
     flowing = flow(model, inputs) if inputs is not None else {}
+    flows = {id(p): flowing[name] for name, p in model.named_parameters() if name in flowing}
+    plain = {id(p): name for name, p in bare.named_parameters()}
+    adapted = adapted_parameters(model)
+
+    def found_of(p: Tensor) -> tuple[list[Finding], str]:
+        """Return the findings on a parameter of the model without adapters, and the path of the module that holds it."""
+        own, place = flows.get(id(p), []), places[plain[id(p)]][0]
+        known = [f for f in own if f.type != UNKNOWN or f.axis is not None]
+        found = policy.of_tie(merged(known, findings[plain[id(p)]], p))
+        nothing = Finding(UNKNOWN, "", type(place.module).__name__)
+        return found or [by_name(place) or next(iter(own), nothing)], place.path
+
     parts: list[Part] = []
     for name, p in model.named_parameters():
-        known = [f for f in flowing.get(name, []) if f.type != UNKNOWN or f.axis is not None]
-        found = policy.of_tie(merged(known, findings[name], p))
-        if not found:
-            nothing = Finding(UNKNOWN, "", type(places[name][0].module).__name__)
-            found = [by_name(places[name][0]) or next(iter(flowing.get(name, [])), nothing)]
-        parts += _of_parameter(name, p, found, places[name][0].path, layers, policy)
+        if id(p) in plain:
+            found, path = found_of(p)
+        elif name in adapted:
+            base, path = found_of(adapted[name].parameter)
+            found = adapted[name].findings(base, p)
+        else:
+            found, path = flows.get(id(p), [Finding(UNKNOWN, "", "a parameter of an adapter")]), ""
+        parts += _of_parameter(name, p, found, path, layers, policy)
     typed = override(parts, overrides)
     if contradicted := [part for part in typed if part.type == CONFLICT]:
         listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)

@@ -119,7 +119,7 @@ def check(
     options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, progress)
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:
-        several, pairs = batches("check", inputs, target, loss)
+        several, pairs = batches("check", inputs, target, loss, block_or_module)
         if several:
             raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
         inputs, target = (ordinary(part) for part in next(pairs))

@@ -78,25 +78,29 @@ class RoundingNoise:
 
         It is symmetric where the labels are the parameters.
         """
-        columns = torch.stack([self._column(label) for label in labels], 1)
+        missing = [label for label in labels if label not in self._columns]
+        for some in [missing] if self.along is None else [[label] for label in missing]:  # of a large model one vector at a time
+            self._measure(some)
+        columns = torch.stack([self._columns[label] for label in labels], 1)
         symmetric = tuple(labels) == tuple(self.problem.params)
         return torch.maximum(columns, columns.T) if symmetric else columns
 
-    def _column(self, label: str) -> Tensor:
-        if label not in self._columns:
-            direction = self.along[label] if self.along is not None else Direction(label, (label,), 1)
-            v, generator = direction.vector(self.problem)[None], torch.Generator().manual_seed(0)
-            points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
-            change = self.problem.theta.new_zeros(len(self.problem.params))
-            for route in self.routes.values():
-                here, *there = (self._products(route, point, v) for point in points)
-                for after in there:
-                    if here is not None and after is not None:
-                        gaps = (after - here)[0].abs().to(change)
-                        seen = torch.stack([gaps[where].amax() for where in self.problem.slices.values()])
-                        change = torch.maximum(change, seen)
-            self._columns[label] = SAFETY * change
-        return self._columns[label]
+    def _measure(self, labels: Sequence[str]) -> None:
+        """Measure the noise along some labels: every route once at each point."""
+        if not labels:
+            return
+        along = [self.along[label] if self.along is not None else Direction(label, (label,), 1) for label in labels]
+        V, generator = torch.stack([direction.vector(self.problem) for direction in along]), torch.Generator().manual_seed(0)
+        points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
+        change = self.problem.theta.new_zeros(len(self.problem.params), len(labels))
+        for route in self.routes.values():
+            here, *there = (self._products(route, point, V) for point in points)
+            for after in there:
+                if here is not None and after is not None:
+                    gaps = (after - here).abs().to(change)
+                    seen = torch.stack([gaps[:, where].amax(1) for where in self.problem.slices.values()])
+                    change = torch.maximum(change, seen)
+        self._columns |= {label: SAFETY * change[:, at] for at, label in enumerate(labels)}
 
     @staticmethod
     def _products(route: Route, problem: Problem, V: Tensor) -> Tensor | None:

@@ -178,7 +178,7 @@ CALLS = {
     "hessian_function": Call(hk.hessian_function, on_block(params=None, batch_size=None), ("hessian_function",)),
     "hessian_operator": Call(
         hk.hessian_operator,
-        _renamed(on_block(params=None, kind="hessian", block_size=None, weights=None, reduction=None), inputs="data"),
+        _renamed(on_block(params=None, kind="hessian", block_size=None, weights=None, reduction=None, progress=None), inputs="data"),
         ("hessian_operator",),
     ),
     "hessian_diagonal": Call(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn
 
 import numpy as np
@@ -53,7 +54,9 @@ class DistributedOperator(HessianOperator):
         self.ranks = ranks
         held = batches or [_Nothing(task)]
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__([task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most), partial(_sum, ranks))
+        super().__init__(
+            [task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks)
+        )
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -164,7 +167,7 @@ def hessian_operator(
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
     def own() -> tuple[list[Task], list[Batch], list[float]]:
-        pairs, counts = _counting(data, target, loss, weights)
+        pairs, counts = _counting(module, data, target, loss, weights)
         if not pairs:
             return [Task(module, (), None, loss, dict(chosen), ModuleState(module))], [], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
@@ -204,14 +207,16 @@ def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
     check_same_function(ranks, run, [*own, *named_tensors((inputs, target))])
 
 
-def _counting(data: Any, target: Any, loss: Loss, weights: Weights) -> tuple[list[tuple[Any, Any]], list[float] | None]:
+def _counting(
+    module: nn.Module, data: Any, target: Any, loss: Loss, weights: Weights
+) -> tuple[list[tuple[Any, Any]], list[float] | None]:
     """Return this rank's batches that count, and their weights where there are any."""
     if data is None or (isinstance(data, (list, tuple)) and not data):
         return [], None
-    pairs = list(batches(WHO, data, target, loss)[1])
+    pairs = list(batches(WHO, data, target, loss, module)[1])
     if weights is None:
         return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
-    given = [weights(*pair) for pair in pairs] if callable(weights) else list(weights)
+    given = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
     if len(given) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
     counted = [(pair, float(weight)) for pair, weight in zip(pairs, given, strict=True) if weight != 0]

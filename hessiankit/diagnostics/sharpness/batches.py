@@ -25,6 +25,7 @@ from hessiankit.engine.problem.calling import (
     named_tensors,
     samples,
 )
+from hessiankit.engine.problem.labels import labels_of, one_later, with_decoder_inputs
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 
@@ -52,7 +53,7 @@ class MicroBatch:
         """The label of each row of the logits: the target, one place later where it holds the tokens themselves."""
         if not (self.shifted if self.shifted is not None else self.target.ndim > 1):
             return self.target
-        return torch.cat([self.target[..., 1:], self.target.new_full((*self.target.shape[:-1], 1), IGNORE_INDEX)], -1)
+        return one_later(self.target)
 
     def part(self, rows: slice) -> MicroBatch:
         """Return some of the sequences: every tensor of that length is cut, others are passed to all parts."""
@@ -91,7 +92,7 @@ def micro_batches(
     own = None if numbers is None else [int(number) for number in numbers]
     if own is not None and (any(number < 0 for number in own) or len(set(own)) < len(own)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    several, pairs = batches(who, data, target, "cross_entropy", mappings=True)
+    several, pairs = batches(who, data, target, "cross_entropy")
     cut: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
@@ -101,7 +102,7 @@ def micro_batches(
         total += size
         if len(rows) < size:
             raise InputError(f"{who}: numbers has {len(own or ())} entries and the data have more sequences; pass one for each")
-        whole = MicroBatch(_with_decoder_inputs(model, whole), whole.target, tuple(rows), whole.shifted)
+        whole = MicroBatch(with_decoder_inputs(model, whole.inputs, whole.target), whole.target, tuple(rows), whole.shifted)
         step = min(micro_batch or size, size)
         cut += [whole] if step == size else [whole.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
     if own is not None and total < len(own):
@@ -120,14 +121,7 @@ def _labelled(who: str, name: str, inputs: Any, target: Any, shift: bool | None)
             "shape and its -100 count)"
         )
     if target is None and isinstance(inputs, Mapping):
-        target, shifted = inputs.get("labels"), shift
-        if target is None:
-            keys = ", ".join(map(repr, inputs)) or "none"
-            raise InputError(
-                f"{who}: {name} is a mapping without 'labels' (keys: {keys}); add them, e.g. batch['labels'] = batch['input_ids']"
-                " with -100 at padding, or pass a pair (mapping, target)"
-            )
-        inputs = {key: value for key, value in inputs.items() if key != "labels"}
+        (inputs, target), shifted = labels_of(who, name, inputs), shift
     if not isinstance(target, Tensor):
         raise InputError(f"{who}: the target of {name} is {type(target).__name__}; expected a tensor")
     if target.ndim == 0 or target.numel() == 0:
@@ -136,16 +130,6 @@ def _labelled(who: str, name: str, inputs: Any, target: Any, shift: bool | None)
             " axis with target.unsqueeze(0), and to the inputs too)"
         )
     return MicroBatch(inputs, target, (), shifted)
-
-
-def _with_decoder_inputs(model: nn.Module | None, batch: MicroBatch) -> Any:
-    """Return the inputs, with those of the decoder where a Hugging Face model makes them of the labels."""
-    make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-    if make is None or batch.target.ndim < 2 or not isinstance(batch.inputs, Mapping):
-        return batch.inputs
-    if {"decoder_input_ids", "decoder_inputs_embeds"} & set(batch.inputs):
-        return batch.inputs
-    return {**batch.inputs, "decoder_input_ids": make(labels=batch.target)}
 
 
 def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:

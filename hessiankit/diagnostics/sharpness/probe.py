@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward, output_of
-from hessiankit.engine.problem.calling import IGNORE_INDEX, call
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.engine.problem.labels import are_later
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError, OutOfMemoryError
@@ -56,10 +55,6 @@ def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
             positions[: ids.shape[-1]] = True
 
     return mark
-
-
-SAME = 1e-4
-"""Relative difference up to which the model's own loss counts as the one that we compute from its logits."""
 
 
 def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
@@ -198,18 +193,5 @@ def placed(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> list[Mi
     if not unknown:
         return list(batches)
     one = max(unknown, key=lambda batch: len(batch.numbers)).on(next(model.parameters()).device)
-    known = inspect.signature(model.forward).parameters
-    takes = "labels" in known or any(p.kind is p.VAR_KEYWORD for p in known.values())
-    outputs = call(who, model, {**one.inputs, "labels": one.target} if takes else one.inputs)
-    logits, target, loss = output_of(who, outputs), one.target, getattr(outputs, "loss", None)
-    shifted = True
-    fits = target.shape == logits.shape[:-1] and target.shape[-1] > 1 and not target.is_floating_point()
-    if isinstance(loss, Tensor) and loss.numel() == 1 and fits:
-        wide = logits.double()
-        ways = {
-            True: F.cross_entropy(wide[..., :-1, :].flatten(0, -2), target[..., 1:].flatten(), ignore_index=IGNORE_INDEX),
-            False: F.cross_entropy(wide.flatten(0, -2), target.flatten(), ignore_index=IGNORE_INDEX),
-        }
-        away = {way: abs(float(own) - float(loss)) / max(abs(float(loss)), 1e-30) for way, own in ways.items()}
-        shifted = not (away[False] < SAME and not away[True] < away[False])
+    shifted = are_later(who, model, one.inputs, one.target) is not False
     return [replace(batch, shifted=shifted) for batch in batches]

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.engine.problem.calling import Loss, known_count, known_reduction
+from hessiankit.engine.problem.calling import IGNORE_INDEX, Loss, known_count, known_reduction, map_tensors, named_tensors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
+from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_decoder_inputs
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
-from hessiankit.engine.problem.task import Task
+from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import ordinary_path, preserved_state
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
-
+MOST = 1000
+"""Batches that are read of an iterable without a length: one with more is taken for one that does not end."""
 
 FORMS = (
     "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
@@ -26,13 +32,17 @@ FORMS = (
 )
 
 
-def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = False) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+def batches(
+    who: str, data: Any, target: Any, loss: Loss, model: nn.Module | None = None
+) -> tuple[bool, Iterator[tuple[Any, Any]]]:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
-    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs, or of inputs
-    (loss=None): a list of tuples, lists or mappings is read as any other iterable of them. With ``mappings``, a mapping in an
-    iterable is a batch without a target of its own.
+    loss=None, a tuple, or a list that holds tensors or other arguments. Otherwise an iterable of pairs and mappings, or of
+    inputs (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
+
+    A mapping has no target of its own. With a ``model`` and a named loss, its ``"labels"`` become the target; for cross entropy
+    they are moved to the logits that the model's own loss compares them with, one place earlier where it has none.
 
     Raises:
         InputError: If it is none of these.
@@ -40,31 +50,126 @@ def batches(who: str, data: Any, target: Any, loss: Loss, *, mappings: bool = Fa
     >>> batches("example", [({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse")[0]
     True
     """
+    several = _are_several(who, data, target, loss)
+    if not several:
+        is_pair = target is None and loss is not None and isinstance(data, (tuple, list))
+        pairs = iter([(data[0], data[1]) if is_pair else (data, target)])
+    elif loss is None:
+        pairs = ((batch, None) for batch in once(who, data))
+    else:
+        pairs = _pairs(who, data)
+    return several, pairs if model is None or not isinstance(loss, str) else _labelled(who, model, loss, pairs)
+
+
+def _are_several(who: str, data: Any, target: Any, loss: Loss) -> bool:
     if target is not None or isinstance(data, (Tensor, Mapping)):
-        return False, iter([(data, target)])
+        return False
     if loss is None:
         listed = isinstance(data, list) and data and all(isinstance(batch, (tuple, list, Mapping)) for batch in data)
-        if (isinstance(data, (tuple, list)) and not listed) or not isinstance(data, Iterable):
-            return False, iter([(data, None)])
-        return True, ((batch, None) for batch in data)
+        return isinstance(data, Iterable) and (not isinstance(data, (tuple, list)) or bool(listed))
     if isinstance(data, (tuple, list)) and len(data) == 2 and isinstance(data[1], Tensor):
-        return False, iter([(data[0], data[1])])
+        return False
     if isinstance(data, (str, bytes)) or not isinstance(data, Iterable):
-        forms = FORMS if mappings else "inputs and target=..., or (inputs, target) pairs"
-        raise InputError(f"{who}: data is {type(data).__name__}; expected {forms}")
-    return True, _pairs(who, data, mappings)
+        raise InputError(f"{who}: data is {type(data).__name__}; expected {FORMS}")
+    return True
 
 
-def _pairs(who: str, data: Iterable[Any], mappings: bool) -> Iterator[tuple[Any, Any]]:
-    for number, batch in enumerate(data):
-        if mappings and isinstance(batch, Mapping):
+def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for number, batch in enumerate(once(who, data)):
+        if isinstance(batch, Mapping):
             yield batch, None
         elif isinstance(batch, (tuple, list)) and len(batch) == 2:
             yield batch[0], batch[1]
         else:
             seen = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
-            others = "or a mapping with 'labels'" if mappings else "or pass target=..."
-            raise InputError(f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), {others}")
+            raise InputError(
+                f"{who}: batch {number} is a {seen}; expected a pair (inputs, target), or a mapping with 'labels'; for several "
+                "inputs of one call pass target=..."
+            )
+
+
+def _labelled(who: str, model: nn.Module, loss: str, pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+    """Yield the pairs, with the labels of mappings as their targets."""
+    later: bool | None = None
+    for number, (inputs, target) in enumerate(pairs):
+        if target is None and isinstance(inputs, Mapping) and isinstance(inputs.get("labels"), Tensor):
+            inputs, target = labels_of(who, f"batch {number}", inputs)
+            inputs = with_decoder_inputs(model, inputs, target)
+            if loss == "cross_entropy" and target.ndim > 1:
+                if later is None and bool((target != IGNORE_INDEX).any()):
+                    with preserved_state(model), ordinary_path():
+                        later = are_later(who, model, inputs, target) is not False
+                target = target if later is False else one_later(target)
+        yield inputs, target
+
+
+def once(who: str, data: Iterable[Any]) -> Iterator[Any]:
+    """Yield the batches of an iterable that is read once and whole, and refuse one of several epochs or without an end.
+
+    Of an iterable without a length copies of all batches are made before any of them is worked on.
+
+    Raises:
+        InputError: A ``DataLoader`` draws samples with replacement, or more than once; an iterable goes on after its length; or
+            one without a length holds more than :data:`MOST` batches, or more than half of the free memory.
+
+    >>> [float(x) for x in once("example", iter([Tensor([1.0]), Tensor([2.0])]))]
+    [1.0, 2.0]
+    """
+    kind = type(data).__name__
+    if isinstance(data, DataLoader) and (drawn := _drawn_again(data)):
+        raise InputError(
+            f"{who}: the {drawn} of the {kind} draws samples more than once, and the data are every sample once; pass a "
+            f"{kind} with shuffle=False, or list(data) where this draw is what you mean"
+        )
+    for number, batch in enumerate(_of_one_epoch(who, data, kind)):
+        if isinstance(batch, Mapping) and batch and next(named_tensors(batch), None) is None:
+            raise InputError(
+                f"{who}: batch {number} is a mapping without a tensor (keys: {', '.join(map(repr, batch))}), as a row of a "
+                "dataset is; pass DataLoader(dataset, batch_size=..., collate_fn=...), whose collator pads rows to tensors"
+            )
+        yield batch
+
+
+def _drawn_again(loader: DataLoader[Any]) -> str | None:
+    """Return the name of a sampler that may draw a sample twice."""
+    for sampler in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+        if isinstance(sampler, (RandomSampler, WeightedRandomSampler)):
+            several = isinstance(sampler, RandomSampler) and sampler.num_samples > len(sampler.data_source)
+            if sampler.replacement or several:
+                return type(sampler).__name__
+    return None
+
+
+def _of_one_epoch(who: str, data: Iterable[Any], kind: str) -> Iterator[Any]:
+    """Yield the batches of an iterable up to its length; without one, read it to its end and yield copies of its batches."""
+    instead = "a list, or a DataLoader of one epoch; list(itertools.islice(data, n)) are n batches"
+    held: deque[Any] = deque()
+    size, free = 0, None
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        length = None
+    for number, batch in enumerate(data):
+        if number == length:
+            raise InputError(
+                f"{who}: data is a {kind} of {length} batches by its len(), which goes on after them, as several epochs do; "
+                f"pass {instead}"
+            )
+        if length is not None:
+            yield batch
+            continue
+        tensors = [x for _, x in named_tensors(batch)]
+        free = available_memory(tensors[0].device) if tensors and free is None else free
+        size += sum(x.numel() * x.element_size() for x in tensors)
+        if number == MOST or (free is not None and size > free / 2):
+            seen = f"holds more than {MOST:,} batches" if number == MOST else f"has {gib(size)} in its first {number + 1} batches"
+            raise InputError(
+                f"{who}: data is a {kind} without a length, which {seen}: it may not end, and data are read once and whole; "
+                f"pass {instead}"
+            )
+        held.append(map_tensors(lambda x: x.detach().clone().requires_grad_(x.requires_grad), batch))
+    while held:
+        yield held.popleft()
 
 
 def requests(
@@ -94,7 +199,7 @@ def requests(
         InputError: If a batch cannot be used, or several batches of unknown counts are given.
     """
     params = repeatable(params)
-    several, pairs = batches(who, data, target, loss)
+    several, pairs = batches(who, data, target, loss, module)
     count_of = _Counts(who, loss, weights, _rule(who, loss, weights, reduction), several)
     task: Task | None = None
     first = 0
@@ -103,8 +208,8 @@ def requests(
             task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
-    if count_of.weights is not None and not callable(count_of.weights) and (rest := list(count_of.weights)):
-        raise InputError(f"{who}: weights has {len(rest)} numbers more than there are batches; pass one for each")
+    if count_of.weights is not None and not callable(count_of.weights) and (rest := len(list(islice(count_of.weights, MOST)))):
+        raise InputError(f"{who}: weights has {rest} numbers more than there are batches; pass one for each")
     if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
 
