@@ -18,7 +18,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
 
 EXAMPLES = (
-    ("python -m benchmarks routes", "all operations by all routes, about ten seconds"),
+    ("python -m benchmarks routes", "all operations by all routes, about half a minute"),
     ("python -m benchmarks routes --operation layer_norm --json -", "one operation, every number as JSON"),
 )
 

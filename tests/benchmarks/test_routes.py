@@ -26,6 +26,7 @@ from benchmarks.routes.table import (
 )
 from benchmarks.routes.torch_routes import ROUTES, Route, central_differences
 from hessiankit.cli import parsing as exit_codes
+from hessiankit.support import tables
 from hessiankit.support.errors import InputError
 from hessiankit.verify.check import AGAINST
 from hessiankit.verify.references import REFERENCES
@@ -179,8 +180,8 @@ def test_the_page_in_docs_is_true(measured):
 
 
 def test_table_says_what_the_cells_say(measured):
-    text, page = measured.table(), measured.markdown()
-    assert torch.__version__ in text
+    text, page = measured.table().partition("judge\n")[2], measured.markdown()
+    assert torch.__version__ in measured.table()
     assert torch.__version__ in page
     for k, reason in enumerate(measured.reasons, 1):
         assert f"{k}. `{reason}`" in page
@@ -190,8 +191,22 @@ def test_table_says_what_the_cells_say(measured):
         assert all(cell in line for cell in row)
     wrong = sum(row.count(WRONG) for row in page.split("## Errors")[0].splitlines() if row.startswith("|"))
     assert wrong == len(measured.wrong)
-    assert measured._repr_html_().count("<tr>") == 1 + len(measured.judgements)
+    assert measured._repr_html_().count("<tr>") == 1 + len(measured.judgements) + 1 + len({c.operation for c in measured.wrong})
     assert json.loads(json.dumps(measured.to_dict()))["cells"][0]["operation"] == "layer_norm"
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_narrow_terminal_shows_every_wrong_cell(measured, monkeypatch, width):
+    monkeypatch.setattr(tables, "terminal_width", lambda: width)
+    shown = str(measured)
+    assert max(map(len, shown.splitlines())) <= width
+    text = " ".join(shown.split()).replace("error: ", "").replace("WRONG by: ", "")
+    for operation in {cell.operation for cell in measured.wrong}:
+        cells = [cell for cell in measured.wrong if cell.operation == operation]
+        marks = dict.fromkeys(f"{cell.error:.2g}{'' if cell.symmetric else '*'}" for cell in cells)
+        for mark in marks:
+            names = [cell.route for cell in cells if mark.startswith(f"{cell.error:.2g}")]
+            assert f"{operation} {mark} {', '.join(names)}" in text
 
 
 def test_some_operations_another_seed():
