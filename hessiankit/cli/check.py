@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK, asked_of
     from hessiankit.support.environment import environment
-    from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import say
     from hessiankit.verify.check import check
 
@@ -44,8 +43,7 @@ def run(args: argparse.Namespace) -> int:
     asked = asked_of(args)
     say(str(asked))
     given = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
-    with progress_bar() as tell:
-        report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, progress=tell, **given)
+    report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, **given)
     numbers = {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
     finish(args, report, numbers)
     return int(not report)

@@ -35,12 +35,16 @@ def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -
         TimeElapsedColumn(),
         TextColumn("{task.fields[left]}"),
     )
-    start = time.perf_counter()
+    start = now = time.perf_counter()
+    doing = ""
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, left="")
 
         def tell(what: str, done: int, total: int) -> None:
-            gone = time.perf_counter() - start
+            nonlocal now, doing
+            if what != doing:
+                now, doing = time.perf_counter(), what
+            gone = time.perf_counter() - (start if before else now)
             seconds = (
                 sum(before) / len(before) * (of - len(before)) - gone if before else gone * (total - done) / done if done else 0.0
             )

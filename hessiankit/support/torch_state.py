@@ -202,6 +202,24 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
     return alone
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in one thread; afterwards, also after an error, in as many as before.
+
+    >>> before = torch.get_num_threads()
+    >>> with one_thread():
+    ...     within = torch.get_num_threads()
+    >>> within, torch.get_num_threads() == before
+    (1, True)
+    """
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @cache
 def load_forward_mode() -> None:
     """Let torch load what its forward mode needs, once: some versions warn there that they call ``torch.jit.script``."""

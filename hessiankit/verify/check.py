@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +20,9 @@ from hessiankit.engine.problem.calling import Loss, ordinary
 from hessiankit.engine.problem.selection import Params, check_surroundings, select
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
-from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
+from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import Judge, RoundingNoise, Route, cells_of_groups, cells_of_pairs, closed_form
 from hessiankit.verify.exact import check_exact_blocks
@@ -50,6 +53,8 @@ MATRIX = 20000
 """The same where ``directions`` are given."""
 DIAGONAL = 100_000
 """Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
+ENTRIES = 2**15
+"""Inputs of at most so many entries are small: torch cuts an operation into as many for a thread (its grain size)."""
 
 
 @checked("check")
@@ -100,7 +105,10 @@ def check(
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
         params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
-        progress: Called with (reference, directions done, directions in all).
+        progress: Called with (what, items done, items in all): of a reference, directions. By default a bar in a terminal.
+
+    Up to 5,000 parameters and 32,768 entries of the inputs torch computes in one thread, which is faster for operations as
+    small as these; its number of threads is restored afterwards.
 
     Returns:
         A :class:`CheckReport`; ``assert hessiankit.check(block)`` is the idiom for a test.
@@ -116,7 +124,6 @@ def check(
     if complex_one is not None:
         raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     names = None if params is None else list(select("check", block_or_module, params))
-    options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, progress)
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:
         several, pairs = batches("check", inputs, target, loss, block_or_module)
@@ -125,10 +132,12 @@ def check(
         inputs, target = (ordinary(part) for part in next(pairs))
 
     def report_in(dtype: torch.dtype | None) -> CheckReport:
-        with preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
+        bar = progress_bar() if progress is None else nullcontext(progress)
+        with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
             given, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
             if dtype is not None:
                 given, labels = (cast(x, dtype) for x in (given, labels))
+            options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, given, labels, options)  # refuses a module without parameters
             kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(given)}"
             return replace(report, asked=f"{kinds}, {_dtype(block_or_module)}, seed {seed}{drawn}")
@@ -173,23 +182,34 @@ class _Options:
     directions: int | None
     formulas: bool
     exact: bool
-    progress: Callable[[str, int, int], None] | None
+    progress: Tell
 
 
 def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
     """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
-    start, tell = time.perf_counter(), options.progress
+    start = time.perf_counter()
     params = list(select("check", module, options.params))
     known: dict[str, Tensor] = dict(module.named_parameters())
     size = sum(known[name].numel() for name in params)
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
+    entries = sum(x.numel() for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
+    with one_thread() if size <= PRODUCTS and entries <= ENTRIES else nullcontext():
+        report = _compared(module, inputs, target, params, options, by_products=by_products)
+    return replace(report, seconds=time.perf_counter() - start)
+
+
+def _compared(
+    module: nn.Module, inputs: Any, target: Any, params: list[str], options: _Options, *, by_products: bool
+) -> CheckReport:
+    """Compare the matrix, or products; say what stopped a reference or lowered the tolerance."""
     common: dict[str, Any] = {"loss": options.loss, "handshake": False}  # loss and gradient are rows of the report
     closed: Hessian | HessianOperator
     if by_products:
         closed = hessian_operator(module, inputs, target, params=params, block_size=1, **common)
     else:
-        closed_progress = None if tell is None else lambda done, total: tell("closed form", done, total)
-        closed = hessian(module, inputs, target, params=options.params, progress=closed_progress, **common)
+        tell = partial(options.progress, "closed form")
+        closed = hessian(module, inputs, target, params=options.params, progress=tell, **common)
+    known = dict(module.named_parameters())
     problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
     found = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)
@@ -201,7 +221,6 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
     stopped = STOPPED.format(found.stopped_by) if found.stopped_by and moves else ""
     return replace(
         report,
-        seconds=time.perf_counter() - start,
         remarks=tuple(remark for remark in (found.padding, stopped, *report.remarks) if remark),
         lowered=f"{found.lowered_by} computes in {found.precision}" if options.rtol is None and found.lowered_by else "",
     )
@@ -222,18 +241,22 @@ def _compared_matrix(problem: Problem, closed: Hessian, found: Traits, rtol: flo
     if options.against is None and not own and isinstance(results["jvp(grad)"], Unsupported):
         results |= run_references(problem, V, ["torch.func.hessian"], progress=options.progress)
     noise = rounding_noise(results, problem, found.precision, {CLOSED: closed_form})
+    options.progress("agreement of the references", 0, 1)
     health = examine(results, problem, probes=probes, noise=noise)
     judge = Judge(tuple(problem.params), found.precision, noise)
     healthy = {n: x for n, x in results.items() if isinstance(x, Outcome) and health[n].healthy}
     along = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
     beside = SideBySide(problem, {CLOSED: Outcome(along, None, 0.0), **results}, probes)
     rows: list[CheckRow] = []
-    for name, outcome in healthy.items():
+    for done, (name, outcome) in enumerate(healthy.items()):
+        options.progress(f"errors beside {name}", done, len(healthy))
         rows += judge.rows(beside.gaps(CLOSED, name), rtol, name, outcome.seconds, cells_of_pairs(judge.names))
+    options.progress("operator and diagonal", 0, 2)
     others, remarks = _same_call(problem, closed, judge, healthy, probes, rtol, seed)
     rows += others
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
+            options.progress("formulas, and a wider block", 1, 2)
             before = time.perf_counter()
             errors = formula_errors(module, seed)
             rows += twin_rows(module, seed)

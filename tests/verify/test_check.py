@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import sys
@@ -394,3 +395,34 @@ def test_gated_units_are_verified_in_every_precision(dtype: torch.dtype) -> None
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 8), nn.GLU(), nn.Linear(4, 2)).to(dtype)
     assert hk.check(module, torch.randn(6, 3).to(dtype), torch.randint(2, (6,)), loss="cross_entropy", dtype=None)
+
+
+@pytest.mark.parametrize(
+    ("features", "samples", "raises", "threads"),
+    [
+        (3, 4, None, 1),
+        (3, 2**14, None, 2),
+        (5000, 2, None, 2),
+        (3, 4, ValueError("of the module"), 1),
+        (3, 4, KeyboardInterrupt(), 1),
+    ],
+    ids=["small", "many samples", "many parameters", "error", "Ctrl-C"],
+)
+def test_a_small_problem_takes_one_thread(features: int, samples: int, raises: BaseException | None, threads: int) -> None:
+    before, seen = torch.get_num_threads(), set()
+
+    class Module(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.add(torch.get_num_threads())
+            if raises is not None:
+                raise raises
+            return super().forward(x)
+
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(type(raises)) if raises else contextlib.nullcontext():
+            assert hk.check(Module(features, 1).double(), torch.randn(samples, features), torch.randn(samples, 1))
+        assert seen == {threads}
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
