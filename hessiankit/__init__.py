@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from hessiankit.support.package import __version__ as __version__
+from hessiankit.support.package import on_demand
 
 if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.approximating import approximations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.diagnostics.depth import depth_diagnostics
     from hessiankit.diagnostics.monitoring import Monitor
     from hessiankit.diagnostics.sharpness import sharpness
-    from hessiankit.formulas import derive
+    from hessiankit.formulas.derive import derive
     from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
     from hessiankit.functions.cross_entropy import linear_cross_entropy
     from hessiankit.landscape import loss_slices, spectrum
@@ -50,7 +51,7 @@ _NAMES = {
     "diagnostics.depth": "depth_diagnostics",
     "diagnostics.monitoring": "Monitor",
     "diagnostics.sharpness": "sharpness",
-    "formulas": "derive",
+    "formulas.derive": "derive",
     "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
     "functions.cross_entropy": "linear_cross_entropy",
     "landscape": "loss_slices spectrum",
@@ -71,17 +72,16 @@ __all__ = [
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:
+    _public = on_demand(__name__, _NAMES)
 
     def __getattr__(name: str) -> Any:
         """Import what is asked for: ``import hessiankit`` alone imports neither torch nor sympy."""
         if name in _HOME:
             drawn = random.getstate()  # importing rich draws a number, and the user's random numbers are the user's
             try:
-                value = getattr(import_module(_HOME[name]), name)
+                return _public(name)
             finally:
                 random.setstate(drawn)
-            globals()[name] = value
-            return value
         try:
             return import_module(f"hessiankit.{name}")
         except ModuleNotFoundError as error:

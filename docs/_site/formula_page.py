@@ -15,8 +15,9 @@ sys.path.insert(0, str(ROOT))
 
 from derivations.matrix import Zero  # noqa: E402
 from hessiankit.blocks import TransformerBlock  # noqa: E402
-from hessiankit.formulas import Derivation, derive  # noqa: E402
 from hessiankit.formulas.chapters import CHAPTERS  # noqa: E402
+from hessiankit.formulas.derive import derive  # noqa: E402
+from hessiankit.formulas.result import Derivation  # noqa: E402
 from hessiankit.formulas.typesetting import align  # noqa: E402
 
 PAGE = ROOT / "docs" / "derivations.md"

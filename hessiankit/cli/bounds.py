@@ -10,12 +10,14 @@ import argparse
 from typing import TYPE_CHECKING
 
 from hessiankit.cli.parsing import (
+    LOSSES,
     Add,
     Parser,
     add_block_options,
     add_device,
     add_list,
     add_output,
+    check_block,
     finish,
     positive,
     positive_number,
@@ -37,7 +39,7 @@ def options(command: Parser) -> None:
     add = command.add_argument
     add_block_options(add)
     add_sizes(add)
-    add("--loss", default="mse", help="mse (default) or cross_entropy")
+    add("--loss", choices=LOSSES, default="mse", help="mse (default) or cross_entropy")
     add_device(add)
     add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit")
     add_output(add)
@@ -65,6 +67,8 @@ def drawn(args: argparse.Namespace, block: nn.Module) -> tuple[Tensor, Tensor, T
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    check_block(args)
+
     import torch
 
     from hessiankit.bounding.bounds import bounds

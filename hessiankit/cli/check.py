@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 
-from hessiankit.cli.parsing import Parser, add_output, add_problem, finish, positive, refuse
+from hessiankit.cli.parsing import SHAPE_OF_A_BLOCK, Parser, add_output, add_problem, check_problem, finish, positive, refuse
 from hessiankit.support.errors import InputError
 
 EXAMPLES = (
@@ -31,15 +31,17 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK, asked_of
-    from hessiankit.support.environment import environment
-    from hessiankit.support.tables import say
-    from hessiankit.verify.check import check
-
     if args.model is None and args.placement is None:
         refuse(args, ("text", "shape"), "is of a model; add --model")
         refuse(args, ("tokens", "params", *SHAPE_OF_A_BLOCK), "is of one model or block; add --model, or --placement")
         raise InputError("check: no model; add --model, or --placement for one block; hessiankit study checks a classifier")
+    check_problem(args)
+
+    from hessiankit.cli.module_options import asked_of
+    from hessiankit.support.environment import environment
+    from hessiankit.support.tables import say
+    from hessiankit.verify.check import check
+
     asked = asked_of(args)
     say(str(asked))
     given = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}

@@ -10,8 +10,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from hessiankit.cli.parsing import Parser, add_block_options, add_json, refuse
-from hessiankit.support.files import write_json, write_text
+from hessiankit.cli.parsing import LOSSES, SHAPE_OF_A_BLOCK, Parser, add_block_options, add_json, check_block, refuse
+from hessiankit.formulas.theorems import CHAPTER_NAMES, THEOREMS, statement
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import check_writable, write_json, write_text
 
 EXAMPLES = (
     ("hessiankit derive curvature-gap/thm3", "a paper's theorem, corrected, with the ledger's verdict on its print"),
@@ -31,7 +33,7 @@ def options(command: Parser) -> None:
     add("--list", action="store_true", help="print the chapters and the papers' statements and exit")
     add_block_options(add)
     add("--wrt", nargs="+", metavar="NAME", help="one or two arguments (default: query value of a block, else the theorem's)")
-    add("--loss", help="mse or cross_entropy; without it, derivatives of the output")
+    add("--loss", choices=LOSSES, help="mse or cross_entropy; without it, derivatives of the output")
     add("--format", choices=FORMATS, default="text", help="text (default), explain (with the rules), latex (a file), json")
     add("--out", type=Path, metavar="PATH", help="write to this file in place of printing")
     add_json(add)
@@ -39,9 +41,20 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.what is not None:
+        if args.what.lower() not in CHAPTER_NAMES:
+            statement(args.what)
+        why = f"describes a block and {args.what!r} is none; drop one of the two"
+        refuse(args, ("placement", *SHAPE_OF_A_BLOCK), why)
+    check_block(args)
+    check_writable("derive", args.out)
+    if args.wrt is not None and len(args.wrt) > 2:
+        why = "is not one or two names; pass one for a Jacobian, two for a Hessian block"
+        raise InputError(f"derive: --wrt {' '.join(args.wrt)} {why}")
+
     import torch
 
-    from hessiankit.cli.module_options import SHAPE_OF_A_BLOCK, block_of
+    from hessiankit.cli.module_options import block_of
     from hessiankit.formulas.derive import derive
     from hessiankit.support.tables import as_text, say
 
@@ -52,8 +65,6 @@ def run(args: argparse.Namespace) -> None:
     if args.what is None:
         found = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
     else:
-        why = f"describes a block and {args.what!r} is none; drop one of the two"
-        refuse(args, ("placement", *SHAPE_OF_A_BLOCK), why)
         found = derive(args.what, wrt=args.wrt, loss=args.loss)
     if args.format == "text":
         text = f"{found.table()}\n" + "".join(f"    python -m papers show {name}\n" for name in found.claims)
@@ -71,7 +82,6 @@ def run(args: argparse.Namespace) -> None:
 def _names() -> Iterator[str]:
     """Yield the chapters and the papers' statements, one a line."""
     from hessiankit.formulas.chapters import CHAPTERS
-    from hessiankit.formulas.theorems import THEOREMS
 
     yield from (f"{name:<28}{', '.join(chapter.shapes)}" for name, chapter in CHAPTERS.items())
     for paper, rows in THEOREMS.items():

@@ -12,9 +12,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from hessiankit.cli.parsing import INTERRUPTED, Parser, add_output, add_problem
+from hessiankit.cli.parsing import INTERRUPTED, Parser, add_output, add_problem, check_problem, refuse
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.files import write_json
+from hessiankit.support.files import check_writable, write_json
 
 EXAMPLES = (
     ("hessiankit hessian --placement pre --heads 2 --plot hessian.png", "a pre-norm block of two heads, and its heat map"),
@@ -45,6 +45,15 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    if args.plot is not None and args.plot.suffix not in SUFFIXES:
+        raise InputError(f"hessian: cannot draw {args.plot}; name a file that ends in {', '.join(SUFFIXES)}")
+    if args.plot is not None and args.dry_run:
+        raise InputError("hessian: --plot needs the matrix, which --dry-run does not compute; drop one of them")
+    if args.out is None:
+        refuse(args, ("overwrite", "resume"), "is of a file; add --out")
+    check_writable("hessian", args.out)
+    check_problem(args)
+
     from hessiankit.cli.module_options import asked_of
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.forecast import Forecast
@@ -52,10 +61,6 @@ def run(args: argparse.Namespace) -> int:
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import say, show
 
-    if args.plot is not None and args.plot.suffix not in SUFFIXES:
-        raise InputError(f"hessian: cannot draw {args.plot}; name a file that ends in {', '.join(SUFFIXES)}")
-    if args.plot is not None and args.dry_run:
-        raise InputError("hessian: --plot needs the matrix, which --dry-run does not compute; drop one of them")
     asked = asked_of(args)
     say(str(asked))
     given = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite, "resume": args.resume}

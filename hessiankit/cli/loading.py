@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
+from hessiankit.cli.parsing import SOURCES
 from hessiankit.cli.text import VOCAB_SIZE, TextDataset
 from hessiankit.support.errors import InputError, did_you_mean
 
@@ -22,7 +23,6 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.b
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "spiece.model", "tokenizer.model")
 TINY = {"d_model": 64, "d_ff": 256, "n_layers": 3, "n_heads": 4}
 TINY_LENGTH = 512
-SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
 
 
 @dataclass(frozen=True, eq=False)

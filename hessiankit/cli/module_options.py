@@ -11,12 +11,8 @@ from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
 from hessiankit.cli.loading import load_model, one_line, text_batch
-from hessiankit.cli.parsing import refuse
 from hessiankit.cli.text import load_text
 from hessiankit.support.errors import InputError, OutOfMemoryError
-
-SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))
-"""Options of a block besides its placement and its widths."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +36,16 @@ class Asked:
 
 
 def asked_of(args: argparse.Namespace) -> Asked:
-    """Return the model of --model, or the block that the options describe, with inputs and target."""
+    """Return the model of --model, or the block that the options describe, with inputs and target.
+
+    :func:`hessiankit.cli.parsing.check_problem` was called before.
+    """
     return _of_block(args) if args.model is None else _of_model(args)
 
 
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
     """Return the float64 block that the options describe."""
     layers = args.layer if args.layers is None else args.layers
-    if args.layer > layers:
-        raise InputError(f"{args.command}: --layer {args.layer} of --layers {layers}; expected 1 to {layers}")
     given = {name: getattr(args, name) for name in ("placement", "norm", "activation", "bias", "causal", "rotary", "layer")}
     given |= {"attention_bias": args.bias, "affine": not args.no_affine, "n_kv_heads": args.kv_heads, "n_layers": layers}
     try:
@@ -59,7 +56,6 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
 
 def _of_block(args: argparse.Namespace) -> Asked:
     """Return the block that the options describe, on drawn inputs and targets."""
-    refuse(args, ("text", "shape"), "is of a model; add --model")
     torch.manual_seed(args.seed)
     d_model = args.d_model or 4
     block = block_of(args, d_model, args.d_ff or 6)
@@ -73,15 +69,9 @@ def _of_block(args: argparse.Namespace) -> Asked:
 
 def _of_model(args: argparse.Namespace) -> Asked:
     """Return the model of --model, on windows of a text or on drawn inputs."""
-    refuse(args, ("placement", "d_model", "d_ff", *SHAPE_OF_A_BLOCK), "describes a block; drop it, or --model")
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     if args.shape is not None:
-        refuse(args, ("text", "batch", "tokens"), "does not go with --shape, which says how large the inputs are; drop one")
         return _on_drawn(args, loaded.model, str(loaded), tuple(size for part in args.shape for size in part))
-    if args.loss == "mse":
-        raise InputError(
-            f"{args.command}: --loss mse of a text; the next token is a label: take cross_entropy, or drawn inputs: --shape"
-        )
     text = load_text("stdlib" if args.text is None else args.text)
     batch, tokens = args.batch or 2, args.tokens or 16
     inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))

@@ -10,6 +10,7 @@ import argparse
 from pathlib import Path
 
 from hessiankit.cli.parsing import Parser, add_output, finish
+from hessiankit.support.errors import InputError
 
 EXAMPLES = (
     ("hessiankit monitor run.jsonl", "the table, also while training goes on"),
@@ -27,6 +28,10 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if not args.file.is_file():
+        why = "it is a folder" if args.file.is_dir() else "No such file"
+        raise InputError(f"monitor: cannot read {args.file}: {why}; name a file that a Monitor wrote")
+
     from hessiankit.diagnostics.monitoring.log import MonitorLog
 
     log = MonitorLog.read(args.file)

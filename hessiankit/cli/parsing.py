@@ -32,6 +32,14 @@ Add: TypeAlias = Callable[..., Any]
 
 SEEDS = 2**32 - 1
 """The largest seed."""
+NORMS = ("layernorm", "rmsnorm")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "tanh", "leaky_relu", "identity", "swiglu")
+LOSSES = ("mse", "cross_entropy")
+"""Names that options take, listed here since their own modules import torch."""
+SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))
+"""Options of a block besides its placement and its widths."""
+SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
+"""What ``--model`` takes."""
 
 
 class Help(argparse.HelpFormatter):
@@ -75,6 +83,40 @@ def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
     for action in args.parser._actions:
         if action.dest in names and getattr(args, action.dest) != action.default:
             raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
+
+
+def check_block(args: argparse.Namespace) -> None:
+    """Refuse a placement that is not known, and a layer that the stack of a block does not have."""
+    from hessiankit.blocks.placements import PLACEMENTS  # without torch
+
+    if args.placement not in PLACEMENTS:
+        said = not_known(args.placement, PLACEMENTS, "--list-placements")
+        raise InputError(f"{args.command}: --placement {args.placement!r} {said}")
+    if args.layers is not None and args.layer > args.layers:
+        raise InputError(f"{args.command}: --layer {args.layer} of --layers {args.layers}; expected 1 to {args.layers}")
+
+
+def check_sources(args: argparse.Namespace) -> None:
+    """Refuse a model or a text that is nowhere."""
+    if args.model != "tiny" and ":" not in args.model and not Path(args.model).expanduser().exists():
+        said = f"{args.model!r} is not an existing path; expected {SOURCES} (nothing is downloaded)"
+        raise InputError(f"{args.command}: --model {said}")
+    if args.text not in (None, "stdlib") and not Path(args.text).expanduser().exists():
+        raise InputError(f"{args.command}: --text {args.text!r} is neither 'stdlib' nor an existing path (nothing is downloaded)")
+
+
+def check_problem(args: argparse.Namespace) -> None:
+    """Refuse options of :func:`add_problem` that do not go together, before torch is imported."""
+    if args.model is None:
+        refuse(args, ("text", "shape"), "is of a model; add --model")
+        return check_block(args)
+    refuse(args, ("placement", "d_model", "d_ff", *SHAPE_OF_A_BLOCK), "describes a block; drop it, or --model")
+    check_sources(args)
+    if args.shape is not None:
+        refuse(args, ("text", "batch", "tokens"), "does not go with --shape, which says how large the inputs are; drop one")
+    elif args.loss == "mse":
+        why = "the next token is a label: take cross_entropy, or drawn inputs: --shape"
+        raise InputError(f"{args.command}: --loss mse of a text; {why}")
 
 
 def add_command(commands: Commands, name: str, file: ModuleType) -> None:
@@ -121,7 +163,7 @@ class ListEntries(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         module, name = str(self.const).split(":")
-        registry = getattr(importlib.import_module(module), name)  # imports torch
+        registry = getattr(importlib.import_module(module), name)
         parser._print_message("".join(f"{entry}\n" for entry in registry.values()), sys.stdout)
         parser.exit(OK)
 
@@ -155,7 +197,7 @@ def add_problem(command: Parser, title: str, **placement: Any) -> None:
     add("--tokens", type=positive, help="tokens of each sequence (default 4; of text 16)")
     add("--params", nargs="+", metavar="NAME", help="only these parameters; names, or patterns such as '*.attention.*'")
     add("--batch", type=positive, help="sequences (default 1; of text 2)")
-    add("--loss", choices=("mse", "cross_entropy"), help="default: mse; of text cross_entropy, of the next token")
+    add("--loss", choices=LOSSES, help="default: mse; of text cross_entropy, of the next token")
     add_arithmetic(add)
     add("--seed", type=seed, default=0, help="random seed (default 0)")
     block("--d-model", type=positive, help="width of a token (default 4)")
@@ -171,11 +213,13 @@ def add_list(add: Add, option: str, registry: str, help: str) -> None:
 def add_block_options(add: Add, **placement: Any) -> None:
     """Add the options of a block; ``placement`` is what is otherwise with ``--placement``."""
     usual = {"default": "post", "help": "norm placement: post (default), pre, hybridnorm, deepnorm, ..."}
+    registry = "hessiankit.blocks.placements:PLACEMENTS"
     add("--placement", metavar="NAME", **usual | placement)
-    add_list(add, "--list-placements", "hessiankit.blocks:PLACEMENTS", "print all norm placements with their sources and exit")
-    add("--norm", default="layernorm", help="layernorm (default) or rmsnorm")
+    add_list(add, "--list-placements", registry, "print all norm placements with their sources and exit")
+    add("--norm", choices=NORMS, default="layernorm", metavar="NAME", help="layernorm (default) or rmsnorm")
     add("--no-affine", action="store_true", help="norms without gain and bias")
-    add("--activation", default="relu", help="relu (default), gelu, gelu_tanh, silu, tanh, leaky_relu, identity, swiglu")
+    activations = f"relu (default), {', '.join(ACTIVATIONS[1:])}"
+    add("--activation", choices=ACTIVATIONS, default="relu", metavar="NAME", help=activations)
     add("--heads", type=positive, default=1, help="heads of queries (default 1)")
     add("--kv-heads", type=positive, help="heads of keys and values (default: as many)")
     add("--bias", action="store_true", help="biases in the attention and the network")

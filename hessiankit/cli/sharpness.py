@@ -12,7 +12,17 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hessiankit.cli.parsing import Parser, add_arithmetic, add_model, add_output, finish, positive, probability, seed
+from hessiankit.cli.parsing import (
+    Parser,
+    add_arithmetic,
+    add_model,
+    add_output,
+    check_sources,
+    finish,
+    positive,
+    probability,
+    seed,
+)
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
 if TYPE_CHECKING:
@@ -35,7 +45,8 @@ def options(command: Parser) -> None:
     """Add the options."""
     add = command.add_argument
     add_model(add, default="tiny")
-    add("--text", default="stdlib", help="stdlib (default): Python's own standard library; or a text file, or a folder of them")
+    text = "stdlib (default): Python's own standard library; or a text file, or a folder of them"
+    add("--text", default="stdlib", metavar="PATH", help=text)
     add("--batch", type=positive, default=8, help="sequences (default 8)")
     add("--length", type=positive, default=64, help="tokens of each (default 64)")
     add("--draws", type=positive, default=8, help="draws of the labels, each one backward pass (default 8)")
@@ -55,6 +66,9 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    check_sources(args)
+    types = _overrides(args.type)
+
     import torch
 
     from hessiankit.cli.loading import load_model, text_batch
@@ -78,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
     say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
     few = inputs[:1, :FLOW_TOKENS]
     run_once(args, loaded.model, few)
-    given = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=_overrides(args.type))}
+    given = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
     drawn = {name: getattr(args, name) for name in ("draws", "micro_batch", "confidence", "histograms", "seed")}
     try:
         with progress_bar() as tell:

@@ -23,10 +23,10 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.formulas.chapters import CHAPTERS, of_chapter, of_module
 from hessiankit.formulas.result import Derivation
 from hessiankit.formulas.subject import LOSS, Subject, of_block, target_of
-from hessiankit.formulas.theorems import BLOCKS, PAPERS, find, ids
+from hessiankit.formulas.theorems import BLOCKS, PAPERS, statement
 from hessiankit.formulas.typesetting import Story, story_of
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.errors import InputError
 
 
 def subject_of(
@@ -46,11 +46,7 @@ def subject_of(
         raise InputError(f"derive: got {got}; pass a module, the name of a chapter or a statement such as 'curvature-gap/thm3'")
     if what.lower() in CHAPTERS:
         return of_chapter(what.lower(), wrt, inputs, target, length, seed)
-    found = find(what)
-    if found is None:
-        known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
-        raise unknown("derive", "what", what, [*CHAPTERS, *ids()], known)
-    paper, theorem = found
+    paper, theorem = statement(what)
     if theorem.chapter in BLOCKS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

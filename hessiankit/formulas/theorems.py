@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hessiankit.support.errors import unknown
+
 POST, QKV = "post-norm block", "attention with QKV-Norm"
 BLOCKS: dict[str, dict[str, Any]] = {
     POST: {},
@@ -106,6 +108,26 @@ THEOREMS: dict[str, dict[str, Theorem]] = {
 """Paper -> number -> statement."""
 
 ALIASES = {"theorem": "thm", "lemma": "lemma", "eq6": "thm5", "eq12": "thm10", "equation": "eq"}
+
+
+CHAPTER_NAMES = (
+    "linear", "layernorm", "rmsnorm", "groupnorm", "layernorm-paper", "softmax", "attention", "feedforward", "activation", "gain",
+    "hadamard", "mse", "cross_entropy", "embedding", "mean-pool-head",
+)  # fmt: skip
+"""Keys of :data:`hessiankit.formulas.chapters.CHAPTERS`, listed here since that module imports torch."""
+
+
+def statement(asked: str) -> tuple[str, Theorem]:
+    """Return what :func:`find` returns.
+
+    Raises:
+        InputError: There is no such statement; it names the nearest chapters and statements.
+    """
+    found = find(asked)
+    if found is None:
+        known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
+        raise unknown("derive", "what", asked, [*CHAPTER_NAMES, *ids()], known)
+    return found
 
 
 def find(asked: str) -> tuple[str, Theorem] | None:

@@ -18,11 +18,14 @@ import torch
 from curvature_reference import jacobian_rows
 
 import hessiankit
-from hessiankit.blocks import PLACEMENTS
+from hessiankit import blocks
+from hessiankit.blocks import GATED, PLACEMENTS
 from hessiankit.cli import parsing as exit_codes
 from hessiankit.cli.main import COMMANDS, FILES, main, parser
-from hessiankit.cli.parsing import Parser
+from hessiankit.cli.parsing import ACTIVATIONS, NORMS, Parser
 from hessiankit.diagnostics.monitoring.lines import Lines
+from hessiankit.formulas.chapters import CHAPTERS
+from hessiankit.formulas.theorems import CHAPTER_NAMES
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.rows import CheckRow
@@ -182,7 +185,7 @@ def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> Non
     assert not list(here.glob("old.json.*"))
 
 
-REFUSED = [
+AT_ONCE = [
     ("", "the following arguments are required: COMMAND; see hessiankit --help"),
     ("bounds --heads 0", "bounds: argument --heads: '0' is not a positive whole number"),
     ("bounds --heads x", "bounds: argument --heads: 'x' is not a positive whole number"),
@@ -193,30 +196,18 @@ REFUSED = [
     ("derive --format latx", "'latx' is not known; did you mean 'latex'?"),
     (
         "derive --placement prenorm",
-        "placement='prenorm' is not known; did you mean 'pre'? All 49 names: hessiankit.blocks.PLACEMENTS",
+        "derive: --placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements",
     ),
     ("bounds --placement Post_Norm", "did you mean 'post'?"),
     ("check --placement lns-after-brnch", "did you mean 'lns-after-branch'"),
-    ("hessian --model my_models:mak --shape 10,6", "'my_models' has no function 'mak'; did you mean 'make'?"),
-    (
-        "hessian --params attention.W_q",
-        "params=['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
-    ),
-    ("hessian --heads 3", "hessian: Attention: d_model=4 does not split into n_heads=3 equal heads"),
     ("derive --layer 7 --layers 3", "derive: --layer 7 of --layers 3; expected 1 to 3"),
-    ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
-    ("hessian --model tiny --device abacus", "on device='abacus'"),
-    ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: length=600, and tiny takes at most 512 tokens"),
-    ("study --device nowhere --quick", "nowhere"),
-    ("derive --wrt queri", "derive: wrt='queri' is not known; did you mean 'query'"),
     ("derive --wrt query key value", "is not one or two names"),
-    ("derive --loss mae", "derive: loss='mae' is not known"),
+    ("derive --loss mae", "argument --loss: 'mae' is not known; did you mean 'mse'?"),
     ("derive --layer 0", "derive: argument --layer: '0' is not a positive whole number"),
     ("derive --wrt down --out no/file", "derive: cannot write"),
     ("derive layernorm --heads 2", "--heads describes a block and 'layernorm' is none"),
     ("bounds --loss hinge", "hinge"),
     ("monitor nowhere.jsonl", "monitor: cannot read nowhere.jsonl: No such file"),
-    ("check --model my_models:make", "pass the shape of the inputs that it takes with --shape"),
     ("check", "no model; add --model, or --placement for one block"),
     ("check --model my_models:make --shape 10,6 --placement pre", "--placement describes a block"),
     ("check --shape 10,6", "--shape is of a model; add --model"),
@@ -224,18 +215,38 @@ REFUSED = [
     ("check --tokens 3 --table", "--tokens is of one model or block"),
     ("hessian --model my_models:make --heads 2 --shape 10 6", "--heads describes a block"),
     ("hessian --shape 3 4", "--shape is of a model; add --model"),
+    ("hessian --model my_models:make --shape 10 6 --tokens 3", "--tokens does not go with --shape"),
+    ("hessian --model my_models:language --text notes.txt --loss mse", "the next token is a label"),
+    ("hessian --plot H.gif", "cannot draw H.gif"),
+    ("hessian --plot H.png --dry-run", "--plot needs the matrix"),
+    ("hessian --placement hybrid", "hybridnorm"),
+    ("hessian --out no/such/H.npy", "no/such"),
+    ("hessian --overwrite", "hessian: --overwrite is of a file; add --out"),
+    ("sharpness --model nowhere", "--model 'nowhere' is not an existing path; expected 'tiny', a folder"),
+    ("hessian --model tiny --text nowhere", "--text 'nowhere' is neither 'stdlib' nor an existing path"),
+    ("derive thm3", "'thm3' is not known; did you mean 'curvature-gap/thm3'?"),
+    ("bounds --norm batchnorm", "argument --norm: 'batchnorm' is not known"),
+]
+"""Refused before torch is imported."""
+REFUSED = [
+    *AT_ONCE,
+    ("hessian --model my_models:mak --shape 10,6", "'my_models' has no function 'mak'; did you mean 'make'?"),
+    (
+        "hessian --params attention.W_q",
+        "params=['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
+    ),
+    ("hessian --heads 3", "hessian: Attention: d_model=4 does not split into n_heads=3 equal heads"),
+    ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
+    ("hessian --model tiny --device abacus", "on device='abacus'"),
+    ("hessian --model tiny --tokens 600 --text notes.txt", "hessian: length=600, and tiny takes at most 512 tokens"),
+    ("study --device nowhere --quick", "nowhere"),
+    ("derive --wrt queri", "derive: wrt='queri' is not known; did you mean 'query'"),
+    ("check --model my_models:make", "pass the shape of the inputs that it takes with --shape"),
     ("hessian --model my_models:make", "does not take the tokens of a text (RuntimeError: mat1"),
     ("hessian --model my_models:make", "pass the shape of the inputs that it takes with --shape"),
     ("hessian --model my_models:make --shape 10 5", "does not take inputs of shape [10, 5]"),
-    ("hessian --model my_models:make --shape 10 6 --tokens 3", "--tokens does not go with --shape"),
-    ("hessian --model my_models:language --text notes.txt --loss mse", "the next token is a label"),
     ("hessian --model my_models:silent --shape 2 3", "no parameter"),
-    ("hessian --plot H.gif", "cannot draw H.gif"),
-    ("hessian --plot H.png --dry-run", "--plot needs the matrix"),
     ("hessian --params W_Z", "W_Z"),
-    ("hessian --placement hybrid", "hybridnorm"),
-    ("hessian --out no/such/H.npy", "no/such"),
-    ("hessian --overwrite", "hessian: overwrite=True is for out=..., which is missing"),
     ("hessian --device nowhere", "nowhere"),
     ("hessian --model tiny", "197,504 parameters make a"),
     (
@@ -260,6 +271,26 @@ def test_errors_are_one_line_that_names_what_was_typed_and_what_was_meant(given:
     assert message in told
     assert told.startswith("hessiankit")
     assert given.startswith("hessian") or not seen.out  # which says first what it is of
+
+
+def test_what_can_be_told_without_torch_is_told_before_it_is_imported(here: Path) -> None:
+    code = f"""
+import contextlib, sys
+from hessiankit.cli.main import main
+for line in {[given for given, _ in AT_ONCE]}:
+    with contextlib.suppress(SystemExit):
+        main(line.split())
+    assert "torch" not in sys.modules, line
+"""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(AT_ONCE)
+
+
+def test_the_names_in_help_are_those_of_the_registries() -> None:
+    assert set(ACTIVATIONS) == {*blocks.ACTIVATIONS, *GATED}
+    assert NORMS == blocks.NORMS
+    assert tuple(CHAPTERS) == CHAPTER_NAMES
 
 
 def test_no_option_hides_what_the_parser_sets_itself() -> None:
