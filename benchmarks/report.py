@@ -5,6 +5,8 @@ A page holds, for every benchmark that it shows, a pair of marks; what is betwee
     <!-- benchmark dense -->
     <!-- /benchmark dense -->
 
+A part is one table and a plot. The commands, the long table and how to read them are a file beside the page, ``PAGE_dense.md``.
+
 Benchmarks that were measured and have no marks in the page come at its end. A page with the marks of a ``summary`` gets the
 one small table of that name, and nothing that it has no marks for.
 """
@@ -12,6 +14,7 @@ one small table of that name, and nothing that it has no marks for.
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,8 @@ HEAD = "# Speed and memory\n"
 SUMMARY = "benchmark summary"
 DETAILS = "\n## All methods\n"
 """What parts the short table of a benchmark from the long one."""
+PICTURED = 3
+"""Cells from which on a benchmark has a plot; of fewer the table says as much."""
 
 
 def newest(records: Sequence[Record]) -> list[Record]:
@@ -70,22 +75,27 @@ def command(name: str, records: Sequence[Record]) -> str:
     return "\n".join(found)
 
 
-def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None) -> str:
-    """Return one benchmark's part of the page: how and where it was measured, its tables, long ones folded up."""
+def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None, details: str) -> str:
+    """Return one benchmark's part of the page: where it was measured, its short table, and a link to the details."""
     short, _, long = benchmark.table(list(records)).partition(DETAILS)
     places = dict.fromkeys(place(record["environment"]) for record in records)
-    parts = [
-        f"## {benchmark.title}",
-        benchmark.summary,
-        f"```bash\n{command(benchmark.name, records)}\n```",
-        *places,
-        short.strip(),
-    ]
-    if long:
-        parts.append(f"<details><summary>All methods</summary>\n\n{long.strip()}\n\n</details>")
-    if plot is not None:
-        parts.append(f"![{benchmark.name}]({plot})")
-    return "\n\n".join([*parts, benchmark.notes])
+    parts = [f"## {benchmark.title}", benchmark.summary, *places, short.strip()]
+    parts += [f"![{benchmark.name}]({plot})"] if plot is not None else []
+    return "\n\n".join([*parts, f"[How to read this, {'all methods, ' if long else ''}the commands]({details})."])
+
+
+def detail_page(benchmark: Benchmark, records: Sequence[Record]) -> str:
+    """Return the page beside: how the numbers are read, the commands, every method."""
+    _, _, long = benchmark.table(list(records)).partition(DETAILS)
+    parts = [f"# {benchmark.title}: details", benchmark.summary, benchmark.notes]
+    parts.append("\n".join(["```bash", wrapped(command(benchmark.name, records)), "```"]))
+    return "\n\n".join([*parts, *([long.strip()] if long else [])]) + "\n"
+
+
+def wrapped(commands: str) -> str:
+    """Return commands with lines of at most 88 characters, continued by a backslash."""
+    how: dict[str, Any] = {"width": 86, "subsequent_indent": "    ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(" \\\n".join(textwrap.wrap(line, **how)) for line in commands.splitlines())
 
 
 def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: Callable[[str], None]) -> int:
@@ -109,11 +119,13 @@ def write(path: Path, results: Path, benchmarks: Mapping[str, Benchmark], say: C
             continue
         sources = {record["settings"].get("source") for record in records}
         say(f"{name}: {len(records)} cells" + (f", of {len(sources)} versions of the code" if len(sources) > 1 else ""))
-        figure = benchmark.plot(records)
+        figure = benchmark.plot(records) if len(records) >= PICTURED else None
         plot = path.with_name(f"benchmarks_{name}.png")
         if figure is not None:
             write_picture("benchmarks", figure, plot)
-        sections[mark] = section(benchmark, records, None if figure is None else plot.name)
+        details = path.with_name(f"{path.stem}_{name}.md")
+        write_text("benchmarks", details, detail_page(benchmark, records))
+        sections[mark] = section(benchmark, records, None if figure is None else plot.name, details.name)
     if sections:
         write_text("benchmarks", path, fill(page, sections))
     return len(sections)

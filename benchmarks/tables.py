@@ -146,6 +146,8 @@ def detail_table(records: Sequence[Record]) -> str:
         if "writing" in result:
             rows.append([*cell_text(record), "*writing as many numbers*", "", with_range(result["writing"]), "", ""])
         for row in result["rows"]:
+            if row["status"] == "missing":  # a package that was not installed
+                continue
             error = row.get("error")
             rows.append(
                 [

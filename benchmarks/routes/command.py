@@ -15,7 +15,7 @@ from benchmarks.routes.table import routes, write
 from hessiankit.cli.main import answer
 from hessiankit.cli.parsing import Help, Parser, add_command, add_output, finish
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import write_text
+from hessiankit.support.files import fill, write_text
 
 EXAMPLES = (
     ("python -m benchmarks routes", "all operations by all routes, about half a minute"),
@@ -29,6 +29,7 @@ def options(command: Parser) -> None:
     add("--operation", action="append", metavar="NAME", help="only this operation, e.g. layer_norm (may be repeated)")
     add_output(add)
     add("--markdown", type=Path, metavar="PATH", help="also write the table as Markdown (docs/routes.md is made so)")
+    add("--page", type=Path, metavar="PATH", help="also write the wrong routes into this page, between its marks 'wrong modes'")
     add(
         "--write",
         action="store_true",
@@ -43,6 +44,9 @@ def run(args: argparse.Namespace) -> None:
     found = routes(args.operation)
     finish(args, found)
     write_text("routes", args.markdown, found.markdown)
+    if args.page is not None:
+        page = args.page.read_text(encoding="utf-8")
+        write_text("routes", args.page, fill(page, {"wrong modes": f"\n{found.wrong_markdown()}\n"}))
     if args.write:
         write(found)
 

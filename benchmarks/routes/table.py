@@ -24,7 +24,7 @@ from benchmarks.routes.torch_routes import ROUTES, central_differences
 from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError, InputError, unknown
 from hessiankit.support.files import WithDict
-from hessiankit.support.tables import ALL, Detail, Piece, Printed, as_text, table
+from hessiankit.support.tables import ALL, Detail, Piece, Printed, as_markdown, as_text, table
 from hessiankit.tracing.graph import Node
 from hessiankit.tracing.recording import record
 from hessiankit.verify.problem import Problem
@@ -174,19 +174,28 @@ class RouteTable(Printed, WithDict):
             parts = [f"{status}: {names}" for status, names in ((WRONG, wrong), (UNSUPPORTED, missing)) if names]
             yield f"{route}: {'; '.join(parts) or 'right everywhere'}"
 
-    def _summary(self) -> Iterator[Piece]:
-        """Yield what is wrong or unsupported; which routes are right is in the details."""
+    def wrong_rows(self) -> dict[tuple[str, str], list[str]]:
+        """Return the routes that are wrong by the same error through an operation; with a star, it is not symmetric.
+
+        >>> list(routes("layer_norm (no gain)").wrong_rows())
+        [('layer_norm (no gain)', '4*')]
+        """
         wrong: dict[tuple[str, str], list[str]] = {}
         for cell in self.wrong:
             error = f"{cell.error:.2g}{'' if cell.symmetric else '*'}"
             wrong.setdefault((cell.operation, error), []).append(cell.route)
+        return wrong
+
+    def wrong_markdown(self) -> str:
+        """Return these rows as a Markdown table."""
+        rows = [[name, error.replace("*", ""), ", ".join(routes)] for (name, error), routes in self.wrong_rows().items()]
+        return as_markdown(("operation", "error", "wrong by"), rows).replace("|--:|--:|", "|--:|---|")
+
+    def _summary(self) -> Iterator[Piece]:
+        """Yield what is wrong or unsupported; which routes are right is in the details."""
+        wrong = [(*row, ", ".join(names)) for row, names in self.wrong_rows().items()]
         if wrong:
-            yield table(
-                ("operation", "error", f"{WRONG} by"),
-                ((*row, ", ".join(names)) for row, names in wrong.items()),
-                left=3,
-                prose=(f"{WRONG} by",),
-            )
+            yield table(("operation", "error", f"{WRONG} by"), wrong, left=3, prose=(f"{WRONG} by",))
             yield f"Error: relative to the largest entry of the Hessian; above {TOLERANCE:.0e} is {WRONG}; * not symmetric."
         yield f"Never wrong: {', '.join(self.never_wrong)}."
         missing = Counter(cell.operation for cell in self.cells if cell.status == UNSUPPORTED)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks.report import DETAILS, newest, section, write
 from benchmarks.report import command as command_of
+from benchmarks.report import detail_page, newest, section, write
 from benchmarks.suites import BENCHMARKS
 from hessiankit.support.files import fill
 
@@ -58,16 +58,20 @@ def test_commands_measure_every_cell() -> None:
         assert top.parse_args(line.split()[3:]).names == ["hvp"]
 
 
-def test_a_section_folds_the_long_table() -> None:
+def test_a_section_is_short_and_the_rest_is_beside_the_page() -> None:
     skipped = record(batch=8, result={"skipped": "over budget: stopped after 600 s", "stopped_seconds": 600.0})
-    text = section(BENCHMARKS["dense"], [record(), skipped], "plot.png")
-    short, _, long = text.partition("<details>")
+    absent = {"name": "another peer", "status": "missing", "why": "another peer is not installed"}
+    records = [record(result={"parameters": 704, "rows": [*ROWS, absent]}), skipped]
+    short, long = section(BENCHMARKS["dense"], records, "plot.png", "page_dense.md"), detail_page(BENCHMARKS["dense"], records)
     assert "2026-01-02; processor a processor." in short
     assert "| peer | 4 (0.9 to 1.1) |" in short
     assert "skipped: over budget" in short
+    assert "![dense](plot.png)" in short
+    assert "(page_dense.md)" in short
     assert long.count("| closed form |") == 1
-    assert "![dense](plot.png)" in text
-    assert DETAILS.strip() not in text
+    assert "not installed" not in short + long
+    assert "python -m benchmarks dense --sizes small" in long
+    assert max(map(len, long.split("```bash")[1].split("```")[0].splitlines())) <= 88
 
 
 def test_prose_is_left_alone() -> None:
@@ -99,7 +103,11 @@ def test_writes_a_page_and_its_plots(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err
     assert "dense: 2 cells, of 2 versions of the code" in said
     assert page.read_text().startswith("# Speed and memory\n\n<!-- benchmark dense -->\n## The dense Hessian\n")
-    assert (tmp_path / "docs" / "benchmarks_dense.png").stat().st_size > 1000
+    assert not list(page.parent.glob("*.png"))  # of two cells a table says as much
+    stored(tmp_path, record(), record(batch=2, source="b"), record(batch=3))
+    assert command.main(["--report", str(page), "--out", str(tmp_path)]) == 0
+    assert (page.parent / "benchmarks_dense.png").stat().st_size > 1000
+    assert "| closed form |" in (page.parent / "page_dense.md").read_text()
     before = page.read_text()
     assert write(page, tmp_path, BENCHMARKS, lambda what: None) == 1
     assert page.read_text() == before

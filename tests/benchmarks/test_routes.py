@@ -177,6 +177,9 @@ def test_the_page_in_docs_is_true(measured):
     assert len(rows_of(found)) == len(measured.judgements)
     assert rows_of(found) <= rows_of(page), command
     assert len(measured.judgements) < len(OPERATIONS) or facts(page) == facts(found), command
+    concept = (PAGE.parent / "concepts" / "wrong_second_derivatives.md").read_text(encoding="utf-8")
+    shown = set(concept.split("<!-- wrong modes -->")[1].split("<!-- /wrong modes -->")[0].splitlines())
+    assert set(measured.wrong_markdown().splitlines()) <= shown, "run: python -m benchmarks routes --page docs/concepts/..."
 
 
 def test_table_says_what_the_cells_say(measured):
