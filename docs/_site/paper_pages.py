@@ -142,10 +142,10 @@ def page(paper: str) -> str:
     )
     lines = [f"# {known.title}", "", f"{source.rstrip('.')}. {found.about}", ""]
     lines += [
-        "Each numbered statement: the call that gives it, the formula as it holds, and the verdicts on its print; "
-        f"`python -m papers show ID` runs the counterexample of a row, `{paper}/` and its name. "
-        f"All {count} rows: [the ledger](../claims.md#{paper}); what matters most: "
-        f"[corrections](../errata/{paper}.md). {found.more}".rstrip(),
+        "For each numbered statement this page has the call that computes it, the correct formula, and verdicts on the print. "
+        f"`python -m papers show {paper}/NAME` runs the counterexample of a verdict. "
+        f"[The ledger](../claims.md#{paper}) has all {count} verdicts, [the errata](../errata/{paper}.md) the most important. "
+        f"{found.more}".rstrip(),
         "",
         "```python",
         found.setup,

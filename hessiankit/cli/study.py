@@ -80,6 +80,7 @@ def run_study(
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import say
+    from hessiankit.support.torch_state import one_thread
     from hessiankit.verify.check import check
 
     start, target, precision = time.perf_counter(), out / "report.json", getattr(torch, dtype)
@@ -103,7 +104,8 @@ def run_study(
         for stage in STAGES:
             if stage == "trained":
                 began = time.perf_counter()
-                losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, sizes["steps"], seed)
+                with one_thread():
+                    losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, sizes["steps"], seed)
                 took, accuracies[loss] = time.perf_counter() - began, accuracy(model, *held_out)
                 say(
                     f"trained with {words}: {len(losses)} steps in {took:.1f} s, loss {losses[0]:.4g} -> {losses[-1]:.4g}, "

@@ -4,10 +4,11 @@ With N = phi(x), the derivatives of phi up to the second one are two functions, 
 
     Push(x, t) = D phi t,      Pull(x, W, b, t) = D phi^T b + [W . D^2 phi] t
 
-Each of them is the derivative of another: of phi, Push forward and Pull(b = W) in reverse; of Pull(b), in reverse with a
-covector u, Push(x, u) by b and Pull(W = b, t = u) by x, and of Push in reverse Pull(b) by t and Pull(W = b, t) by x. So the
-closed forms of a primitive serve first and second derivatives in every order of modes but forward over forward. That one and
-third derivatives are torch's, of the primitive written out in its operations: right, but they keep what these keep.
+The derivatives of these three functions are again among them. Forward mode of phi is Push; reverse mode of phi is Pull(b = W).
+Reverse mode of Pull(b) with a covector u gives Push(x, u) for b and Pull(W = b, t = u) for x. Reverse mode of Push gives Pull(b)
+for t and Pull(W = b, t) for x. So the closed forms of a primitive give first and second derivatives in every order of modes but
+forward over forward. Forward over forward, and third derivatives, are computed by torch from the primitive written out in its
+operations, and store what these store.
 
 The three are operations of torch's, ``hessiankit::value``, ``push`` and ``pull``, so that tracers, such as that of
 ``torch.func.linearize``, note one operation and do not look inside.

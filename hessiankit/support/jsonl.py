@@ -1,4 +1,4 @@
-"""JSON Lines: one finished piece of work a line, in a file to which an interrupted run goes on adding."""
+"""JSON Lines: one line for each finished piece of work, in a file that a later run can append to."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A linear or bilinear map that vanishes on vectors drawn at random vanishes; one pair of them therefore tests the whole map.
 
-Their derivatives in torch belong to matrices that have the structure: that of ``cholesky(A)`` is the symmetric one, although
-only the lower triangle of A is read. Only as functions of (A + A^T) / 2, or of the triangle itself, do value, first and
-second derivative belong together.
+torch defines the derivative of some functions for structured matrices only: that of ``cholesky(A)`` is symmetric, although the
+value reads only the lower triangle of A. Value, first and second derivative are consistent only as functions of (A + A^T) / 2, or
+of the triangle.
 """
 
 from __future__ import annotations

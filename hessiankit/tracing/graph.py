@@ -1,4 +1,4 @@
-"""A recording: nodes with the interface of ``torch.fx``, builder of which node a tensor is, and places in autograd's graph.
+"""A recorded run: nodes with the interface of ``torch.fx``, the map from tensors to nodes, and positions in autograd's graph.
 
 During a recording autograd is on, so that a custom ``torch.autograd.Function``, what ``torch.vmap`` or another thread made, or
 a gradient taken within a module carries its true graph. Followed back, it ends at values that were seen.

@@ -1,4 +1,4 @@
-"""Stacks of blocks at initialisation, and the numbers of the theory: what the rows measure and compare."""
+"""Stacks of blocks at initialisation, with the measured and the predicted numbers that the rows compare."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Compare learning rates by block type with tuned AdamW, at equal budget, with intervals.
 
-Train small byte-level language models on Python's standard library. First AdamW's learning rate is searched for, then those of
-learning rates by block type; then all of them, and controls with one change each, are trained with seeds that no search has seen,
-on the same batches. Prints the held-out losses, the paired differences from AdamW and the steps to equal loss with their
-intervals. Finished runs are kept in --out: after an interrupt the same command goes on. The exit code is 0 whatever the table
-says.
+Train small byte-level language models on Python's standard library. First tune AdamW's learning rate, then the base rate of each
+scheme by block type. Then train all of them, and controls with one change each, on the same batches with seeds that no search
+used. Print the held-out losses, the paired differences from AdamW and the steps to equal loss, with intervals. Finished runs are
+kept in --out; after an interrupt the same command continues. The exit code is 0 whatever the table says.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ For s tokens x_i of width d, a head of width d_k, and
     S   = A X_N W_V W_O,   A   = softmax(X_N W_Q W_K^T X_N^T / sqrt(d_k)),  X_N = RMSNorm(X)           (Pre-Norm, Eq. 12)
     S_N = A_N V_N W_O,     A_N = softmax(Q_N K_N^T / sqrt(d_k)),  Q_N = RMSNorm(X W_Q), K_N, V_N alike (QKV-Norm, Eq. 13)
 
-with eps = 0 and no gains. Each bound is attained; the proofs are those of the comments below. A causal mask changes nothing,
-since they use no more than that the rows of A are probabilities.
+with eps = 0 and no gains. Each bound is attained; the proofs are those of the comments below. A causal mask changes nothing:
+the proofs only use that the rows of A are probabilities.
 """
 
 from __future__ import annotations

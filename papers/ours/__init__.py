@@ -1,3 +1,3 @@
-"""Statements that no paper makes, beyond those that stand beside a paper's own in its package."""
+"""Our own statements that belong to no single paper; those about one paper are in that paper's package."""
 
 CHAPTERS: tuple[str, ...] = ()

@@ -19,16 +19,18 @@ def test_the_counterexample_shows_what_it_says(capsys: pytest.CaptureFixture[str
     asymmetry, difference = map(float, re.findall(r"tensor\(([0-9.e+-]+)", capsys.readouterr().out))
     assert asymmetry > 0.1  # relative to the largest entry: torch's matrix is not symmetric, ours is right
     assert difference > 0.1
-    mirrored = eval('hessiankit.hessian(net, x, target).block("0.weight", "1.weight").T', names)
+    mirrored = eval('hk.hessian(net, x, target).block("0.weight", "1.weight").T', names)
     assert (names["ours"] - mirrored).abs().max() < 1e-14  # type: ignore[operator]
 
 
 def test_it_is_short() -> None:
-    assert len(README.splitlines()) < 100
+    assert len(README.splitlines()) < 150
+    assert all(len(line) <= 88 for block in BLOCKS for line in block.splitlines())
 
 
 def test_installation_is_the_one_of_continuous_integration() -> None:
-    assert '-c constraints.txt -e ".[test]"' in README
+    assert '-c constraints.txt -e ".[study]" && .venv/bin/hessiankit study' in README
+    assert '-c constraints.txt -e ".[test]" && .venv/bin/python -m pytest' in README
     assert '--constraint constraints.txt --editable ".[dev]"' in (ROOT / ".ci" / "run").read_text()
 
 

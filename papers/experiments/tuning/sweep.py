@@ -1,7 +1,6 @@
 """The arms of a comparison, and the search for the learning rate of each.
 
-So several searches can share the processes that do the runs (:func:`together`), and the order in which runs finish changes
-nothing.
+Several searches can share the worker processes (:func:`together`); the order in which runs finish does not affect the result.
 """
 
 from __future__ import annotations
