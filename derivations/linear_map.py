@@ -1,4 +1,4 @@
-r"""Linear maps of vec_r at a point, and the ones that attention is put together with: splitting heads and taking rows.
+r"""Linear maps of vec_r at a point, among them two that attention is built from: splitting heads and taking rows.
 
 A reshape leaves vec_r as it is, and a transposition of axes is a commutation matrix in a Kronecker product with
 identities; so these maps have exact norms (1, or sqrt(r) where rows are repeated r times) and no second derivative.

@@ -84,7 +84,8 @@ def heading(axes: Axes, title: str, x: str = "", y: str = "") -> None:
 def save(figure: Picture, path: Path, verdicts: Sequence[Verdict] = ()) -> Path:
     """Write a picture, the same bytes every time, with verdicts printed under it, and return its path.
 
-    A PNG has a palette of 256 colours, which a chart does not exceed visibly, and is about a third as large so.
+    The PNG of a chart has a palette of 256 colours, which it does not exceed visibly, and is about a third as large so. That of a
+    heat map has all its colours: a palette chosen by frequency merges those of its few largest entries.
 
     Raises:
         InputError: The suffix is not ``.png``, ``.svg`` or ``.pdf``, or the file cannot be written.
@@ -97,7 +98,9 @@ def save(figure: Picture, path: Path, verdicts: Sequence[Verdict] = ()) -> Path:
     with mpl.rc_context(fixed):
         figure.savefig(buffer, format=path.suffix[1:], dpi=DPI, metadata=SUFFIXES[path.suffix], bbox_inches=box)
     if path.suffix == ".png":
-        picture = Image.open(buffer).convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        picture = Image.open(buffer).convert("RGB")
+        if not any(axes.images for axes in figure.axes):
+            picture = picture.quantize(256, dither=Image.Dither.NONE)
         buffer = io.BytesIO()
         picture.save(buffer, format="png", optimize=True, dpi=(DPI, DPI))
     return put(path, buffer.getbuffer())

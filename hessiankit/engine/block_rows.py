@@ -4,10 +4,10 @@ With E_t the Jacobian of place t in its parameters, and K_tr the curvature of th
 
     H[parameters of t, parameters of r] = E_t^T K_tr E_r      (+ <adjoint_r, dW_r dx_r>, where x_r moves with t).
 
-The operations that a place reaches keep rows separate at some level, so the unit directions of one row can be pushed
-through all groups of rows at once. Pushed to the loss and pulled back, they give K_tr at each later place r. Multiplied by E_r^T and
-E_t^T it is a block of A, where H = A + A^T: A has each pair of places once, and half of each place's block with itself. Shared
-parameters and the order of the places need no special cases.
+The operations that a place reaches keep rows separate at some level, so the unit directions of one row can be pushed through
+all groups of rows at once. Pushed to the loss and pulled back, they give K_tr at each later place r. Multiplied by E_r^T and
+E_t^T it is a block of A, where H = A + A^T: A has each pair of places once, and half of each place's block with itself.
+Shared parameters and the order of the places need no special cases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What block rows take, from shapes: directions times the work of their paths, and the sums that they end in."""
+"""Cost of block rows, from shapes: the work of each path times its directions, plus the sums into the matrix."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ A block has four axes, inputs and outputs of both weights, and every sum one of 
     into[i, p, j, q] += sum_n a_n[i] b_n[j] K_n[p, q]
     into[i, p, j, q] += sum_n a_n[i] (b_n[j] K_n[p, q] + d_n[q] T_n[p, j])
 
-with one or two terms of three factors each, one of them in common. In which order they are summed, the kernel decides.
+with one or two terms of three factors each, of which one is shared. The kernel chooses the order of summation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Twins of a block under check, of the same structure: tiny for the vec_r formulas, wide for sums in pieces."""
+"""Blocks of the same structure as the one under check: tiny for the vec_r formulas, wide for sums in chunks."""
 
 from __future__ import annotations
 

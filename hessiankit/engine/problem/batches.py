@@ -1,4 +1,4 @@
-"""One batch or many: pairs of inputs and target, how much each of them counts, and requests made of them."""
+"""One batch or many: pairs of inputs and target, the weight of each pair, and the tasks built from them."""
 
 from __future__ import annotations
 
