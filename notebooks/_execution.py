@@ -79,7 +79,7 @@ def _number(notebook: NotebookNode) -> None:
 
 
 def _shrink(notebook: NotebookNode) -> None:
-    """Keep pictures with a palette of 256 colours, spread so that the rare peaks of a heat map keep theirs: a third of the bytes."""
+    """Keep pictures with a palette of 256 colours, a third of the bytes, that cover the rare peaks of a heat map."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             if "image/png" in output.get("data", {}):

@@ -1,4 +1,4 @@
-"""Second routes: what confirms the reference of a wrong formula without the code that gave it.
+"""Second references for formulas that are wrong in print, computed without the code of the first.
 
 Rational arithmetic of the standard library, and blocks written with the functions of torch alone.
 

@@ -13,7 +13,7 @@ and for every matrix Lambda of Y's shape, with largest row norm r and Frobenius 
     |<Lambda, D^2 Y [t_i, t_j]>| <= (r hessian_row[i, j] + f hessian_all[i, j]) |t_i|_F |t_j|_F .
 
 Each operation has one rule: the chain rule of second order with the sharp constants of ``derivations.bounds`` for its
-derivatives. A placement's equation, run on bounded values, so gives a bound for its block.
+derivatives. A placement's equation, evaluated on bounded values, therefore gives a bound for its block.
 """
 
 from __future__ import annotations

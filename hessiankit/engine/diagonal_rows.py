@@ -4,9 +4,9 @@ At z = X W with rows n in groups,
 
     H[(i, p), (i, p)] = sum over n, n' of one group of  X[n, i] X[n', i] K[(n, p), (n', p)],
 
-so that of each place K is needed at equal columns alone, D (groups, m, m', p): of directions t and t' of one column the sum of
-t^T [lambda_v . D^2 phi_v] t' over what they pass, and nothing is pulled back. A parameter that enters several places, or an
-entry of which reaches several columns, is taken whole: a place of its own.
+so only the entries of K between equal columns are needed, D (groups, m, m', p). For directions t and t' of one column these
+are the sum of t^T [lambda_v . D^2 phi_v] t' over the operations they pass, and nothing is pulled back. A parameter that
+enters several places, or of which an entry reaches several columns, is a place of its own.
 """
 
 from __future__ import annotations

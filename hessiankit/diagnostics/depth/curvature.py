@@ -1,4 +1,4 @@
-"""Jacobians of the blocks, and the loss's Hessian and Gauss-Newton part in the parameters of each block."""
+"""Jacobians of the blocks, and the Hessian and Gauss-Newton matrix of the loss with respect to each block's parameters."""
 
 from __future__ import annotations
 
