@@ -216,7 +216,7 @@ class BoundsReport(Printed):
         slack = {kind.replace("_", " "): [self._slack(kind, name) for name in shown] for kind in self.kinds}
         title = "Bounds on spectral norms" + ("" if shown == blocks else f"; {len(shown) - 1} of {len(blocks) - 1} blocks")
         labels = pair_labels(shown, self.names)
-        return row_chart("BoundsReport.plot", labels, slack, axis="bound / norm", title=title, path=path, line=1.0)
+        return row_chart("BoundsReport.plot", labels, slack, axis="bound / norm", title=title, path=path, line=(1.0, "the norm"))
 
     def _slack(self, kind: str, name: str) -> float:
         return self.ratio(kind, name) if kind in self.values[name] else math.nan

@@ -209,7 +209,7 @@ def row_chart(
     title: str,
     path: Path | str | None = None,
     intervals: Sequence[Limits] | None = None,
-    line: float | None = None,
+    line: tuple[float, str] | None = None,
 ) -> Picture:
     """Draw numbers along a logarithmic axis, a row for each label: one series as bars, several as marks.
 
@@ -221,7 +221,7 @@ def row_chart(
         title: Line above the chart.
         path: Where to write the picture; its suffix chooses the format. The numbers go beside it as CSV.
         intervals: Ends of the interval of each number of the first series; NaN where it is not known.
-        line: A number to draw a vertical line at.
+        line: A number to draw a vertical line at, and its words in the key.
 
     >>> chart = row_chart("doc", ["a", "b"], {"S": [1.0, 10.0]}, axis="S", title="")
     >>> [label.get_text() for label in chart.axes[0].get_yticklabels()]
@@ -229,7 +229,7 @@ def row_chart(
     """
     values = {name: np.asarray(numbers, dtype=float) for name, numbers in series.items()}
     ends = np.asarray(intervals if intervals is not None else np.full((len(labels), 2), math.nan), dtype=float)
-    scaled = np.concatenate([*values.values(), ends.ravel(), [line or 0.0]])
+    scaled = np.concatenate([*values.values(), ends.ravel(), [line[0] if line else 0.0]])
     low, high = colour_range(scaled[np.isfinite(scaled)], outside=0.0, span=300)
     low, high = low / 1.5, high * 1.5
     rows = np.arange(len(labels))
@@ -250,7 +250,7 @@ def row_chart(
         known = np.isfinite(ends).all(1) & (ends[:, 1] > ends[:, 0])
         axes.hlines(rows[known], np.maximum(ends[known, 0], low), ends[known, 1], color=INK, linewidth=1.4)
         if line is not None:
-            axes.axvline(line, color=FAINT, linewidth=0.8, linestyle="--")
+            axes.axvline(line[0], color=FAINT, linewidth=0.8, linestyle="--", label=line[1])
         axes.set(xscale="log", xlim=(low, high), ylim=(len(labels) - 0.4, -0.6))
         axes.xaxis.set_minor_formatter(NullFormatter())
         named = [k for k, label in enumerate(labels) if label]

@@ -39,6 +39,7 @@ def draw_linear(axes: Axes, found: Any, density: Density) -> None:
     axes.set_ylabel("density", fontsize=8)
     axes.tick_params(labelsize=7.5)
     _marks(axes, found, found.eigenvalues.numpy(), floor)
+    axes.legend(fontsize=7, frameon=False)
 
 
 def draw_log(axes: Axes, found: Any, density: Density) -> None:
@@ -58,6 +59,7 @@ def draw_log(axes: Axes, found: Any, density: Density) -> None:
     axes.tick_params(labelsize=7.5)
     if density.zeros > 0:
         axes.set_title(f"{100 * density.zeros:.3g} % are zero to rounding", fontsize=7.5, color=FAINT, loc="right")
+    axes.legend(fontsize=7, frameon=False, loc="upper left")  # of the lines; the marks are those of the other panel
     _marks(axes, found, found.eigenvalues.abs().numpy(), floor)
 
 
@@ -80,7 +82,6 @@ def _marks(axes: Axes, found: Any, x: np.ndarray, floor: float) -> None:
         if len(part):
             style = {"marker": "o", "s": 14, "facecolors": face, "edgecolors": colour, "linewidths": 0.7, "clip_on": False}
             axes.scatter(part, np.full(len(part), 1.6 * floor), label=label, zorder=3, **style)  # type: ignore[arg-type]
-    axes.legend(fontsize=7, frameon=False)
 
 
 def plot_slices(found: Any, path: Path | str | None) -> Picture:

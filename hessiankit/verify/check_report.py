@@ -163,7 +163,7 @@ class CheckReport(Printed, WithDict):
         title = self.verdict.partition(":")[0] + ("" if shown == pairs else f"; the {len(shown)} largest of {len(pairs)} pairs")
         labels = pair_labels(shown, _parameters(errors))
         axis = "largest difference, relative to the block's largest entry"
-        return row_chart("CheckReport.plot", labels, found, axis=axis, title=title, path=path, line=self.rtol)
+        return row_chart("CheckReport.plot", labels, found, axis=axis, title=title, path=path, line=(self.rtol, "tolerance"))
 
     def _by_pair(self) -> tuple[dict[str, dict[str, CheckRow]], list[str]]:
         """Return the rows of the block pairs, by pair and reference, and the references."""
@@ -226,7 +226,7 @@ class CheckReport(Printed, WithDict):
         found = self.closed_form
         title = f"{self.asked}; " if self.asked else ""
         title += f"{found.shape[0] if isinstance(found, HessianOperator) else found.matrix.shape[0]:,} parameters"
-        title += f", {found.seconds:.2f} s" if isinstance(found, Hessian) else ", by products"
+        title += f", closed form in {found.seconds:.2f} s" if isinstance(found, Hessian) else ", by products"
         if found.fallbacks:
             title += f"; differentiated automatically one by one: {', '.join(found.fallbacks)}"
         if isinstance(found, Hessian) and found.unused:
