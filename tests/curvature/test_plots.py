@@ -173,7 +173,9 @@ def test_write_numbers_quotes_what_needs_it(tmp_path: Path) -> None:
 
 def test_a_chart_of_rows_draws_every_number(tmp_path: Path) -> None:
     numbers = {"a": [1.0, 0.0, np.inf, np.nan], "b": [2.0, 4.0, 1e-3, 5.0]}
-    axes = row_chart("T.plot", ["p", "q", "r", "s"], numbers, axis="x", title="t", path=tmp_path / "t.png", line=(1.0, "one")).axes[0]
+    axes = row_chart(
+        "T.plot", ["p", "q", "r", "s"], numbers, axis="x", title="t", path=tmp_path / "t.png", line=(1.0, "one")
+    ).axes[0]
     low, high = axes.get_xlim()
     marks = [np.asarray(line.get_xdata()).tolist() for line in axes.lines]
     assert marks == [[1.0], [low], [high], numbers["b"], [1.0, 1.0]]  # 0 and infinity at the ends, NaN nowhere

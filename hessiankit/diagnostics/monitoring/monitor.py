@@ -205,6 +205,9 @@ class Monitor:
         self._at: int | None = None
         self._measured: int | None = None
 
+    def __repr__(self) -> str:
+        return f"<Monitor: {', '.join(self._sections)} every {self._every} steps, into {self.path}>"
+
     def step(self, step: int, *, force: bool = False, **extra: Any) -> dict[str, Any] | None:
         """Measure and write if it is time; to be called after every update, and with 0 before the first.
 
