@@ -1,4 +1,4 @@
-"""``python -m papers``: the statements of the papers with their verdicts, which ``run`` finds again; and two experiments."""
+"""``python -m papers``: list the papers' statements with their verdicts, recompute the verdicts, run two experiments."""
 
 from __future__ import annotations
 

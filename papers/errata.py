@@ -85,7 +85,7 @@ ERRATA: dict[str, Errata] = {
             ("weierstrass", "Products of rotations are bounded and no factor is near the identity."),
             ("eq41", "The factor of Eq. 40 is inverted: the bound is exceeded by a random network."),
             ("eq47", "A square of the weights' deviation is lost on the way from Eq. 36."),
-            ("eq18", "Its constants are defined nowhere, and the derivative in the weight itself is missing."),
+            ("eq18", "Its constants are defined nowhere, and the derivative with respect to the weight is missing."),
         ),
     ),
     "hybridnorm": Errata(

@@ -123,7 +123,7 @@ class Tail:
         at: Id of x.
         level: How many axes of x index rows that stay apart behind it: G groups of S numbers.
         K: (G, S, S), the curvature of the loss in x.
-        Z: (G, S, columns), how the gradient in the parameters behind x moves with x.
+        Z: (G, S, columns), how the gradient with respect to the parameters behind x moves with x.
         columns: Of Z.
     """
 

@@ -1,8 +1,8 @@
 """Which places are swept together, over which part of the path, in which directions: decided from shapes.
 
-Where every way to the loss passes through one value x (the residual stream), the curvature of the loss in x and the mixed
-derivatives in x and the parameters behind it can be kept: places before x are then swept only to x. Such a *cut* pays where x is
-small; :func:`sections` compares multiply-adds.
+Where every path to the loss passes through one value x (the residual stream), the curvature of the loss with respect to x,
+and the mixed derivatives with respect to x and the parameters behind it, can be kept: places before x are then swept only to
+x. Such a *cut* pays where x is small; :func:`sections` compares multiply-adds.
 """
 
 from __future__ import annotations

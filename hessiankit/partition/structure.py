@@ -1,8 +1,8 @@
 """Findings on parameters from the model's modules: their types, attributes, sizes and places.
 
-Certain are a module's type (a lookup, a norm, nn.MultiheadAttention, hessiankit's own) and a weight's place in an attention.
-That the other layers of a block are its feed-forward part, and a layer after the blocks the head, is an inference, which the
-flow of data may correct.
+The type of a module (a lookup, a norm, nn.MultiheadAttention, hessiankit's own) and the place of a weight in an attention are
+certain. That the other layers of a block are its feed-forward part, and that a layer after the blocks is the head, is
+inferred; the flow of data may correct it.
 """
 
 from __future__ import annotations

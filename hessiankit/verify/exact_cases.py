@@ -1,4 +1,4 @@
-"""The cases of the exact check, chapter by chapter: closed forms, formulas of jets that they must equal, and sizes.
+"""The cases of the exact check, chapter by chapter: each closed form, the jet formula that it must equal, and the sizes.
 
 The formulas index entries, head by head and row by row (``JetBlock``), and know nothing of commutations or Kronecker products.
 Attention, the feed-forward layer and the norms have all their dimensions different, so that a swapped index or a turned

@@ -1,4 +1,4 @@
-"""Finished work in a JSON Lines file, and the processes that do the rest: an interrupted study goes on where it was."""
+"""Finished work in a JSON Lines file, and worker processes for the rest: an interrupted study resumes where it stopped."""
 
 from __future__ import annotations
 

@@ -130,9 +130,9 @@ Numbers: TypeAlias = "tuple[RitzValue, Measured]"
 class LayerCurvature(WithDict):
     """The diagonal blocks H_ll of the Hessian of the mean loss over all data, l a layer; or those of its Gauss-Newton part.
 
-    H_ll is the curvature in the parameters of block l alone, without the coupling of layers: lambda_max of the whole Hessian is
-    at least the largest of these. It is no invariant: with LayerNorm Scaling written as a gain gamma / sqrt(l), the same function
-    has another block in gamma.
+    H_ll is the curvature with respect to the parameters of block l alone, without the coupling of layers: lambda_max of the whole
+    Hessian is at least the largest of these. It is not invariant: with LayerNorm Scaling written as a gain gamma / sqrt(l), the
+    same function has another block for gamma.
 
     Attributes:
         kind: ``"hessian"`` or ``"ggn"`` (J^T L'' J, without the model's own curvature).
