@@ -91,13 +91,16 @@ def fenced(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite the docstrings of a package once all of it has been read."""
+    """Rewrite the docstrings of a package once all of it has been read, and hide private fields from the signatures of classes."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Rewrite every docstring below a package."""
         self._rewrite(pkg)
 
     def _rewrite(self, obj: Any) -> None:
+        if obj.is_class:  # a dataclass's signature is made of its fields afterwards
+            for name in [name for name, member in obj.members.items() if member.is_attribute and member.is_private]:
+                obj.del_member(name)
         if obj.docstring is not None:
             formulas = typeset(FORMULAS[obj.name]) if obj.is_class and obj.name in FORMULAS else ""
             obj.docstring.value = fenced(to_rows(linked(escaped(obj.docstring.value), obj))) + formulas
