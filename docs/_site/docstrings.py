@@ -91,7 +91,7 @@ def fenced(text: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrite the docstrings of a package once all of it has been read, and hide private fields from the signatures of classes."""
+    """Rewrite the docstrings of a package once all of it has been read, and hide private fields of classes."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Rewrite every docstring below a package."""

@@ -50,6 +50,11 @@ def _run(page: Path, names: dict[str, object]) -> None:
         exec(compile(source, page.name, "exec"), names)
 
 
+@pytest.mark.parametrize("page", [page for page in WITH_CODE if page.parent.name != "papers"], ids=name)
+def test_code_is_shown_whole(page: Path) -> None:
+    assert not [line for block in BLOCKS[page] for line in block.splitlines() if len(line) > 88]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`]*`", "", page.read_text(), flags=re.DOTALL)
