@@ -29,7 +29,7 @@ from hessiankit.blocks.placements import placement_of
 from hessiankit.support.environment import code_version, environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_text
-from hessiankit.support.progress import Tell, progress_bar
+from hessiankit.support.progress import Tell, progress_bar, silent
 from hessiankit.support.tables import as_markdown, say, table
 from hessiankit.verify.check import check
 from hessiankit.verify.problem import labelled_cross_entropy, mean_square
@@ -217,7 +217,7 @@ def run_case(case: PlacementCase) -> Finished:
     """Check one case: all block pairs, along one generic direction a parameter."""
     start = time.perf_counter()
     model, ids, target = build(case)
-    report = check(model, ids, target, loss=case.loss, against=AGAINST, rtol=RTOL, directions=1)
+    report = check(model, ids, target, loss=case.loss, against=AGAINST, rtol=RTOL, directions=1, progress=silent)
     found = report.hessian
     verdict = report.verdict
     if found.fallbacks:
