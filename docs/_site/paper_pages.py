@@ -178,9 +178,10 @@ def index() -> str:
         )
     lines += [
         "",
-        'A statement on a derivative is a formula that computes: `hessiankit.derive("curvature-gap/thm3")`, or with its verdicts',
-        "`hessiankit derive curvature-gap/thm3` on the command line. `python -m papers show curvature-gap/thm3-full` runs the",
-        "counterexample. Figures of the papers, drawn again: [gallery](../gallery.md).",
+        '`hessiankit.derive("curvature-gap/thm3")` returns the formula of a statement on a derivative, which can be evaluated.',
+        "On the command line, `hessiankit derive curvature-gap/thm3` also prints the verdicts.",
+        "`python -m papers show curvature-gap/thm3-full` runs the counterexample.",
+        "The figures of the papers are redrawn in the [gallery](../gallery.md).",
     ]
     return "\n".join(lines) + "\n"
 

@@ -50,7 +50,7 @@ def _run(page: Path, names: dict[str, object]) -> None:
         exec(compile(source, page.name, "exec"), names)
 
 
-@pytest.mark.parametrize("page", [page for page in WITH_CODE if page.parent.name != "papers"], ids=name)
+@pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_code_is_shown_whole(page: Path) -> None:
     assert not [line for block in BLOCKS[page] for line in block.splitlines() if len(line) > 88]
 
