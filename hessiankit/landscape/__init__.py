@@ -1,8 +1,9 @@
 """The loss around a point: eigenpairs and spectral density of its Hessian, and slices of the loss itself."""
 
 from hessiankit.landscape.density import Density
+from hessiankit.landscape.preconditioner import Preconditioner
 from hessiankit.landscape.slices import LossPlane, LossSlice, LossSlices, loss_slices
 from hessiankit.landscape.spectra import spectrum
 from hessiankit.landscape.spectrum_result import Spectrum
 
-__all__ = ["Density", "LossPlane", "LossSlice", "LossSlices", "Spectrum", "loss_slices", "spectrum"]
+__all__ = ["Density", "LossPlane", "LossSlice", "LossSlices", "Preconditioner", "Spectrum", "loss_slices", "spectrum"]

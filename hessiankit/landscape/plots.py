@@ -82,6 +82,8 @@ def _marks(axes: Axes, found: Any, x: np.ndarray, floor: float) -> None:
         if len(part):
             style = {"marker": "o", "s": 14, "facecolors": face, "edgecolors": colour, "linewidths": 0.7, "clip_on": False}
             axes.scatter(part, np.full(len(part), 1.6 * floor), label=label, zorder=3, **style)  # type: ignore[arg-type]
+    if found.preconditioner is not None and found.preconditioner.rule:
+        axes.axvline(found.preconditioner.threshold, color=GREEN, linewidth=1.0, linestyle="--", label="threshold")
 
 
 def plot_slices(found: Any, path: Path | str | None) -> Picture:

@@ -204,7 +204,7 @@ def loss_slices(
         inputs: As in :func:`hessiankit.hessian`, one batch or several.
         target: As there.
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
-            result of :func:`hessiankit.spectrum`, whose eigenvectors are taken; or the state dict of another checkpoint, which
+            result of :func:`hessiankit.spectrum`, whose directions are taken; or the state dict of another checkpoint, which
             is at t = 1, or a list of them.
         loss: As in :func:`hessiankit.hessian`.
         params: As there; whole parameters; only these are moved.
@@ -336,7 +336,7 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
     """Return names, columns (P, k), and notes."""
     like = {"device": task.device, "dtype": task.dtype}
     if isinstance(along, Spectrum):
-        D = along.eigenvectors
+        D = along.directions
         if D.shape[0] != task.size:
             raise InputError(
                 f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {task.size}; pass the same params"

@@ -23,6 +23,7 @@ from hessiankit.engine.problem.batches import Weights
 from hessiankit.engine.problem.task import Loss, Params, available_memory, gib
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.landscape.groups import groups_of
+from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
@@ -82,7 +83,7 @@ class HessianMatrix(SymmetricOperator):
         return rows @ self.matrix
 
 
-@checked(WHO, leave=("module",))
+@checked(WHO, leave=("module", "preconditioner"))
 def spectrum(
     module: nn.Module | LinearOperator | Hessian,
     inputs: Any = None,
@@ -91,6 +92,7 @@ def spectrum(
     loss: Loss = "mse",
     params: Params = None,
     kind: str = "hessian",
+    preconditioner: Any = None,
     weights: Weights = None,
     reduction: str | None = None,
     k: int = 10,
@@ -119,6 +121,10 @@ def spectrum(
         loss: As there.
         params: As there; whole parameters.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``, as in :func:`hessiankit.hessian_operator`.
+        preconditioner: A symmetric positive P, for the spectrum of P^(-1/2) H P^(-1/2): the torch optimizer that trains the
+            module, with its metric read from its state and its threshold beside the eigenvalues (which optimizers and how:
+            :mod:`hessiankit.landscape.optimizer_states`); a diagonal, as one tensor or one for each parameter by name; or a
+            matrix or operator, which is formed unless it is a :class:`~hessiankit.curvature.structures.StructuredOperator`.
         weights: As in :func:`hessiankit.hessian`.
         reduction: As in :func:`hessiankit.hessian`.
         k: Largest eigenvalues, with vectors.
@@ -128,7 +134,7 @@ def spectrum(
         by: Diagonal blocks to treat as well: ``"parameter"``; ``"layer"``, blocks with an attention, or in a model without one
             its modules; ``"type"``, block types of :func:`hessiankit.block_types` (these two need the module); a dict of group to
             names, patterns such as ``"h.0.*"`` or slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns.
-            Each costs what the whole does.
+            Each costs what the whole does. With a preconditioner, each is that of steps in the block's entries alone.
         method: ``"full"``: all eigenvalues, of the P x P matrix, by LAPACK; ``"lanczos"``; ``"auto"``: "full" of a computed
             Hessian, and where P <= directions x steps.
         tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.
@@ -173,11 +179,16 @@ def spectrum(
         seed,
         method,
     )
-    groups = {} if by is None else groups_of(by, operator, module if isinstance(module, nn.Module) else None)
+    model = module if isinstance(module, nn.Module) else None
+    groups = {} if by is None else groups_of(by, operator, model)
+    P = None if preconditioner is None else preconditioner_of(WHO, preconditioner, matrix, model)
     point = float(getattr(operator, "loss", math.nan))
     with progress_bar() if progress else nullcontext(silent) as tell:
-        found = _one("whole", matrix, plan, tell)
-        blocks = {name: _one(f"block {name}", SubOperator(matrix, rows, rows), plan, tell) for name, rows in groups.items()}
+        found = _in_metric("whole", matrix, P, plan, tell)
+        blocks = {
+            name: _in_metric(f"block {name}", SubOperator(matrix, rows, rows), P and P.of(rows), plan, tell)
+            for name, rows in groups.items()
+        }
     named = {name: replace(block, kind=kind, loss=point) for name, block in blocks.items()}
     return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
 
@@ -204,6 +215,10 @@ def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOp
         seen, known = type(module).__name__, "the model, hessian(...) or hessian_operator(...)"
         raise InputError(f"{WHO}: expected a module, a Hessian or an operator, got {seen}; pass {known}")
     return hessian_operator(module, inputs, target, **options)
+
+
+def _in_metric(name: str, matrix: TensorOperator, P: Preconditioner | None, plan: SpectrumPlan, tell: Tell) -> Spectrum:
+    return replace(_one(name, matrix if P is None else PreconditionedOperator(matrix, P), plan, tell), preconditioner=P)
 
 
 def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> Spectrum:

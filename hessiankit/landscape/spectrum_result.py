@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.landscape.density import Density, SpectralMeasure, density
+from hessiankit.landscape.preconditioner import Preconditioner
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, table
 
@@ -39,6 +40,7 @@ class Spectrum(Printed, WithDict):
         products: Products with the matrix.
         seconds: Time taken.
         groups: The spectrum of the diagonal block of each group of parameters, by its name.
+        preconditioner: P, where the matrix is P^(-1/2) H P^(-1/2).
     """
 
     eigenvalues: Tensor
@@ -55,9 +57,21 @@ class Spectrum(Printed, WithDict):
     products: int
     seconds: float
     groups: dict[str, Spectrum] = field(default_factory=dict)
+    preconditioner: Preconditioner | None = None
 
-    _derived = ("outliers", "gap", "trace", "frobenius_squared", "effective_rank", "stable_rank")
+    _derived = ("threshold_ratio", "outliers", "gap", "trace", "frobenius_squared", "effective_rank", "stable_rank")
     _hidden = ("eigenvectors", "measure")
+
+    @property
+    def threshold_ratio(self) -> float:
+        """The largest eigenvalue over the optimizer's threshold, NaN without one: above 1 steps diverge on a quadratic."""
+        return math.nan if self.preconditioner is None else self.preconditioner.ratio(float(self.eigenvalues[0]))
+
+    @property
+    def directions(self) -> Tensor:
+        """The eigenvectors as directions in the parameters, columns (P, k): times P^(-1/2) where there is a preconditioner."""
+        V = self.eigenvectors
+        return V if self.preconditioner is None else self.preconditioner.root @ V
 
     @property
     def trace(self) -> Estimate:
@@ -155,6 +169,10 @@ class Spectrum(Printed, WithDict):
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
+        if self.preconditioner is not None:
+            yield from self.preconditioner._parts()
+            if self.preconditioner.rule:
+                yield f"largest eigenvalue over the threshold: {self.threshold_ratio:.4g}"
         rows = [
             (str(k + 1) if k < self.top else str(self.size - len(self.eigenvalues) + k + 1), f"{x:.6g}", f"{r:.1e}")
             for k, (x, r) in enumerate(zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True))
@@ -162,9 +180,10 @@ class Spectrum(Printed, WithDict):
         yield table(("number", "eigenvalue", "residual"), rows, spread=True)
         yield self._numbers
         if self.groups:
-            lines = [_row(name, group) for name, group in self.groups.items()]
+            limit = ("over the threshold",) if self.preconditioner is not None and self.preconditioner.rule else ()
+            lines = [(*_row(name, one), *(f"{one.threshold_ratio:.4g}" for _ in limit)) for name, one in self.groups.items()]
             yield table(
-                _GROUP,
+                (*_GROUP, *limit),
                 lines,
                 names=self.groups,
                 rank=[float(g.measure.scale) for g in self.groups.values()],

@@ -246,7 +246,7 @@ CALLS = {
     ),
     "spectrum": Call(
         hk.spectrum,
-        on_block(k=2, bottom=1, params=None, kind="ggn", directions=2, steps=4, by=None, method="lanczos", tol=1e-3, max_products=40,
+        on_block(k=2, bottom=1, params=None, kind="ggn", preconditioner=None, directions=2, steps=4, by=None, method="lanczos", tol=1e-3, max_products=40,
                  seed=0, progress=False, weights=None, reduction=None),
         ("spectrum",),
         {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS},

@@ -1,0 +1,195 @@
+r"""The metrics of torch's optimizers, read from their states.
+
+With its second moments frozen, an optimizer's step is preconditioned descent with momentum, theta <- theta - lr P^-1 m, P a
+positive diagonal and m a sum of past gradients. On a quadratic model with Hessian H such steps diverge where an eigenvalue of
+P^(-1/2) H P^(-1/2) exceeds the threshold 2 / (lr K), K the response of m to a gradient that changes its sign at every step:
+
+    gradient descent             m = g                           K = 1                          2 / lr
+    heavy ball, dampening d      m <- beta m + (1 - d) g         K = (1 - d) / (1 + beta)       2 (1 + beta) / ((1 - d) lr)
+    Nesterov                     g + beta m of the heavy ball    K = (1 + 2 beta)/(1 + beta)    2 (1 + beta) / ((1 + 2 beta) lr)
+    moving average (Adam)        d = beta                                                       (2 + 2 beta) / ((1 - beta) lr)
+
+Cohen, Kaur, Li, Kolter and Talwalkar, "Gradient descent on neural networks typically occurs at the edge of stability", 2021,
+Appendix B; Cohen et al., "Adaptive gradient methods at the edge of stability", 2022, Sec. 2, where Adam's P has the bias
+correction of the first moment too. Where entries have different lr or K, the iteration on the quadratic model diverges where an
+eigenvalue of D^(1/2) H D^(1/2) exceeds 1, D = diag(lr K / (2 P)): z = -1 is the only point of the unit circle, 1 aside, at which
+z can be a root for a symmetric H without Nesterov's momentum, since the imaginary part of (1 - z) / K(z) has one sign.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Optimizer, RMSprop
+
+from hessiankit.support.errors import InputError
+
+
+class Metric(NamedTuple):
+    """The diagonal P of one parameter, K of its momentum, and the threshold 2 / (lr K) in words."""
+
+    P: Tensor
+    response: float
+    threshold: str
+
+
+Reader: TypeAlias = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], Metric]
+DESCENT, HEAVY_BALL = "2 / lr", "2 (1 + momentum) / ((1 - dampening) lr)"
+NESTEROV, AVERAGE = "2 (1 + momentum) / ((1 + 2 momentum) lr)", "(2 + 2 beta1) / ((1 - beta1) lr)"
+
+
+def sgd(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = 1."""
+    one, beta = torch.ones_like(p), float(group["momentum"])
+    if not beta:
+        return Metric(one, 1.0, DESCENT)
+    if group["nesterov"]:
+        return Metric(one, (1 + 2 * beta) / (1 + beta), NESTEROV)
+    return Metric(one, (1 - float(group["dampening"])) / (1 + beta), HEAVY_BALL)
+
+
+def adam(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = (1 - beta1^t) (sqrt(v / (1 - beta2^t)) + eps), with amsgrad of the largest v."""
+    beta1, beta2 = map(float, group["betas"])
+    t, v = float(state["step"]), state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"]
+    P = (1 - beta1**t) * ((v / (1 - beta2**t)).sqrt() + group["eps"])
+    return Metric(P, (1 - beta1) / (1 + beta1), AVERAGE)
+
+
+def adamax(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = (1 - beta1^t) u, u the largest decayed |g| + eps."""
+    beta1 = float(group["betas"][0])
+    return Metric((1 - beta1 ** float(state["step"])) * state["exp_inf"], (1 - beta1) / (1 + beta1), AVERAGE)
+
+
+def rmsprop(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = sqrt(v) + eps, v less the square of the mean gradient where it is centered."""
+    v, beta = state["square_avg"], float(group["momentum"])
+    if group["centered"]:
+        v = v - state["grad_avg"].square()
+    threshold = HEAVY_BALL if beta else DESCENT
+    return Metric(v.sqrt() + group["eps"], 1 / (1 + beta), threshold)
+
+
+def adagrad(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = (1 + (t - 1) lr_decay) (sqrt(sum of squares) + eps)."""
+    decay = 1 + (float(state["step"]) - 1) * group["lr_decay"]
+    return Metric(decay * (state["sum"].sqrt() + group["eps"]), 1.0, DESCENT)
+
+
+def adafactor(p: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> Metric:
+    """P = lr / alpha sqrt(v), v of rank one for matrices, alpha = max(eps2, rms(p)) min(lr, 1 / sqrt(t)) of the parameter now.
+
+    Without the clipping of a step whose root mean square exceeds d: it depends on the next gradient, which no state holds, and
+    only makes steps shorter.
+    """
+    eps1, eps2 = group["eps"]
+    eps1 = torch.finfo(p.dtype).eps if eps1 is None else eps1
+    if "variance" in state:
+        v = state["variance"]
+    else:
+        rows, columns = state["row_var"], state["col_var"]
+        v = rows @ columns / rows.mean(dim=-2, keepdim=True).clamp(min=eps1)
+    lr, rms = float(group["lr"]), float(p.detach().norm()) / p.numel() ** 0.5
+    alpha = max(eps2, rms) * min(lr, float(state["step"]) ** -0.5)
+    return Metric((lr / alpha if lr else 1.0) * v.clamp(min=eps1**2).sqrt(), 1.0, DESCENT)
+
+
+READERS: dict[type[Optimizer], Reader] = {
+    SGD: sgd, Adam: adam, AdamW: adam, Adamax: adamax, RMSprop: rmsprop, Adagrad: adagrad, Adafactor: adafactor,
+}  # fmt: skip
+
+
+class OptimizerState(NamedTuple):
+    """What an optimizer's state says of a vector of parameters.
+
+    Attributes:
+        name: Of the optimizer's class.
+        scale: The diagonal of P^(-1/2), (P,).
+        lr: The largest learning rate.
+        threshold: The smallest 2 / (lr K) of an entry; where others have larger ones, their P is multiplied by the quotient.
+        rule: The threshold in words.
+        notes: What the eigenvalues do not contain.
+    """
+
+    name: str
+    scale: Tensor
+    lr: float
+    threshold: float
+    rule: str
+    notes: tuple[str, ...]
+
+
+@torch.no_grad()
+def read_state(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> OptimizerState:
+    """Return the metric of an optimizer in the entries of some parameters, which are recognised by identity.
+
+    Args:
+        who: What an error message starts with.
+        optimizer: After one step or more, except that SGD needs none.
+        parameters: Name -> parameter, in the order of the entries.
+
+    Raises:
+        InputError: The optimizer's metric is not known, or it does not move a parameter, or has not yet.
+
+    >>> layer = torch.nn.Linear(1, 1)
+    >>> found = read_state("example", SGD(layer.parameters(), lr=0.5, momentum=0.9), dict(layer.named_parameters()))
+    >>> found.scale.tolist(), round(found.threshold, 6), found.rule
+    ([1.0, 1.0], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
+    """
+    name, reader = type(optimizer).__name__, _reader(who, optimizer)
+    places = {id(p): (group, k) for group in optimizer.param_groups for k, p in enumerate(group["params"])}
+    metrics: list[Metric] = []
+    speeds: list[Tensor] = []
+    largest, decays = 0.0, dict[tuple[float, bool], None]()
+    for of, p in parameters.items():
+        group, k = places.get(id(p), ({}, 0))
+        if not group:
+            raise InputError(f"{who}: {name} does not hold the parameter {of!r}; pass params=[...] with those that it moves")
+        if group.get("maximize"):
+            raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
+        state = optimizer.state.get(p, {})
+        if reader is not sgd and not float(state.get("step", 0)):
+            raise InputError(
+                f"{who}: {name} has moved {of!r} by no step, so its state holds no metric yet; take one, or leave it out with "
+                "params=[...]"
+            )
+        metrics.append(reader(p, state, group))
+        rate = torch.full_like(p, float(group["lr"]))
+        if k < len(cuts := group.get("slices", ())):  # of hessiankit.blockwise_lr: slices of a fused parameter with own rates
+            for piece in cuts[k]["pieces"]:
+                rate.narrow(cuts[k]["axis"], piece["start"], piece["stop"] - piece["start"]).mul_(piece["factor"])
+        largest = max(largest, float(rate.max()))
+        speeds.append(rate * metrics[-1].response / 2)
+        if decay := float(group.get("weight_decay", 0.0)):
+            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (AdamW, Adafactor)))
+            decays[decay, bool(decoupled)] = None
+    if not largest > 0:
+        raise InputError(f"{who}: the learning rate of {name} is {largest:g}, and nothing moves; set one above 0")
+    fastest = max(float(speed.max()) for speed in speeds)
+    rule = next(m.threshold for m, speed in zip(metrics, speeds, strict=True) if float(speed.max()) == fastest)
+    scales = [(speed / fastest / m.P).sqrt().reshape(-1) for m, speed in zip(metrics, speeds, strict=True)]
+    notes = tuple(_said(decay, decoupled) for decay, decoupled in decays)
+    return OptimizerState(name, torch.cat(scales), largest, 1 / fastest, rule, notes)
+
+
+def _said(decay: float, decoupled: bool) -> str:
+    if decoupled:
+        return f"without the weight decay: every step also shrinks parameters by {decay:g} lr"
+    return f"without the weight decay, which adds {decay:g} to the Hessian's diagonal"
+
+
+def _reader(who: str, optimizer: Optimizer) -> Reader:
+    """Return the reader of an optimizer's class or of one that it derives from without a step of its own."""
+    kind = type(optimizer)
+    for known, reader in READERS.items():
+        if isinstance(optimizer, known) and inspect.unwrap(kind.step) is inspect.unwrap(known.step):
+            return reader
+    raise InputError(
+        f"{who}: no metric is known for {kind.__name__}: its state holds no positive P, or none with a documented form. Pass one "
+        f"of {', '.join(one.__name__ for one in READERS)} of torch, or P itself: a diagonal or a positive operator"
+    )

@@ -1,0 +1,168 @@
+"""Preconditioners P, and the matrix P^(-1/2) H P^(-1/2), whose eigenvalues are those of H in the metric of P."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.sparse.linalg import LinearOperator
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from hessiankit.curvature.solving import SymmetricOperator
+from hessiankit.curvature.structures import DiagonalBlock, Structure, StructuredOperator, dense_block, diagonal
+from hessiankit.curvature.suboperators import SubOperator
+from hessiankit.curvature.tensor_operator import TensorOperator
+from hessiankit.landscape.optimizer_states import read_state
+from hessiankit.support.errors import InputError
+from hessiankit.support.files import WithDict
+from hessiankit.support.tables import Piece, Printed
+
+FORMS = "a torch optimizer, a diagonal (one tensor or one for each parameter by name), or a symmetric positive matrix or operator"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Preconditioner(Printed, WithDict):
+    """A symmetric positive P, by whose inverse an optimizer multiplies the gradient.
+
+    Attributes:
+        name: The optimizer's class, ``"diagonal"`` or ``"operator"``.
+        root: P^(-1/2).
+        lr: The largest learning rate; NaN without an optimizer, like the threshold.
+        threshold: The eigenvalue above which the optimizer's steps on the quadratic model diverge, with P as it is. Where the
+            thresholds of parameter groups differ this is the smallest, and P is multiplied by each group's over it, so that
+            it holds for all of them together.
+        rule: The threshold in words.
+        notes: What the eigenvalues do not contain.
+    """
+
+    name: str
+    root: StructuredOperator
+    lr: float = math.nan
+    threshold: float = math.nan
+    rule: str = ""
+    notes: tuple[str, ...] = ()
+
+    _hidden = ("root",)
+
+    def of(self, rows: Tensor) -> Preconditioner:
+        """Return the preconditioner of descent in some entries alone: the inverse of the block (P^-1)[rows, rows]."""
+        root, every = self.root, torch.arange(len(rows), device=self.root.device)
+        rows = rows.to(root.device)
+        if len(root.structures) == 1 and isinstance(root.structures[0], DiagonalBlock):
+            block: Structure = diagonal(every, root.structures[0].values[rows])
+        else:
+            inverse = SubOperator(root.mapped(torch.square), rows, rows).to_matrix()
+            block = dense_block(every, inverse)
+            block = replace(block, values=block.values.clamp(min=0).sqrt())
+        return replace(self, root=StructuredOperator(len(rows), [block], root.torch_dtype, root.device))
+
+    def ratio(self, eigenvalue: float) -> float:
+        """Return an eigenvalue over the threshold."""
+        return eigenvalue / self.threshold
+
+    def _headline(self) -> str:
+        limit = f", steps diverge above {self.threshold:.6g} = {self.rule}, lr {self.lr:g}" if self.rule else ""
+        return f"in the metric of {self.name}{limit}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield from self.notes
+
+
+class PreconditionedOperator(SymmetricOperator):
+    """P^(-1/2) A P^(-1/2) of a symmetric operator A.
+
+    >>> A = StructuredOperator(2, [diagonal(torch.arange(2), torch.tensor([3.0, 5.0]))], torch.float32, torch.device("cpu"))
+    >>> PreconditionedOperator(A, preconditioner_of("example", torch.tensor([1.0, 4.0]), A)).to_matrix().tolist()
+    [[3.0, 0.0], [0.0, 1.25]]
+    """
+
+    def __init__(self, whole: TensorOperator, preconditioner: Preconditioner) -> None:
+        super().__init__((whole.shape[0], whole.shape[1]), whole.torch_dtype, whole.device)
+        self.whole, self.root, self.block_size = whole, preconditioner.root, whole.block_size
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        return self.root._rows(self.whole._rows(self.root._rows(rows)))
+
+
+def preconditioner_of(who: str, given: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
+    """Return the preconditioner that a user means.
+
+    Args:
+        who: What an error message starts with.
+        given: One of :data:`FORMS`.
+        matrix: The operator that it is for, with ``slices`` and ``shapes`` where parameters have names.
+        module: Whose parameters an optimizer holds.
+
+    Raises:
+        InputError: It is none of these, has another size, or is not positive.
+    """
+    size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
+    if isinstance(given, Optimizer):
+        if module is None:
+            raise InputError(f"{who}: an optimizer's parameters are those of a module; pass the module with its data")
+        return optimizer_preconditioner(who, given, {name: module.get_parameter(name) for name in matrix.slices}, **like)
+    if isinstance(given, Mapping):
+        given = _flat(who, given, matrix)
+    if isinstance(given, LinearOperator) or (isinstance(given, (Tensor, np.ndarray)) and given.ndim == 2):
+        if tuple(given.shape) != (size, size):
+            raise InputError(f"{who}: preconditioner is {tuple(given.shape)}; expected ({size}, {size})")
+        return Preconditioner("operator", _root(who, given, **like))
+    if not isinstance(given, (Tensor, np.ndarray)):
+        raise InputError(f"{who}: preconditioner is a {type(given).__name__}; expected {FORMS}")
+    values = torch.as_tensor(given).detach().to(**like)
+    if tuple(values.shape) != (size,):
+        raise InputError(f"{who}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
+    if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
+        raise InputError(f"{who}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it")
+    return Preconditioner("diagonal", _diagonal(values.rsqrt()))
+
+
+def optimizer_preconditioner(
+    who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+) -> Preconditioner:
+    """Return the metric of an optimizer in the entries of some parameters; see :func:`read_state`."""
+    found = read_state(who, optimizer, parameters)
+    if not bool(torch.isfinite(found.scale).all()):
+        raise InputError(f"{who}: {found.name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
+    root = _diagonal(found.scale.to(device, dtype))
+    return Preconditioner(found.name, root, found.lr, found.threshold, found.rule, found.notes)
+
+
+def _diagonal(values: Tensor) -> StructuredOperator:
+    every = torch.arange(len(values), device=values.device)
+    return StructuredOperator(len(values), [diagonal(every, values)], values.dtype, values.device)
+
+
+def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> StructuredOperator:
+    """Return P^(-1/2) of an operator or a matrix: by its structure where it has one, else of the dense matrix."""
+    if not isinstance(P, StructuredOperator):
+        dense = P.to_matrix() if isinstance(P, TensorOperator) else P
+        dense = dense @ np.eye(dense.shape[0]) if isinstance(dense, LinearOperator) else dense
+        dense = torch.as_tensor(dense).detach().to(device, dtype)
+        error, scale = float((dense - dense.T).abs().max()), float(dense.abs().max())
+        if not error <= torch.finfo(dtype).eps ** 0.5 * scale:
+            raise InputError(f"{who}: the preconditioner and its transpose differ by {error:.1e}; pass a symmetric one")
+        P = StructuredOperator(len(dense), [dense_block(torch.arange(len(dense), device=device), dense)], dtype, device)
+    least = min(float(part.values.min()) for part in P.structures) if not len(P.rest) else 0.0
+    if not least > 0:
+        raise InputError(
+            f"{who}: the preconditioner has an eigenvalue of {least:.3g}; pass a positive one, such as P + damping I"
+        )
+    return P.mapped(torch.rsqrt)
+
+
+def _flat(who: str, named: Mapping[str, Any], matrix: Any) -> Tensor:
+    """Return a diagonal by name as one vector."""
+    shapes = getattr(matrix, "shapes", {})
+    seen = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in named.items()}
+    wrong: Any = next((name for name in (*shapes, *seen) if seen.get(name) != shapes.get(name)), None)
+    if wrong is not None or not shapes:
+        expected = shapes.get(wrong, "no such parameter") if shapes else "an operator with parameters by name"
+        raise InputError(f"{who}: preconditioner has {seen.get(wrong, 'nothing')} for {wrong!r}; expected {expected}")
+    return torch.cat([named[name].reshape(-1) for name in matrix.slices])
