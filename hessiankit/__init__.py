@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.formulas.derive import derive
     from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
     from hessiankit.functions.cross_entropy import linear_cross_entropy
-    from hessiankit.landscape import loss_slices, spectrum
+    from hessiankit.landscape import critical_sharpness, loss_slices, spectrum
     from hessiankit.optim import blockwise_lr, blockwise_schedule
     from hessiankit.partition import block_types, named_slices
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
@@ -54,7 +54,7 @@ _NAMES = {
     "formulas.derive": "derive",
     "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
     "functions.cross_entropy": "linear_cross_entropy",
-    "landscape": "loss_slices spectrum",
+    "landscape": "critical_sharpness loss_slices spectrum",
     "optim": "blockwise_lr blockwise_schedule",
     "partition": "block_types named_slices",
     "support.errors": "ConvergenceError HessiankitError InputError OutOfMemoryError TraceError",
@@ -65,10 +65,10 @@ _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for na
 __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
     "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
-    "blockwise_lr", "blockwise_schedule", "bounds", "check", "depth_diagnostics", "derive", "frobenius_norms", "hessian",
-    "hessian_diagonal", "hessian_function", "hessian_operator", "jacobian_operator", "linear_cross_entropy",
-    "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness", "spectrum", "trace_module",
-    "twice_differentiable_attention",
+    "blockwise_lr", "blockwise_schedule", "bounds", "check", "critical_sharpness", "depth_diagnostics", "derive",
+    "frobenius_norms", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator", "jacobian_operator",
+    "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness",
+    "spectrum", "trace_module", "twice_differentiable_attention",
 ]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:

@@ -56,6 +56,7 @@ report = sharpness(model, (x, target))
 optimizer = torch.optim.AdamW(blockwise_lr(model, 1e-3, "measured", sharpness=report))
 schedule = blockwise_schedule(optimizer, warmup=1, steps=2)
 monitor = Monitor(model, (x, target), "run.jsonl")
+multiple: float = critical_sharpness(module, x, target, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).multiple
 print(hessiankit.__version__, report.order, spectrum(module, x, target).eigenvalues, depth_diagnostics(model, (x, target)).blocks)
 assert_hessian_matches(module, x, target)
 """

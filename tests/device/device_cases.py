@@ -127,6 +127,10 @@ def monitored(case: Case) -> list[float]:
     return losses
 
 
+def momentum(case: Case) -> torch.optim.Optimizer:
+    return torch.optim.SGD(case.module.parameters(), lr=0.1, momentum=0.9)
+
+
 Call = Callable[[Case], Any]
 CALLS: dict[str, Call] = {
     "hessian": lambda c: hk.hessian(c.module, *c.data, loss=c.loss).matrix,
@@ -147,6 +151,8 @@ CALLS: dict[str, Call] = {
     "frobenius_norms": lambda c: hk.frobenius_norms(c.module, *c.data, loss=c.loss).matrix,
     "scalar_estimates": lambda c: len(str(hk.scalar_estimates(hk.hessian_operator(c.module, *c.data, loss=c.loss)))) > 0,
     "spectrum": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2).eigenvalues,
+    "spectrum in a metric": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2, preconditioner=momentum(c)).eigenvalues,
+    "critical_sharpness": lambda c: hk.critical_sharpness(c.module, *c.data, loss=c.loss, optimizer=momentum(c)).curvature,
 }
 OF_TRANSFORMERS: dict[str, Call] = {
     "check": lambda c: bool(hk.check(c.module, *c.data, loss=c.loss)),

@@ -112,6 +112,11 @@ def _monitored(path: Path | None = None) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _stepped() -> dict[str, Any]:
+    arguments = on_block(params=None, weights=None, reduction=None, by=None, passes=3)()
+    return {**arguments, "optimizer": torch.optim.SGD(arguments["module"].parameters(), lr=0.1)}
+
+
 def _angles() -> dict[str, Any]:
     return {"x": numbers(3, 4), "y": numbers(3, 4)}
 
@@ -250,6 +255,12 @@ CALLS = {
                  seed=0, progress=False, weights=None, reduction=None),
         ("spectrum",),
         {"directions": COUNTS, "steps": COUNTS, "max_products": COUNTS},
+    ),
+    "critical_sharpness": Call(
+        hk.critical_sharpness,
+        _stepped,
+        ("critical_sharpness", "spectrum"),
+        {"passes": COUNTS},
     ),
     "loss_slices": Call(
         hk.loss_slices,
