@@ -29,6 +29,7 @@ from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
+from hessiankit.landscape.optimizer_states import unwrapped
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -198,6 +199,7 @@ def along_step(
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
+    optimizer = unwrapped(optimizer)
     name, step = type(optimizer).__name__, next_step(who, optimizer, parameters, gradient)
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
         what = "zero" if not bool(step.any()) else "NaN or infinite"

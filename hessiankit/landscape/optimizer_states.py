@@ -177,6 +177,21 @@ def read_state(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor])
     return OptimizerState(name, torch.cat(scales), largest, 1 / fastest, rule, notes)
 
 
+def waits(optimizer: Optimizer, *, for_state: bool = True) -> str:
+    """Return why an optimizer has no step or metric now: a schedule is at rate 0, or it has taken no step; empty if it has."""
+    if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+        return "the learning rate is 0"
+    stepped = isinstance(optimizer, SGD) or any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
+    return "" if stepped or not for_state else "the optimizer has taken no step"
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer inside the wrapper of Accelerate."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 def _said(decay: float, decoupled: bool) -> str:
     if decoupled:
         return f"without the weight decay: every step also shrinks parameters by {decay:g} lr"

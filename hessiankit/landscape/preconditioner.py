@@ -17,7 +17,7 @@ from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.structures import DiagonalBlock, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.landscape.optimizer_states import read_state
+from hessiankit.landscape.optimizer_states import read_state, unwrapped
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed
@@ -127,7 +127,7 @@ def optimizer_preconditioner(
     who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
     """Return the metric of an optimizer in the entries of some parameters; see :func:`read_state`."""
-    found = read_state(who, optimizer, parameters)
+    found = read_state(who, unwrapped(optimizer), parameters)
     if not bool(torch.isfinite(found.scale).all()):
         raise InputError(f"{who}: {found.name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
     root = _diagonal(found.scale.to(device, dtype))

@@ -137,10 +137,10 @@ def test_steps_are_measured_once_and_on_time(tmp_path):
 def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp_path):
     whole, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
     model = small()
-    train(model, 6, Monitor(model, pair(), whole, **QUICK))
+    train(model, 6, Monitor(model, pair(), whole, **QUICK, warm_starts=False))
 
     model = small()
-    monitor = Monitor(model, pair(), path, **QUICK)
+    monitor = Monitor(model, pair(), path, **QUICK, warm_starts=False)
     optimizer = train(model, 3, monitor)
     saved = {"model": {n: v.clone() for n, v in model.state_dict().items()}, "optimizer": optimizer.state_dict()}
     saved = torch.utils._pytree.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, saved)
@@ -154,7 +154,7 @@ def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     optimizer.load_state_dict(saved["optimizer"])
     torch.set_rng_state(state)
-    monitor = Monitor(model, pair(), path, **QUICK)
+    monitor = Monitor(model, pair(), path, **QUICK, warm_starts=False)
     train(model, 6, monitor, 3, optimizer)
     once = {record["step"]: record for record in without_times(path)}
     assert list(once) == list(MonitorLog.read(path).steps)

@@ -18,7 +18,7 @@ from hessiankit.diagnostics.monitoring import MonitorLog
 pytestmark = pytest.mark.slow
 
 TYPES = {"Emb", "QK", "VO", "FFN", "Norm"}
-OPTIONS = {"every": 2, "draws": 2, "eigenvalue_products": 20, "depth": ("variance", "drop")}
+OPTIONS = {"every": 2, "draws": 2, "eigenvalue_products": 20, "depth": ("variance", "drop"), "optimizer": "trainer"}
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -78,6 +78,8 @@ def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, capsys):
     assert list(log.steps) == [0, 2, 4, 5]
     assert set(log.sharpness) == TYPES
     assert (log.series("eigenvalue", "value") > 0).all()
+    assert log.header["options"]["critical"]["optimizer"] == "AdamW"
+    assert (log.series("preconditioned", "value")[1:3] > 0).all()  # from the first update on, until the rate is 0
     assert log.series("depth", "stream", "variance").shape == (4, 3)
     own = [entry for entry in watched.state.log_history if "sharpness/Norm" in entry]
     assert [entry["step"] for entry in own] == [0, 2, 4, 5]
@@ -89,9 +91,9 @@ def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, capsys):
 
 def test_hugging_face_goes_on_from_a_checkpoint(transformers, tmp_path, capsys):
     path = tmp_path / "run.jsonl"
-    trained(transformers, tmp_path, hf_callback(path), steps=6)
+    trained(transformers, tmp_path, hf_callback(path, warm_starts=False), steps=6)
     whole = MonitorLog.read(path)
-    trained(transformers, tmp_path, hf_callback(path), steps=6, resume=str(tmp_path / "checkpoint-3"))
+    trained(transformers, tmp_path, hf_callback(path, warm_starts=False), steps=6, resume=str(tmp_path / "checkpoint-3"))
     again = MonitorLog.read(path)
     assert whole.steps.tolist() == again.steps.tolist() == [0, 2, 4, 6]
     for one, other in zip(whole.records, again.records, strict=True):

@@ -108,7 +108,7 @@ def _monitored(path: Path | None = None) -> dict[str, Any]:
     return {
         **on_language()(), "path": path or _path(), "every": 1, "log_spaced": False, "sharpness": False,
         "norms": True, "eigenvalue": False, "depth": (), "spectrum": 0, "approximations": (), "hessian": False, "share": None, "draws": 2, "seed": 0, "per": "token", "micro_batch": None, "parts": None,
-        "eigenvalue_route": "auto", "eigenvalue_tol": 1e-3, "eigenvalue_products": 5, "on_error": "raise",
+        "eigenvalue_route": "auto", "eigenvalue_tol": 1e-3, "eigenvalue_products": 5, "warm_starts": True, "optimizer": None, "preconditioned": True, "critical": True, "on_error": "raise",
     }  # fmt: skip
 
 

@@ -31,14 +31,16 @@ class MonitorEvents:
             path: The file.
             log: Whether numbers go to the trainer's log too.
             last: Whether to measure after the last update too.
-            **options: Others of :class:`~hessiankit.diagnostics.monitoring.Monitor`.
+            **options: Others of :class:`~hessiankit.diagnostics.monitoring.Monitor`;
+                ``optimizer="trainer"`` is the trainer's own.
         """
         self.data, self.path, self.options = data, path, options
         self.monitor: Monitor | None = None
         self._log, self._last = log, last
 
-    def _begin(self, model: nn.Module) -> None:
-        self.monitor = Monitor(model, self.data, self.path, **self.options)
+    def _begin(self, model: nn.Module, optimizer: Any) -> None:
+        own = {"optimizer": optimizer} if self.options.get("optimizer") == "trainer" else {}
+        self.monitor = Monitor(model, self.data, self.path, **{**self.options, **own})
 
     def _numbers(self, step: int, force: bool, **extra: Any) -> dict[str, float]:
         """Measure if it is time, and return the numbers for the trainer's log; none where nothing is to be logged."""
@@ -80,4 +82,10 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     numbers |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
     if "eigenvalue" in record:
         numbers["top_eigenvalue"] = record["eigenvalue"]["value"]
+    if "value" in record.get("preconditioned", {}):
+        numbers["preconditioned/eigenvalue"] = record["preconditioned"]["value"]
+        numbers["preconditioned/over_threshold"] = record["preconditioned"]["ratio"]
+    if "sharpness" in record.get("critical", {}):
+        numbers["critical/sharpness"] = record["critical"]["sharpness"]
+        numbers["critical/multiple"] = record["critical"]["multiple"]
     return {name: float(value) for name, value in numbers.items()}

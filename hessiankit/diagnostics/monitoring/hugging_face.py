@@ -21,12 +21,12 @@ class TrainerEvents(MonitorEvents):
         super().__init__(data, path, **options)
         self.trainer = trainer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
         if model is None:
             raise InputError("SharpnessCallback: the trainer passes no model to its callbacks; use hessiankit.Monitor")
-        self._begin(model)
+        self._begin(model, optimizer)
         self._step(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

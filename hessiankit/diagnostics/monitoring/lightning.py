@@ -39,7 +39,7 @@ class LightningEvents(MonitorEvents):
         model = self.model(pl_module) if callable(self.model) else pl_module
         if isinstance(self.model, str):
             model = pl_module.get_submodule(self.model)
-        self._begin(model)
+        self._begin(model, next(iter(trainer.optimizers), None))
         self._step(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -175,6 +175,7 @@ class MonitorLog(Printed):
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""
         columns: dict[str, tuple[str, ...]] = {"sharpness, flat to sharp (~: not told apart)": ("sharpness", "ordering")}
         columns |= {"loss": ("loss",), "parameter norm": ("norms", "total"), "top eigenvalue": ("eigenvalue", "value")}
+        columns |= {"eigenvalue / threshold": ("preconditioned", "ratio"), "step's multiple": ("critical", "multiple")}
         columns |= {"variance by layer": ("depth", "laws", "best")}
         columns = {title: keys for title, keys in columns.items() if self.has(*keys)}
         rows = [[str(record["step"]), *(_shown(_at(record, keys)) for keys in columns.values())] for record in self.records]
@@ -285,13 +286,34 @@ def _loss(axes: Axes, log: MonitorLog) -> None:
     axes.plot(log.steps, log.series("loss"), color=INK, **LINE)
 
 
-def _eigenvalue(axes: Axes, log: MonitorLog) -> None:
+def _eigenvalue(axes: Axes, log: MonitorLog, section: str = "eigenvalue", of: str = "of the Hessian") -> None:
     """Top eigenvalue of the Hessian of the loss; the band is its residual, within which an eigenvalue lies."""
-    over_steps(axes, log, r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual")
-    value, residual = log.series("eigenvalue", "value"), log.series("eigenvalue", "residual")
-    axes.fill_between(log.steps, value - residual, value + residual, color="#0072b2", alpha=0.25, linewidth=0)
-    axes.plot(log.steps, value, color="#0072b2", **LINE)
+    over_steps(axes, log, rf"$\lambda_{{\max}}$ {of}, $\pm$ its residual")
+    value, residual = log.series(section, "value"), log.series(section, "residual")
+    there = np.isfinite(value)
+    axes.fill_between(
+        log.steps[there], (value - residual)[there], (value + residual)[there], color="#0072b2", alpha=0.25, linewidth=0
+    )
+    axes.plot(log.steps[there], value[there], color="#0072b2", **LINE)
     log_scale(axes, value - residual)
+
+
+def _preconditioned(axes: Axes, log: MonitorLog) -> None:
+    """Top eigenvalue in the optimizer's metric, and its threshold."""
+    _eigenvalue(axes, log, "preconditioned", "in the optimizer's metric")
+    threshold = log.series("preconditioned", "threshold")
+    there = np.isfinite(threshold)
+    axes.plot(log.steps[there], threshold[there], color=INK, linewidth=0.8, linestyle="--")
+
+
+def _critical(axes: Axes, log: MonitorLog) -> None:
+    """Critical sharpness of the optimizer's next step, and 2 / lr, above which that step raises the loss."""
+    over_steps(axes, log, "critical sharpness of the next step")
+    value, lr = log.series("critical", "sharpness"), log.series("critical", "lr")
+    there = np.isfinite(value)
+    axes.plot(log.steps[there], value[there], color="#d55e00", **LINE)
+    axes.plot(log.steps[there], 2 / lr[there], color=INK, linewidth=0.8, linestyle="--")
+    log_scale(axes, value)
 
 
 def _spectrum(axes: Axes, log: MonitorLog) -> None:
@@ -397,6 +419,8 @@ PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("norms",), _by_type("norm of the parameters", "norms", "types")),
     (("loss",), _loss),
     (("eigenvalue",), _eigenvalue),
+    (("preconditioned", "value"), _preconditioned),
+    (("critical", "sharpness"), _critical),
     (("spectrum", "eigenvalues"), _spectrum),
     (("approximations", "by_name"), _approximations),
     (("hessian", "types"), _by_type("spectral norm of the Hessian's blocks", "hessian", "types")),

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim import Optimizer
 
 from hessiankit.approximating import approximations
 from hessiankit.curvature.dense import hessian, spectral_norm
@@ -22,6 +23,9 @@ from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.diagnostics.sharpness.probe import placed
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, map_tensors, named_tensors
+from hessiankit.landscape.critical import along_step
+from hessiankit.landscape.optimizer_states import waits
+from hessiankit.landscape.preconditioner import optimizer_preconditioner
 from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import InputError
@@ -83,12 +87,25 @@ CLOSED_FORM_ENTRIES = 200_000
 """Parameters up to which "auto" tries closed forms, whose work space holds every value of the network at once."""
 
 
+START = 0.1
+"""Length of the random vector that is added to the last eigenvector, so that a search that starts there sees another one rise."""
+
+
 @full_precision()
 def eigenvalue(
-    model: nn.Module, batches: Sequence[Batch], step: int, *, route: str, tol: float, products: int, seed: int
+    model: nn.Module,
+    batches: Sequence[Batch],
+    step: int,
+    *,
+    route: str,
+    tol: float,
+    products: int,
+    seed: int,
+    optimizer: Optimizer | None = None,
+    last: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
-    which route it was found and why.
+    which route it was found and why; with an optimizer in its metric, beside its threshold.
 
     Args:
         model: The model, in evaluation mode.
@@ -100,15 +117,23 @@ def eigenvalue(
         tol: Of the residual, relative to the eigenvalue.
         products: Products with the Hessian at most.
         seed: Draws the start vector, on the CPU, so that it is the same on every device.
+        optimizer: Whose metric it is, see :func:`hessiankit.landscape.optimizer_states.read_state`.
+        last: Where the eigenvector is kept, from which the next search starts.
 
     Raises:
         InputError: No parameter is trainable, a product is not finite, or ``"closed form"`` is not possible.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
-        raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
+    parameters = trainable(model)
+    if optimizer is not None and (why := waits(optimizer)):
+        return {"waiting": why}
     size, first = sum(p.numel() for p in parameters.values()), next(iter(parameters.values()))
     start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(first.device, first.dtype)
+    before = None if last is None else last.get("vector")
+    if before is not None and (before.shape, before.dtype, before.device) == (start.shape, start.dtype, start.device):
+        start = before + START * start / start.norm()
+    P = None
+    if optimizer is not None:
+        P = optimizer_preconditioner(WHO, optimizer, parameters, dtype=first.dtype, device=first.device)
 
     def exact() -> Product:
         counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
@@ -120,9 +145,51 @@ def eigenvalue(
             return HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
 
     product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
+    of = product if P is None else (lambda v: P.root @ product(P.root @ v))
     with sdpa_kernel(SDPBackend.MATH) if taken == "autograd" else nullcontext():
-        found = lanczos(product, start, tol=tol, most=products)
-    return {**found.to_dict(), "route": taken, **({"why": why} if why else {})}
+        found = lanczos(of, start, tol=tol, most=products)
+    if last is not None and found.vector is not None:
+        last["vector"] = found.vector
+    metric = {} if P is None else {"lr": P.lr, "threshold": P.threshold, "ratio": P.ratio(found.value)}
+    return {**found.to_dict(), **metric, "route": taken, **({"why": why} if why else {})}
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients.
+
+    Raises:
+        InputError: There are none.
+    """
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
+    return parameters
+
+
+@full_precision()
+def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer: Optimizer, passes: int) -> dict[str, Any]:
+    """Return the curvature along the optimizer's next step and the multiple of it that does not raise the mean cross entropy,
+    as :func:`hessiankit.critical_sharpness` does, by automatic differentiation: a gradient, a product and the forward passes.
+    """
+    if why := waits(optimizer, for_state=False):
+        return {"waiting": why}
+    parameters, loss = trainable(model), loss_of(model, batches)
+    own = list(parameters.values())
+    sizes, values = [p.numel() for p in own], [p.data for p in own]
+
+    def loss_at(moved: Tensor) -> float:
+        try:
+            for p, value, step in zip(own, values, moved.split(sizes), strict=True):
+                p.data = (value + step.view_as(value)).to(value.dtype)
+            return loss.evaluate()[0]
+        finally:
+            for p, value in zip(own, values, strict=True):
+                p.data = value
+
+    with sdpa_kernel(SDPBackend.MATH):
+        products = HessianProducts(loss, [own], "hessian")
+        found = along_step(WHO, optimizer, parameters, products.gradient(), products.of(0), loss_at, {}, passes)
+    return {name: value for name, value in found.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
 
 
 @torch.no_grad()

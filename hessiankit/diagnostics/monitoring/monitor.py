@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from hessiankit.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
@@ -19,6 +20,8 @@ from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, on_device
 from hessiankit.diagnostics.sharpness.options import PER
+from hessiankit.landscape.critical import PASSES
+from hessiankit.landscape.optimizer_states import unwrapped
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
@@ -95,6 +98,9 @@ class Monitor:
         sharpness: bool = True,
         norms: bool = True,
         eigenvalue: bool = True,
+        optimizer: Optimizer | None = None,
+        preconditioned: bool = True,
+        critical: bool = True,
         depth: Sequence[str] = ("variance", "angles", "drop"),
         spectrum: int = 0,
         approximations: Sequence[str] = (),
@@ -108,6 +114,7 @@ class Monitor:
         eigenvalue_route: str = "auto",
         eigenvalue_tol: float = 1e-3,
         eigenvalue_products: int = 60,
+        warm_starts: bool = True,
         on_error: str = "raise",
     ) -> None:
         """Check the arguments, and write the header of the file or compare with the one that is there.
@@ -123,6 +130,11 @@ class Monitor:
             sharpness: Whether to estimate the average sharpness of every block type, with intervals.
             norms: Whether to take the norms of the parameters.
             eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss.
+            optimizer: The optimizer that trains the model, for the next two; None: neither is measured.
+            preconditioned: Whether to find the top eigenvalue of the Hessian in the optimizer's metric, beside its stability
+                threshold, as :func:`hessiankit.spectrum` reads both; with the options of ``eigenvalue``.
+            critical: Whether to measure the curvature along the optimizer's next step with the gradient of these data, and the
+                multiple of the step that does not raise the loss: ten forward passes at most, a gradient and a product.
             depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`; () for none.
             spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
@@ -139,6 +151,8 @@ class Monitor:
             eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.eigenvalue`.
             eigenvalue_tol: Its residual, relative to it.
             eigenvalue_products: Products with the Hessian at most.
+            warm_starts: Whether the search for a top eigenvalue starts from the last eigenvector, with a tenth of a random one
+                added. The eigenvector is not in the file: a run that resumes searches from a random one at first.
             on_error: ``"raise"`` stops at a section that fails, after writing the other sections; ``"record"`` writes the error
                 into the line and goes on, and only warns where the file cannot be written.
 
@@ -163,7 +177,9 @@ class Monitor:
         for name in approximations:
             check_name(WHO, "approximations", name, APPROXIMATIONS)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
+        optimizer = None if optimizer is None else unwrapped(optimizer)
         find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
+        searched = {**find, "warm": warm_starts}
         ends = {"top": spectrum, "directions": 4, "steps": 30}
         self._sections: dict[str, Section] = {"loss": measurements.loss}
         options: dict[str, Any] = {"seed": seed}
@@ -178,7 +194,14 @@ class Monitor:
         if sharpness:
             add("sharpness", measurements.sharpness, draw, parts=self.parts, seed=seed, **draw)
         if eigenvalue:
-            add("eigenvalue", measurements.eigenvalue, find, seed=seed, **find)
+            add("eigenvalue", measurements.eigenvalue, searched, seed=seed, last={} if warm_starts else None, **find)
+        if optimizer is not None and preconditioned:
+            of = {**searched, "optimizer": type(optimizer).__name__}
+            own = {"optimizer": optimizer, "last": {} if warm_starts else None}
+            add("preconditioned", measurements.eigenvalue, of, seed=seed, **own, **find)
+        if optimizer is not None and critical:
+            steps = {"optimizer": type(optimizer).__name__, "passes": PASSES}
+            add("critical", measurements.critical, steps, optimizer=optimizer, passes=PASSES)
         if depth:
             add("depth", measurements.depth, list(depth), what=tuple(depth), seed=seed, micro_batch=micro_batch)
         if spectrum:

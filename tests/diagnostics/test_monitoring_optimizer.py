@@ -1,0 +1,109 @@
+"""What a monitor measures of the optimizer: its metric, its next step; warm starts; how much of the time it takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from monitoring_cases import Noisy, pair, train
+from torch import nn
+
+import hessiankit as hk
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, measurements
+from hessiankit.diagnostics.monitoring.callbacks import scalars
+
+BARE = {"sharpness": False, "eigenvalue": False, "norms": False, "depth": ()}
+
+
+def trained(steps: int = 3, *, double: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Noisy(1).double() if double else Noisy(1)
+    return model, train(model, steps)
+
+
+@pytest.mark.parametrize("route", ["closed form", "autograd"])
+def test_the_sections_are_what_the_functions_return(route: str, tmp_path) -> None:
+    model, optimizer = trained()
+    next(model.parameters()).requires_grad_(route == "autograd")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    data = [pair(1), pair(2, rows=2)]
+    options = {**BARE, "eigenvalue_route": route, "eigenvalue_tol": 1e-9, "eigenvalue_products": 200}
+    record = Monitor(model, data, tmp_path / "run.jsonl", optimizer=optimizer, **options).measure(0)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = [torch.cat(x) for x in zip(*data, strict=True)]
+    found = hk.spectrum(model.eval(), *whole, loss="cross_entropy", k=1, params=names, preconditioner=optimizer)
+    own = record["preconditioned"]
+    assert own["value"] == pytest.approx(float(found.eigenvalues[0]), rel=1e-9)
+    assert (own["ratio"], own["threshold"]) == (pytest.approx(found.threshold_ratio), found.preconditioner.threshold)
+    step = hk.critical_sharpness(model, *whole, loss="cross_entropy", params=names, optimizer=optimizer).to_dict()
+    for name in ("sharpness", "multiple", "raising", "curvature", "slope", "length", "loss"):
+        assert record["critical"][name] == pytest.approx(step[name], rel=1e-6)
+    assert record["critical"]["passes"] <= 10
+    numbers = scalars(record)
+    assert numbers["preconditioned/over_threshold"] == own["ratio"]
+    assert numbers["critical/multiple"] == record["critical"]["multiple"]
+
+
+def test_forward_passes_of_a_measurement(tmp_path) -> None:
+    model, optimizer = trained()
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", optimizer=optimizer, preconditioned=False, **BARE)
+    alone = Monitor(model, pair(), tmp_path / "other.jsonl", **BARE)
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    alone.measure(0)
+    ours = len(calls)
+    record = monitor.measure(0)
+    without_graph = [one for one in calls[ours:] if not one]
+    assert len(without_graph) <= ours + record["critical"]["passes"] + 1  # one finds where the labels lie
+    assert record["critical"]["passes"] <= 10
+
+
+def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Noisy(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", every=1, optimizer=optimizer, **BARE)
+    record = monitor.step(0)
+    assert record["preconditioned"] == {"waiting": "the optimizer has taken no step"}
+    assert record["critical"]["multiple"] > 0
+    assert "preconditioned/eigenvalue" not in scalars(record)
+    train(model, 3, monitor, 0, optimizer)
+    log = MonitorLog.read(monitor.path)
+    assert len(log.plot(tmp_path / "a.png").axes) == 3
+    assert "eigenvalue / threshold" in str(log)
+    assert monitor.path.read_text().count("vector") == 0
+    optimizer.param_groups[0]["lr"] = 0.0  # as at the end of a schedule
+    record = monitor.measure(4)
+    assert record["preconditioned"] == record["critical"] == {"waiting": "the learning rate is 0"}
+
+
+def test_training_has_the_same_bits(tmp_path) -> None:
+    ends = []
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = Noisy(1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", every=1, optimizer=optimizer) if watched else None
+        train(model, 4, monitor, 0, optimizer)
+        state = [x for one in optimizer.state.values() for x in one.values()]
+        ends.append([*model.state_dict().values(), *state, torch.get_rng_state()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_a_warm_search_is_shorter_the_same_every_time_and_sees_another_vector_rise() -> None:
+    model, optimizer = trained(double=False)
+    batches = measurements.batches_of(pair(rows=6))
+    options = {"route": "closed form", "tol": 1e-4, "products": 200, "seed": 0}
+    cold = measurements.eigenvalue(model.eval(), batches, 0, **options, optimizer=optimizer)
+    runs = []
+    for _ in range(2):
+        last: dict[str, torch.Tensor] = {}
+        first = measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last=last)
+        runs.append(measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last=last))
+    assert first == cold
+    assert runs[0] == runs[1]
+    assert runs[0]["products"] < cold["products"]
+    assert runs[0]["value"] == pytest.approx(cold["value"], rel=1e-4)
+    second = hk.spectrum(model, *pair(rows=6), loss="cross_entropy", k=2, preconditioner=optimizer).eigenvectors[:, 1]
+    again = measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last={"vector": second.contiguous()})
+    assert again["value"] == pytest.approx(cold["value"], rel=1e-4)
