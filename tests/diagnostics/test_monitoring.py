@@ -15,7 +15,6 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
-from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
 from hessiankit.diagnostics.monitoring.measurements import SEED_STRIDE
 from hessiankit.diagnostics.monitoring.monitor import bare
 from hessiankit.diagnostics.sharpness import sharpness
@@ -311,23 +310,3 @@ def test_sections_of_curvature_are_those_of_the_functions(tmp_path):
         assert abs(found["eigenvalues"][k] - float(value)) <= found["residuals"][k] + 1e-9 * float(values[-1])
     own = hk.approximations(model, batches, loss="cross_entropy", against="ggn", of=["kfac"])
     assert record["approximations"]["by_name"]["kfac"]["frobenius"]["value"] == own["kfac"].measures.frobenius.value
-
-
-def test_a_share_of_the_time(tmp_path, monkeypatch):
-    """A clock of our own: every measurement takes 3 s, every step of training 1 s, and a quarter of the time is allowed."""
-    now = [0.0]
-    monkeypatch.setattr(module_of_monitor.time, "perf_counter", lambda: now[0])
-    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", every=1, share=0.25, norms=False, **LOSS_AND_NORMS)
-
-    def slow(*_):
-        now[0] += 3.0
-        return 1.0
-
-    monitor._sections = {"loss": slow}
-    for step in range(30):
-        monitor.step(step)
-        now[0] += 1.0
-    log = MonitorLog.read(tmp_path / "run.jsonl")
-    assert log.steps.tolist() == [0, 9, 18, 27]  # 3 s of 12, of 24, of 36
-    assert log.records[1]["time"] == {"measuring": 6.0, "since_start": 15.0, "skipped": list(range(1, 9))}
-    assert monitor.step(29, force=True) is not None

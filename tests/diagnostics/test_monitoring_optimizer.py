@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from monitoring_cases import Noisy, pair, train
@@ -9,6 +11,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, measurements
+from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
 from hessiankit.diagnostics.monitoring.callbacks import scalars
 
 BARE = {"sharpness": False, "eigenvalue": False, "norms": False, "depth": ()}
@@ -107,3 +110,70 @@ def test_a_warm_search_is_shorter_the_same_every_time_and_sees_another_vector_ri
     second = hk.spectrum(model, *pair(rows=6), loss="cross_entropy", k=2, preconditioner=optimizer).eigenvectors[:, 1]
     again = measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last={"vector": second.contiguous()})
     assert again["value"] == pytest.approx(cold["value"], rel=1e-4)
+
+
+class Clock:
+    """A clock of our own: training takes 1 s a step, a section what its cost says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path, costs: dict[str, list[float]], share: float = 0.25) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(module_of_monitor.time, "perf_counter", lambda: self.now)
+        self.monitor = Monitor(Noisy(1), pair(), path, every=1, share=share, **BARE)
+        self.monitor._sections = {name: self.section(list(cost)) for name, cost in costs.items()}
+        self.monitor._turns = dict.fromkeys(costs, 0)
+        self.spent = 0.0
+
+    def section(self, costs: list[float]):
+        def measure(*_: object) -> float:
+            cost = costs.pop(0) if len(costs) > 1 else costs[0]
+            self.now += cost
+            self.spent += cost
+            return 1.0
+
+        return measure
+
+    def run(self, steps: int) -> list[float]:
+        """Take steps, and the last by force; the share of the time after every measurement but the first."""
+        shares = []
+        for step in range(steps + 1):
+            before = self.spent
+            self.monitor.step(step, force=step == steps)
+            if step and self.spent > before:
+                shares.append(self.spent / self.now)
+            self.now += 1.0
+        return shares
+
+
+def test_a_share_of_the_time_is_kept_at_every_measurement_and_the_last(tmp_path, monkeypatch) -> None:
+    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [3.0]})
+    assert max(clock.run(100)) <= 0.25
+    log = MonitorLog.read(tmp_path / "run.jsonl")
+    assert log.steps.tolist() == [0, *range(27, 100, 9), 100]  # with 3 s in reserve: 6 + 3 of 27 + 6 + 3, of 45
+    assert log.records[1]["time"] == {"measuring": 6.0, "since_start": 33.0, "skipped": list(range(1, 27)), "left_out": []}
+
+
+def test_what_fits_is_measured_and_what_is_dear_gets_its_turn(tmp_path, monkeypatch) -> None:
+    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.01], "norms": [0.02], "eigenvalue": [6.0, 4.0]})
+    assert max(clock.run(400)) <= 0.25
+    records = MonitorLog.read(tmp_path / "run.jsonl").records
+    turns = [record["step"] for record in records if "eigenvalue" in record]
+    assert len(turns) >= 10  # 133 s are 25 % of 533
+    assert max(b - a for a, b in pairwise(turns[3:])) < 40
+    assert sum("loss" in record for record in records) > 300
+    assert records[-2]["time"]["left_out"] in ([], ["eigenvalue"])
+    assert records[-1]["time"]["left_out"] == []  # the reserve is for the last
+
+
+def test_a_forced_step_that_does_not_fit_has_the_loss(tmp_path, monkeypatch) -> None:
+    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.1], "eigenvalue": [50.0]})
+    clock.run(20)
+    record = MonitorLog.read(tmp_path / "run.jsonl").records[-1]
+    assert record["step"] == 20
+    assert record["time"]["left_out"] == ["eigenvalue"]
+    assert clock.monitor.measure(20)["eigenvalue"] == 1.0  # an explicit request is not held back
+
+
+def test_a_section_that_grows_dearer_is_predicted_by_its_larger_time(tmp_path, monkeypatch) -> None:
+    costs = [1.0, 1.0, 3.0, 1.0, 3.0, 1.0, 3.0, 1.0]
+    shares = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": costs}, 0.1).run(300)
+    assert max(shares[2:]) <= 0.1

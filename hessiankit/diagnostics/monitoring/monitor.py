@@ -140,9 +140,11 @@ class Monitor:
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
                 :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
             hessian: Whether to take norms of the exact Hessian by block type; for small models.
-            share: Measurements may take this share of the time since the first step, measurements included; a step that is due
-                while they have taken more is left out, and the next line says how many were. None: no limit. What is measured
-                then depends on the speed of the machine; training does not.
+            share: Measurements may take this share of the time since the first step, measurements included. The first is whole;
+                from then on those sections are measured whose last times say that they fit, with one whole measurement kept in
+                reserve for a forced one at the end; what was measured longest ago comes first, and while it waits for room
+                others may take half. A line says which steps and sections were left out. None: no limit. What is measured then
+                depends on the speed of the machine; training does not.
             draws: Label draws of the sharpness.
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
@@ -197,7 +199,7 @@ class Monitor:
             add("eigenvalue", measurements.eigenvalue, searched, seed=seed, last={} if warm_starts else None, **find)
         if optimizer is not None and preconditioned:
             of = {**searched, "optimizer": type(optimizer).__name__}
-            own = {"optimizer": optimizer, "last": {} if warm_starts else None}
+            own: dict[str, Any] = {"optimizer": optimizer, "last": {} if warm_starts else None}
             add("preconditioned", measurements.eigenvalue, of, seed=seed, **own, **find)
         if optimizer is not None and critical:
             steps = {"optimizer": type(optimizer).__name__, "passes": PASSES}
@@ -215,6 +217,9 @@ class Monitor:
             options["share"] = share
         self._share, self._spent, self._skipped = share, 0.0, list[int]()
         self._began: float | None = None
+        self._due = self._overhead = 0.0  # when a step was due last; what a measurement takes beside its sections
+        self._times: dict[str, list[float]] = {}  # of each section, the last two
+        self._turns = dict.fromkeys(self._sections, 0)  # how often each was measured
         header = {
             "model": type(self._model).__name__,
             "entries": sum(part.size for part in self.parts),
@@ -245,51 +250,85 @@ class Monitor:
         Returns:
             What was measured, or None.
         """
-        wanted = force or (due(step, self._every, log_spaced=self._log_spaced) and self._affords(step))
+        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
         if self._at is None or step < self._at:  # training starts or goes on here
             self._lines.rewind(step)
         repeated = step == self._at == self._measured
         self._at = step
-        return self._measure(step, extra) if wanted and not repeated else None
+        if not wanted or repeated:
+            return None
+        names = self._affordable(force)
+        if not names:
+            self._skipped += [step] if step not in self._skipped else []
+            return None
+        return self._measure(step, extra, names)
 
     def measure(self, step: int, **extra: Any) -> dict[str, Any]:
         """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
         self._lines.rewind(step)
         self._at = step
-        return self._measure(step, extra)
+        return self._measure(step, extra, tuple(self._sections))
 
-    def _affords(self, step: int) -> bool:
-        """Return whether measurements have taken no more than their share of the time; note a step that is left out."""
-        now = time.perf_counter()
+    def _affordable(self, force: bool) -> tuple[str, ...]:
+        """Return the sections with which measurements take no more than their share of the time; a forced step has the loss."""
+        now, before = time.perf_counter(), self._due
+        self._due = now
         if self._began is None:
             self._began = now
-        elif self._share is not None and self._spent > self._share * (now - self._began):
-            self._skipped += [step] if step not in self._skipped else []
-            return False
-        return True
+            return tuple(self._sections)
+        if self._share is None:
+            return tuple(self._sections)
+        costs = {name: max(self._times.get(name, [0.0])) for name in self._sections}
+        room = (self._share * (now - self._began) - self._spent) / (1 - self._share) - self._overhead
+        if not force:
+            room -= sum(costs.values()) + self._overhead
+        chosen: list[str] = []
+        waiting = False
+        for name in sorted(self._sections, key=self._turns.__getitem__):
+            if costs[name] <= room:
+                chosen.append(name)
+                room -= costs[name]
+            elif not (waiting or force):
+                waiting, room = True, min(room, self._share * (now - before) / 2)
+        return tuple(name for name in self._sections if name in chosen or (force and name == "loss"))
 
-    def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+    def _measure(self, step: int, extra: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+        start = time.perf_counter()
+        try:
+            return self._written(step, extra, names, start)
+        finally:
+            self._spent += time.perf_counter() - start
+
+    def _written(self, step: int, extra: dict[str, Any], names: Sequence[str], began: float) -> dict[str, Any]:
         _check_whole(self._model)
         record: dict[str, Any] = {"step": step}
         seconds, failed = {}, {}
         first: Exception | None = None
         batches: list[Any] = []
         with preserved_state(self._model), ordinary_path():
-            for name, section in self._sections.items():
+            for name in names:
                 start = time.perf_counter()
                 try:
                     batches = batches or [on_device(batch, self._model) for batch in self._batches]
-                    record[name] = section(self._model, batches, step)
+                    record[name] = self._sections[name](self._model, batches, step)
                 except Exception as error:
                     failed[name] = f"{type(error).__name__}: {error}"
                     first = first or error
                 seconds[name] = round(time.perf_counter() - start, 4)
+                self._times[name] = [*self._times.get(name, [])[-1:], seconds[name]]
+                self._turns[name] += 1
         self._measured = step
         record["seconds"] = seconds
-        self._spent += sum(seconds.values())
         if self._share is not None:
-            since = self._spent if self._began is None else time.perf_counter() - self._began
-            record["time"] = {"measuring": round(self._spent, 4), "since_start": round(since, 4), "skipped": self._skipped}
+            now = time.perf_counter()
+            self._overhead = now - began - sum(seconds.values())
+            spent, since = self._spent + now - began, now - (began if self._began is None else self._began)
+            record["time"] = {
+                "measuring": round(spent, 4),
+                "since_start": round(since, 4),
+                "skipped": self._skipped,
+                "left_out": [name for name in self._sections if name not in names],
+            }
             self._skipped = []
         if extra:
             record["extra"] = extra
