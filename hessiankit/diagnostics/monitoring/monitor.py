@@ -141,7 +141,7 @@ class Monitor:
                 :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
             hessian: Whether to take norms of the exact Hessian by block type; for small models.
             share: Measurements may take this share of the time since the first step, measurements included. The first is whole;
-                from then on those sections are measured whose last times say that they fit, with one whole measurement kept in
+                from then on those sections are measured whose last time says that they fit, with one whole measurement kept in
                 reserve for a forced one at the end; what was measured longest ago comes first, and while it waits for room
                 others may take half. A line says which steps and sections were left out. None: no limit. What is measured then
                 depends on the speed of the machine; training does not.
@@ -218,7 +218,7 @@ class Monitor:
         self._share, self._spent, self._skipped = share, 0.0, list[int]()
         self._began: float | None = None
         self._due = self._overhead = 0.0  # when a step was due last; what a measurement takes beside its sections
-        self._times: dict[str, list[float]] = {}  # of each section, the last two
+        self._times = dict.fromkeys(self._sections, 0.0)  # the last of each section
         self._turns = dict.fromkeys(self._sections, 0)  # how often each was measured
         header = {
             "model": type(self._model).__name__,
@@ -278,16 +278,15 @@ class Monitor:
             return tuple(self._sections)
         if self._share is None:
             return tuple(self._sections)
-        costs = {name: max(self._times.get(name, [0.0])) for name in self._sections}
         room = (self._share * (now - self._began) - self._spent) / (1 - self._share) - self._overhead
         if not force:
-            room -= sum(costs.values()) + self._overhead
+            room -= sum(self._times.values()) + self._overhead
         chosen: list[str] = []
         waiting = False
         for name in sorted(self._sections, key=self._turns.__getitem__):
-            if costs[name] <= room:
+            if self._times[name] <= room:
                 chosen.append(name)
-                room -= costs[name]
+                room -= self._times[name]
             elif not (waiting or force):
                 waiting, room = True, min(room, self._share * (now - before) / 2)
         return tuple(name for name in self._sections if name in chosen or (force and name == "loss"))
@@ -315,7 +314,7 @@ class Monitor:
                     failed[name] = f"{type(error).__name__}: {error}"
                     first = first or error
                 seconds[name] = round(time.perf_counter() - start, 4)
-                self._times[name] = [*self._times.get(name, [])[-1:], seconds[name]]
+                self._times[name] = seconds[name]
                 self._turns[name] += 1
         self._measured = step
         record["seconds"] = seconds
