@@ -47,7 +47,13 @@ def trained(settings: Settings, path: Path, *, warm: bool) -> tuple[MonitorLog, 
     path.unlink(missing_ok=True)
     text, held_out = load_text("stdlib"), load_text("stdlib", split="validation")
     data = held_out.batch(4, settings.tokens, torch.Generator().manual_seed(1))
-    options = {"sharpness": False, "norms": False, "eigenvalue": False, "depth": (), "eigenvalue_route": "autograd"}
+    options: dict[str, Any] = {
+        "sharpness": False,
+        "norms": False,
+        "eigenvalue": False,
+        "depth": (),
+        "eigenvalue_route": "autograd",
+    }
     with torch.random.fork_rng(devices=[]), differentiable():
         torch.manual_seed(0)
         width = settings.width
