@@ -203,6 +203,7 @@ def draw_run(axes: Axes, run: dict[str, Any], title: str) -> None:
         axes.plot(steps, values, color=colour, marker=mark, markersize=2.2, linewidth=0.9, label=label)
     axes.axhline(1.0, color=FAINT, linewidth=0.8, linestyle="--")
     axes.set_yscale("log")
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 6)  # room for the key
     beside = axes.twinx()
     beside.plot(range(1, len(run["losses"]) + 1), run["losses"], color=INK, linewidth=0.6, alpha=0.6)
     beside.set_ylabel("training loss, nats", fontsize=7.5)
@@ -259,7 +260,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
         first, second = (figure.add_axes((0.075 + 0.5 * k, 0.60, 0.36, 0.34)) for k in range(2))
         draw_run(first, runs[shown], "rate raised by 5 % a step from step 60")
         draw_run(second, stable_runs[calm], "rate 0.003 throughout")
-        first.legend(fontsize=5.5, loc="upper left")
+        first.legend(fontsize=5.5, loc="lower left")
         draw_leads(figure.add_axes((0.075, 0.085, 0.40, 0.38)), runs, stable_runs)
         draw_types(figure.add_axes((0.575, 0.085, 0.36, 0.38)), types)
         picture = save(figure, out / f"{NAME}{suffix}")
