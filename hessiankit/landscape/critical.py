@@ -218,8 +218,9 @@ def along_step(
         curvature = bend / square if square else math.nan
         return CriticalSharpness(name, lr, loss, square**0.5, slope, curvature, ends[0], ends[1], 1 + ends[2])
 
-    whole = one(step)
-    return replace(whole, groups={name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in groups.items()})
+    own = {name: at.to(step.device) for name, at in groups.items()}
+    alone = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in own.items()}
+    return replace(one(step), groups=alone)
 
 
 def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float, float, int]:

@@ -152,7 +152,9 @@ CALLS: dict[str, Call] = {
     "scalar_estimates": lambda c: len(str(hk.scalar_estimates(hk.hessian_operator(c.module, *c.data, loss=c.loss)))) > 0,
     "spectrum": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2).eigenvalues,
     "spectrum in a metric": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2, preconditioner=momentum(c)).eigenvalues,
-    "critical_sharpness": lambda c: hk.critical_sharpness(c.module, *c.data, loss=c.loss, optimizer=momentum(c)).curvature,
+    "critical_sharpness": lambda c: (
+        hk.critical_sharpness(c.module, *c.data, loss=c.loss, optimizer=momentum(c), by="parameter").curvature
+    ),
 }
 OF_TRANSFORMERS: dict[str, Call] = {
     "check": lambda c: bool(hk.check(c.module, *c.data, loss=c.loss)),
