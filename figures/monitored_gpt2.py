@@ -67,7 +67,7 @@ def trained(settings: Settings, path: Path | None) -> tuple[Tensor, float]:
     if path is not None:
         path.unlink(missing_ok=True)
         monitor = Monitor(
-            model, data, path, every=settings.every, log_spaced=True, eigenvalue=False, spectrum=2,
+            model, data, path, every=settings.every, log_spaced=True, depth=("variance", "angles", "drop"), spectrum=2,
             approximations=APPROXIMATIONS, share=settings.share,
         )  # fmt: skip
     optimizer, order = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate), torch.Generator().manual_seed(0)

@@ -50,8 +50,6 @@ def trained(settings: Settings, path: Path, *, warm: bool) -> tuple[MonitorLog, 
     options: dict[str, Any] = {
         "sharpness": False,
         "norms": False,
-        "eigenvalue": False,
-        "depth": (),
         "eigenvalue_route": "autograd",
     }
     with torch.random.fork_rng(devices=[]), differentiable():

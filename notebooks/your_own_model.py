@@ -135,7 +135,7 @@ STEPS = 200
 folder = Path(tempfile.mkdtemp())
 optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 schedule = hk.blockwise_schedule(optimizer, warmup=10, steps=STEPS)
-monitor = hk.Monitor(model, data, folder / "run.jsonl", every=40, log_spaced=True, micro_batch=1, eigenvalue=False, depth=())
+monitor = hk.Monitor(model, data, folder / "run.jsonl", every=40, log_spaced=True, micro_batch=1)
 order = torch.Generator().manual_seed(2)
 
 model.train()

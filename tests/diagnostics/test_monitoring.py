@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,12 +16,14 @@ from torch import nn
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
+from hessiankit.diagnostics.monitoring import monitor as monitor_room
 from hessiankit.diagnostics.monitoring.measurements import SEED_STRIDE
 from hessiankit.diagnostics.monitoring.monitor import bare
 from hessiankit.diagnostics.sharpness import sharpness
 
-QUICK = {"every": 2, "draws": 2}
-LOSS_AND_NORMS = {"sharpness": False, "eigenvalue": False, "depth": ()}
+ALL = {"eigenvalue": True, "depth": ("variance", "angles", "drop")}
+QUICK = {"every": 2, "draws": 2, **ALL}
+LOSS_AND_NORMS = {"sharpness": False}
 
 
 def small(seed: int = 0, layers: int = 2) -> Noisy:
@@ -208,7 +211,7 @@ class OnceOnly(torch.autograd.Function):
 
 
 def test_a_section_that_fails_is_written_down(tmp_path):
-    options = {"on_error": "record", "draws": 2, "eigenvalue_route": "autograd"}
+    options = {"on_error": "record", "draws": 2, "eigenvalue_route": "autograd", **ALL}
     monitor = Monitor(Breaking(), pair(), tmp_path / "run.jsonl", **options)
     record = monitor.step(0)
     assert set(record["errors"]) == {"eigenvalue", "depth"}
@@ -218,12 +221,21 @@ def test_a_section_that_fails_is_written_down(tmp_path):
     assert set(log.errors) == {0}
     assert "step 0: depth failed: InputError:" in str(log)
 
-    monitor = Monitor(Breaking(), pair(), tmp_path / "other.jsonl", draws=2, eigenvalue_route="autograd")
+    monitor = Monitor(Breaking(), pair(), tmp_path / "other.jsonl", draws=2, eigenvalue_route="autograd", **ALL)
     with pytest.raises(
         hk.InputError, match=r"monitor: eigenvalue at step 0 failed: .*leave this out with eigenvalue=False, or pass on_error"
     ):
         monitor.step(0)
     assert "sharpness" in MonitorLog.read(monitor.path).records[0]
+
+
+def test_a_measurement_that_takes_long_says_what_took_it(tmp_path, monkeypatch, capsys):
+    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **LOSS_AND_NORMS)
+    monitor.measure(0)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(monitor_room, "LONG", 0.0)
+    monitor.measure(3)
+    assert re.fullmatch(r"monitor: step 3 took \d+\.\d s \(loss \d+\.\d, norms \d+\.\d\)\n", capsys.readouterr().err)
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):

@@ -137,7 +137,7 @@ def path(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("monitor") / "run.jsonl"
     torch.manual_seed(0)
     model = Noisy()
-    train(model, 1, Monitor(model, pair(rows=1), found, every=1, draws=2, depth=ALL))
+    train(model, 1, Monitor(model, pair(rows=1), found, every=1, draws=2, eigenvalue=True, depth=ALL))
     return found
 
 

@@ -18,7 +18,14 @@ from hessiankit.diagnostics.monitoring import MonitorLog
 pytestmark = pytest.mark.slow
 
 TYPES = {"Emb", "QK", "VO", "FFN", "Norm"}
-OPTIONS = {"every": 2, "draws": 2, "eigenvalue_products": 20, "depth": ("variance", "drop"), "optimizer": "trainer"}
+OPTIONS = {
+    "every": 2,
+    "draws": 2,
+    "eigenvalue": True,
+    "eigenvalue_products": 20,
+    "depth": ("variance", "drop"),
+    "optimizer": "trainer",
+}
 
 
 class Tokens(torch.utils.data.Dataset):

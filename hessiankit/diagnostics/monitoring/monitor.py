@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
 
 WHO = "monitor"
 ON_ERROR = ("raise", "record")
+LONG = 10.0
+"""Seconds of a measurement from which a line on standard error says what took them."""
 Section = Callable[[nn.Module, list[Any], int], Any]
 
 
@@ -70,10 +73,10 @@ class Monitor:
     >>> model = Transformer(11, 4, 5, 1)
     >>> tokens = torch.randint(11, (2, 6))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     monitor = Monitor(model, (tokens[:, :-1], tokens[:, 1:]), f"{folder}/run.jsonl", every=10, sharpness=False, depth=())
+    ...     monitor = Monitor(model, (tokens[:, :-1], tokens[:, 1:]), f"{folder}/run.jsonl", every=10, sharpness=False)
     ...     record = monitor.step(0)
     ...     monitor.step(1) is None, sorted(record)
-    (True, ['eigenvalue', 'loss', 'norms', 'seconds', 'step'])
+    (True, ['loss', 'norms', 'seconds', 'step'])
     """
 
     @staticmethod
@@ -97,11 +100,11 @@ class Monitor:
         log_spaced: bool = False,
         sharpness: bool = True,
         norms: bool = True,
-        eigenvalue: bool = True,
+        eigenvalue: bool = False,
         optimizer: Optimizer | None = None,
         preconditioned: bool = True,
         critical: bool = True,
-        depth: Sequence[str] = ("variance", "angles", "drop"),
+        depth: Sequence[str] = (),
         spectrum: int = 0,
         approximations: Sequence[str] = (),
         hessian: bool = False,
@@ -129,13 +132,14 @@ class Monitor:
             log_spaced: Measure at steps 1, 2, 5, 10, 20, 50, ... below ``every`` too.
             sharpness: Whether to estimate the average sharpness of every block type, with intervals.
             norms: Whether to take the norms of the parameters.
-            eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss.
+            eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss: up to ``eigenvalue_products`` products.
             optimizer: The optimizer that trains the model, for the next two; None: neither is measured.
             preconditioned: Whether to find the top eigenvalue of the Hessian in the optimizer's metric, beside its stability
                 threshold, as :func:`hessiankit.spectrum` reads both; with the options of ``eigenvalue``.
             critical: Whether to measure the curvature along the optimizer's next step with the gradient of these data, and the
                 multiple of the step that does not raise the loss: ten forward passes at most, a gradient and a product.
-            depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`; () for none.
+            depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`, such as
+                ``("variance", "angles", "drop")``.
             spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
                 :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
@@ -296,7 +300,11 @@ class Monitor:
         try:
             return self._written(step, extra, names, start)
         finally:
-            self._spent += time.perf_counter() - start
+            taken = time.perf_counter() - start
+            self._spent += taken
+            if taken > LONG:
+                each = ", ".join(f"{name} {self._times[name]:.1f}" for name in names if name in self._times)
+                print(f"monitor: step {step} took {taken:.1f} s ({each})", file=sys.stderr, flush=True)
 
     def _written(self, step: int, extra: dict[str, Any], names: Sequence[str], began: float) -> dict[str, Any]:
         _check_whole(self._model)
