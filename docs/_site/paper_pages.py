@@ -143,7 +143,7 @@ def page(paper: str) -> str:
     lines = [f"# {known.title}", "", f"{source.rstrip('.')}. {found.about}", ""]
     lines += [
         "For each numbered statement this page has the call that computes it, the correct formula, and verdicts on the print. "
-        f"`python -m papers show {paper}/NAME` runs the counterexample of a verdict. "
+        "`python -m papers show ID` runs the counterexample of the verdict with that ID. "
         f"[The ledger](../claims.md#{paper}) has all {count} verdicts, [the errata](../errata/{paper}.md) the most important. "
         f"{found.more}".rstrip(),
         "",
