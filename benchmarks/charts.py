@@ -15,6 +15,7 @@ Record = dict[str, Any]
 MARKERS = "oD^vs<>PXhp*d"
 OURS = {
     "closed form": "*",
+    "hessiankit": "*",
     "closed form, plain torch": "s",
     "hessian": "*",
     "hessian_operator": "P",
