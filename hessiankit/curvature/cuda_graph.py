@@ -30,7 +30,7 @@ TRIALS = 8
 
 
 class Replayed:
-    """A function of rows on a device, replayed from its fourth call on where launches take the time.
+    """A function of rows on a device, replayed from its third call on, or soon after, where launches take the time.
 
     The first call of a shape makes what is made once, the second one is timed by events of the device, without waiting for
     it. A graph keeps the memory that the function takes meanwhile, and gives the same numbers: the same kernels run, as rows
