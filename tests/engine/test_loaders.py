@@ -158,7 +158,7 @@ def test_the_model_s_own_loss_takes_weights():
 
 def test_a_monitor_reads_a_loader_once(tmp_path):
     model, (H, loss) = gpt2(), expected("causal")
-    monitor = hk.Monitor(model, causal(2), tmp_path / "run.jsonl", depth=(), eigenvalue_tol=1e-8)
+    monitor = hk.Monitor(model, causal(2), tmp_path / "run.jsonl", eigenvalue=True, eigenvalue_tol=1e-8)
     record = monitor.step(0)
     assert record["loss"] == pytest.approx(loss, rel=1e-12)
     assert record["eigenvalue"]["value"] == pytest.approx(float(torch.linalg.eigvalsh(H)[-1]), rel=1e-6)
