@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -45,6 +45,7 @@ class Heads:
         mask: Constant, (n, L, S), of which n - 1 axes may be repeated: boolean (True takes part), or additive; None for none.
         mask_of: The mask of every head, where there are several.
         causal: Query i sees the keys up to i only.
+        seen: The strips whose largest weights are known.
 
     >>> zeros, ones = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
     >>> heads = Heads(zeros, torch.ones(1, 2, 1), torch.tensor([[[2.0], [4.0]]]), 1.0)
@@ -61,6 +62,12 @@ class Heads:
     mask: Tensor | None = None
     mask_of: Tensor | None = None
     causal: bool = False
+    seen: set[tuple[int, int]] = field(default_factory=set, repr=False)
+
+    @cached_property
+    def peaks(self) -> Tensor:
+        """Room for the key with the largest weight of each query, (H, L, 1)."""
+        return torch.zeros(*self.Q.shape[:2], 1, dtype=torch.long, device=self.Q.device)
 
     def push(self, moved: Sequence[Tensor | None]) -> Tensor:
         """Return dN, (count, H, L, E_v), for tangents of Q, K and V, (count, H, ...) or None."""
@@ -229,8 +236,12 @@ class Strip:
 
     @cached_property
     def peak(self) -> Tensor:
-        """The key with the largest weight in each row of A."""
-        return peaks(self.A, -1)
+        """The key with the largest weight in each row of A, which the point keeps."""
+        at, known = (self.heads.start, self.queries.start), self.of.peaks[self.heads, self.queries]
+        if at not in self.of.seen:
+            known.copy_(peaks(self.A, -1))
+            self.of.seen.add(at)
+        return known
 
     def _along(self, moved: Sequence[Tensor | None]) -> Tensor | None:
         """Return tau = t - A.t; None if the logits do not move."""
