@@ -42,8 +42,8 @@ class Heads:
         K: (H, S, E).
         V: (H, S, E_v).
         c: The scale.
-        mask: Constant, (n, L, S), of which n - 1 axes may be repeated: boolean (True takes part), or additive; None for none.
-        mask_of: The mask of every head, where there are several.
+        mask: Constant, n masks (n, L, S): boolean (True takes part), or additive; None for none.
+        mask_of: The number of each head's mask, (H,), where n is above 1.
         causal: Query i sees the keys up to i only.
         seen: The strips whose largest weights are known.
 
