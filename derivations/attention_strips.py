@@ -26,8 +26,8 @@ NOT_NUMBERS = (
     "Q, K and the mask must be finite, except for entries of the mask that are minus infinity"
 )
 
-ENTRIES, ON_AN_ACCELERATOR = 2**17, 2**24
-"""Entries of a strip: on a processor half a megabyte of float32, of which a handful pass through a core's caches."""
+ENTRIES, ON_AN_ACCELERATOR = 2**18, 2**24
+"""Entries of a strip: on a processor a megabyte of float32, of which a handful pass through a core's caches."""
 
 CAUSAL = 4
 """Strips of a head at least, on a processor, where a query sees the keys up to its own only: later keys are left out."""
@@ -45,7 +45,7 @@ class Heads:
         mask: Constant, n masks (n, L, S): boolean (True takes part), or additive; None for none.
         mask_of: The number of each head's mask, (H,), where n is above 1.
         causal: Query i sees the keys up to i only.
-        seen: The strips whose largest weights are known.
+        seen: The strips whose rows are known: their largest weight, and the logarithm of their sum.
 
     >>> zeros, ones = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
     >>> heads = Heads(zeros, torch.ones(1, 2, 1), torch.tensor([[[2.0], [4.0]]]), 1.0)
@@ -68,6 +68,12 @@ class Heads:
     def peaks(self) -> Tensor:
         """Room for the key with the largest weight of each query, (H, L, 1)."""
         return torch.zeros(*self.Q.shape[:2], 1, dtype=torch.long, device=self.Q.device)
+
+    @cached_property
+    def log_sums(self) -> Tensor:
+        """Room for log sum exp T of each query, (H, L, 1); infinity where it sees no key."""
+        wide = torch.promote_types(self.Q.dtype, torch.float32)
+        return torch.zeros(*self.Q.shape[:2], 1, dtype=wide, device=self.Q.device)
 
     def push(self, moved: Sequence[Tensor | None]) -> Tensor:
         """Return dN, (count, H, L, E_v), for tangents of Q, K and V, (count, H, ...) or None."""
@@ -114,10 +120,7 @@ class Heads:
                     keys = _seen(mask)
                     mask = mask[..., keys]
                 if keys.start < keys.stop:
-                    strip = Strip(self, heads, queries, keys, mask, W)
-                    if on_cpu and strip.A[..., 0].isnan().any():  # a device would have to be waited for
-                        raise ValueError(NOT_NUMBERS)
-                    yield strip
+                    yield Strip(self, heads, queries, keys, mask, W)
 
     def _mask_of(self, heads: slice, queries: slice) -> Tensor | None:
         if self.mask is None:
@@ -198,17 +201,17 @@ class Strip:
         if to_N is not None:
             self._push(weights, v, to_N)
 
-    @property
+    @cached_property
     def Q(self) -> Tensor:
         """The queries."""
         return self.of.Q[self.heads, self.queries]
 
-    @property
+    @cached_property
     def K(self) -> Tensor:
         """The keys."""
         return self.of.K[self.heads, self.keys]
 
-    @property
+    @cached_property
     def V(self) -> Tensor:
         """The values of the keys."""
         return self.of.V[self.heads, self.keys]
@@ -221,11 +224,28 @@ class Strip:
             first = self.queries.start
             hidden = torch.ones(T.shape[1], T.shape[2] - first, dtype=torch.bool, device=T.device).triu(1)
             T[..., first:].masked_fill_(hidden, -torch.inf)
-        if self.mask is None:
-            return torch.softmax(T, -1)
-        T = T.masked_fill_(~self.mask, -torch.inf) if self.mask.dtype == torch.bool else T.add_(self.mask)
-        empty = T.amax(-1, keepdim=True) == -torch.inf
-        return torch.softmax(T.masked_fill_(empty, 0), -1).masked_fill_(empty, 0)
+        if self.mask is not None:
+            T = T.masked_fill_(~self.mask, -torch.inf) if self.mask.dtype == torch.bool else T.add_(self.mask)
+        return T.sub_(self._log_sums(T)).exp_()
+
+    def _log_sums(self, T: Tensor) -> Tensor:
+        """Return log sum exp T of each row, which the point keeps, as it does the keys with the largest weights."""
+        at = (self.heads.start, self.queries.start)
+        log_sums, peak = (rows[self.heads, self.queries] for rows in (self.of.log_sums, self.of.peaks))
+        if at not in self.of.seen:
+            sums = torch.logsumexp(T.to(log_sums.dtype), -1, keepdim=True)
+            if T.device.type == "cpu" and not (sums < torch.inf).all():  # a device would have to be waited for
+                raise ValueError(NOT_NUMBERS)
+            log_sums.copy_(sums.masked_fill_(sums == -torch.inf, torch.inf))
+            peak.copy_(peaks(T, -1))
+            self.of.seen.add(at)
+        return log_sums
+
+    @cached_property
+    def peak(self) -> Tensor:
+        """The key with the largest weight in each row of A."""
+        _ = self.A  # the point knows the peaks of rows whose weights were computed
+        return self.of.peaks[self.heads, self.queries]
 
     @cached_property
     def M(self) -> Tensor:
@@ -233,15 +253,6 @@ class Strip:
         assert self.adjoint is not None
         M = self._from_peak(torch.bmm(self.adjoint[self.heads, self.queries], self.V.mT)).mul_(self.A)
         return M.addcmul_(self.A, M.sum(-1, keepdim=True), value=-1)
-
-    @cached_property
-    def peak(self) -> Tensor:
-        """The key with the largest weight in each row of A, which the point keeps."""
-        at, known = (self.heads.start, self.queries.start), self.of.peaks[self.heads, self.queries]
-        if at not in self.of.seen:
-            known.copy_(peaks(self.A, -1))
-            self.of.seen.add(at)
-        return known
 
     def _along(self, moved: Sequence[Tensor | None]) -> Tensor | None:
         """Return tau = t - A.t; None if the logits do not move."""

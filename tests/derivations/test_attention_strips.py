@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from derivations import attention_strips, fused_attention
 from derivations.fused_attention import AttentionInStrips, LinearisedAttention, ScaledDotProductAttention
+from derivations.softmax import peaks
 from hessiankit.curvature.operator import hessian_operator
 
 
@@ -166,3 +167,10 @@ def test_masks_whose_tiles_are_zero_or_hidden(case: tuple[Tensor, int]) -> None:
     for covector, first, second in zip(found, pulled, bent, strict=True):
         assert covector is not None
         assert (covector[0] - first - second).abs().max() < 1e-11 * (1 + first.abs().max() + second.abs().max())
+
+
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 72, 80, 81, 200])
+def test_the_peak_of_a_row_is_its_largest_entry(size: int) -> None:
+    rows = torch.randn(40, size, 3, generator=torch.Generator().manual_seed(size))
+    assert torch.equal(peaks(rows, 1), rows.argmax(1, keepdim=True))
+    assert torch.equal(peaks(rows.mT.flip(1), -1), rows.mT.flip(1).argmax(-1, keepdim=True))
