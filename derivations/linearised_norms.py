@@ -171,7 +171,7 @@ class LinearisedNorm(Linearised):
         """w r x."""
         return self.wr * self.off
 
-    @cached_property
+    @property
     def rv(self) -> Tensor:
         """r v, with the factor of P."""
         return self.wr if self.gamma is None else self.wr * self.gamma
@@ -186,8 +186,8 @@ class LinearisedNorm(Linearised):
         """-r^2 C v / d, or 0 where the row moves along x alone."""
         if self.alone:
             return self.off
-        rv = self.rv - self.rv.mean(-1, keepdim=True) if self.centred else self.rv
-        return rv * (self.r / -self.d)
+        rv = self.rv
+        return (rv - rv.mean(-1, keepdim=True) if self.centred else rv) * (self.r / -self.d)
 
     def _read(self, tangents: Tangents) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the tangents as (S, rows, d), (S, 1, d) and (S, 1, d)."""

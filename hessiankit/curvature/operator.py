@@ -24,14 +24,14 @@ from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import LARGE, Batch, Constant, Recompute, linearise
+from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import silent
-from hessiankit.support.torch_state import computed_later, full_precision, one_at_a_time
+from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time
 
 WHO = "hessian_operator"
 Total: TypeAlias = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
@@ -421,7 +421,10 @@ def hessian_operator(
         micro_batch=micro_batch,
     )
     check_effect(tasks, batches)
-    return HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
+    operator = HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
+    tasks.clear()  # with the module's own gradient
+    hand_back_memory(operator.shape[0])
+    return operator
 
 
 @one_at_a_time

@@ -5,7 +5,7 @@ An activation or a norm written out in single operations then costs a product as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -39,8 +39,13 @@ class Step:
         return self.primitive.is_nonlinear and not alone
 
 
-def fuse_entrywise(steps: Sequence[Step]) -> list[Step]:
-    """Return steps with each run of entrywise ones from one value fused into a step for each value that is read later."""
+def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[Step]:
+    """Return steps with each run of entrywise ones from one value fused into a step for each value that is read outside.
+
+    Args:
+        steps: Some that follow each other.
+        later: The values that steps after them read.
+    """
     roots: dict[int, int] = {}  # what a value is an entrywise function of, made by such a step
     readers: dict[int, list[int]] = {}
     for step in steps:
@@ -55,8 +60,8 @@ def fuse_entrywise(steps: Sequence[Step]) -> list[Step]:
             runs.setdefault(roots[step.output], []).append(step)
     replaced: dict[int, Step | None] = {}
     for root, run in runs.items():
-        made = {step.output for step in run}
-        leaving = [step.output for step in run if not made.issuperset(readers.get(step.output, (step.output, -1)))]
+        made = [step.output for step in run]
+        leaving = [at for at in made if at in later or not set(made).issuperset(readers.get(at, (-1,)))]
         if len(leaving) < len(run):
             replaced |= dict.fromkeys(made) | {step.output: step for step in _in_place_of(root, run, leaving)}
     return [new for step in steps if (new := replaced.get(step.output, step)) is not None]

@@ -28,7 +28,7 @@ from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push, sums_of
 from hessiankit.support.errors import InputError, TraceError
-from hessiankit.support.torch_state import hand_back_memory, read_numbers
+from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
 from hessiankit.tracing.head_fusion import fuse_head
 from hessiankit.tracing.step_fusion import fuse_steps
@@ -40,9 +40,6 @@ Recompute: TypeAlias = Literal["layers", "all"] | None
 
 CACHED = 10 * 2**20
 """Bytes of the tangents of vectors that a CPU multiplies together: more than that leaves its caches."""
-
-LARGE = 2**22
-"""Parameters from which nothing of their size is kept, and freed memory returns to the system."""
 
 NOWHERE = Nowhere()
 
@@ -114,8 +111,6 @@ class Linearisation:
             if at not in own:
                 self._last_reads.setdefault(reader, []).append(at)
         self._task = replace(task, reference=None)
-        if task.size > LARGE:
-            hand_back_memory()
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
@@ -178,7 +173,10 @@ class Linearisation:
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
         for segment in reversed(self._segments):
             kept = () if segment is self._segments[-1] else segment.products(names)
-            given, after, steps = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints), []
+            given, after = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints)
+            steps: list[Step] = []  # the last one first, as the sweep goes back
+            run: list[Step] = []
+            later: set[int | None] = set()  # values that a step reads
             for a in reversed(segment.applications):
                 for at in a.inputs:
                     if at in names and at not in sums:
@@ -187,7 +185,9 @@ class Linearisation:
                         sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
                 step = self._step(a, values, adjoints, sums)
                 if step is not None:
-                    steps.append(step)
+                    run.append(step)
+                    if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
+                        _fuse(run, steps, later)
                     if self._is_large and type(step.primitive) not in tested and self._test(step, a):
                         tested.add(type(step.primitive))
                 values.pop(a.output, None)
@@ -195,7 +195,8 @@ class Linearisation:
                     gradient = sums.pop(at).close()
                     if not handshake.complete(names[at], gradient[0]):
                         spare[gradient.shape[1:], gradient.dtype] = gradient
-            self._steps_of.insert(0, None if self._recompute else fuse_entrywise(steps[::-1]))
+            _fuse(run, steps, later)
+            self._steps_of.insert(0, None if self._recompute else steps[::-1])
             self._checkpoints.insert(0, (given, after))
 
     def _test(self, step: Step, a: Application) -> bool:
@@ -294,6 +295,14 @@ class Linearisation:
                 yield Step(Linearised(a.primitive, inputs), (), a.output)  # type: ignore[arg-type]
             for at in self._last_reads.get(a.output, ()):
                 values.pop(at, None)
+
+
+def _fuse(run: list[Step], steps: list[Step], later: set[int | None]) -> None:
+    """Move a run to the steps, all of them last first, fused, so that single operations keep no memory of their own."""
+    fused = fuse_entrywise(run[::-1], later)
+    later.update(at for step in fused for at in step.inputs)
+    steps += fused[::-1]
+    run.clear()
 
 
 class Constant:

@@ -229,9 +229,13 @@ def load_forward_mode() -> None:
         torch.func.jvp(torch.neg, (x,), (x,))
 
 
-def hand_back_memory() -> None:
-    """Return freed memory to the system, of which glibc keeps much."""
-    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+LARGE = 2**22
+"""Parameters from which nothing of their size is kept, and freed memory returns to the system."""
+
+
+def hand_back_memory(parameters: int) -> None:
+    """Return memory that was freed after work with so many parameters to the system; glibc keeps much of it."""
+    if parameters > LARGE and sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 
 

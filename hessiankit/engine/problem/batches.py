@@ -19,7 +19,7 @@ from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.support.errors import InputError
-from hessiankit.support.torch_state import ordinary_path, preserved_state
+from hessiankit.support.torch_state import hand_back_memory, ordinary_path, preserved_state
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
@@ -206,6 +206,7 @@ def requests(
     for number, (inputs, labels) in enumerate(pairs):
         if count := count_of(number, inputs, labels):
             task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
+            hand_back_memory(task.size)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
     if count_of.weights is not None and not callable(count_of.weights) and (rest := len(list(islice(count_of.weights, MOST)))):
