@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from derivations.cast import wide
-from derivations.loss import CrossEntropy, LinearisedCrossEntropy
+from derivations.loss import CrossEntropy, LinearisedCrossEntropy, LinearisedSampledLoss, SampledLoss
 from derivations.primitive import (
     ByLinearising,
     Covectors,
@@ -33,7 +33,6 @@ from derivations.primitive import (
     Tangents,
     into,
 )
-from derivations.softmax import peaks
 
 LOGITS, ON_AN_ACCELERATOR = 2**23, 2**26
 """Entries of logits that are made at a time: 32 megabytes of float32, of which a handful are held; 256 where launches cost."""
@@ -42,6 +41,9 @@ LOGITS, ON_AN_ACCELERATOR = 2**23, 2**26
 @dataclass(frozen=True)
 class LinearCrossEntropy(ByLinearising):
     """Inputs: hidden (..., d), weight (C, d), bias (C,) or None, labels (...) of integers from 0 to C - 1 or ``ignore_index``.
+
+    A fifth input, other labels (..., M), makes the second derivative in the logits that of
+    :class:`~derivations.loss.SampledLoss`.
 
     Args:
         ignore_index: The label of tokens that do not count: their loss is zero.
@@ -62,7 +64,7 @@ class LinearCrossEntropy(ByLinearising):
 
     def value(self, *inputs: Tensor) -> Tensor:
         """Return the losses, in single precision at least."""
-        hidden, weight, bias, labels = wide(inputs)
+        hidden, weight, bias, labels = wide(inputs[:4])
         _check(hidden, weight, labels, self.ignore_index)
         out = hidden.new_empty(labels.numel())
         flat, each, column = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self._label(labels).reshape(-1, 1)
@@ -76,7 +78,7 @@ class LinearCrossEntropy(ByLinearising):
 
     def written_out(self, *inputs: Tensor) -> Tensor:
         """Return the losses in operations that torch differentiates any number of times, which keep the logits."""
-        hidden, weight, bias, labels = wide(inputs)
+        hidden, weight, bias, labels = wide(inputs[:4])
         log_p = torch.log_softmax(torch.nn.functional.linear(hidden, weight, bias), -1)
         loss = -(1 - self.label_smoothing) * log_p.gather(-1, self._label(labels).unsqueeze(-1)).squeeze(-1)
         loss = (loss - self.label_smoothing * log_p.mean(-1)).masked_fill(labels == self.ignore_index, 0)
@@ -84,7 +86,7 @@ class LinearCrossEntropy(ByLinearising):
 
     def output_like(self, *inputs: Tensor) -> Tensor:
         """Return empty losses."""
-        hidden, _, _, labels = wide([x[:0] if k < 2 else x for k, x in enumerate(inputs)])
+        hidden, _, _, labels = wide([x[:0] if k < 2 else x for k, x in enumerate(inputs[:4])])
         return hidden.new_empty(labels.shape if self.normalizer is None else ())
 
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
@@ -113,14 +115,14 @@ class LinearisedHead(Linearised):
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of hidden, weight and bias."""
-        return self.pull_into(bar, tangents, (None,) * 4)
+        return self.pull_into(bar, tangents, (None,) * len(self.inputs))
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
         """As :meth:`pull`; what is added to a sum is added for some tokens at a time."""
-        t = (None,) * 4 if tangents is None else tangents
+        t = (None,) * len(self.inputs) if tangents is None else tangents
         count = next((len(x) for x in (bar, *t) if x is not None), None)
         if count is None:
-            return (None,) * 4
+            return tuple(t)
         hidden, weight, *_ = self.inputs
         d, rows = hidden.shape[-1], hidden.reshape(-1, hidden.shape[-1])
         to_hidden = hidden.new_empty(count, len(rows), d) if self.wanted[0] else None
@@ -136,9 +138,7 @@ class LinearisedHead(Linearised):
             slope, e = at.slope, None
             bent = None if a is None or all(x is None for x in crossed) else slope * a[0, part, None]
             if a is not None:
-                e = self._moved(t, part)
-                e = e.sub_(torch.take_along_dim(e, peaks(at.p, -1).unsqueeze(0), -1)).mul_(at.p)
-                e = e.addcmul_(at.p, e.sum(-1, keepdim=True), value=-1).mul_(a[:, part, None])
+                e = at.bent(self._moved(t, part), a[:, part, None])
             if u is not None:
                 e = slope * u[:, part, None] if e is None else e.addcmul_(slope, u[:, part, None])
             to_bias.add(e.sum(1))
@@ -153,17 +153,22 @@ class LinearisedHead(Linearised):
             None if x is total or isinstance(x, Nowhere) else x.close() for x, total in ((to_weight, sums[1]), (to_bias, sums[2]))
         ]
         out = None if to_hidden is None else to_hidden.reshape(count, *hidden.shape)
-        return into(sums, (out, *own, None))
+        return into(sums, (out, *own, *(None,) * (len(self.inputs) - 3)))
 
-    def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy]]:
+    def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy | LinearisedSampledLoss]]:
         """Yield some tokens at a time, and their cross entropy in the logits."""
-        hidden, weight, bias, labels = self.inputs
+        hidden, weight, bias, labels, *drawn = self.inputs
         rows, each = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         loss = CrossEntropy(self.primitive.ignore_index, self.primitive.label_smoothing, 1.0)
         for part in _parts(rows, count * len(weight)):
-            at = LinearisedCrossEntropy(loss, (torch.nn.functional.linear(rows[part], weight, bias), each[part]), None, None)
-            at.forget()
-            yield part, at
+            logits = torch.nn.functional.linear(rows[part], weight, bias)
+            if drawn:
+                target = torch.cat((each[part, None], drawn[0].flatten(0, -2)[part]), 1)
+                yield part, LinearisedSampledLoss(SampledLoss(loss), (logits, target), None, None)
+            else:
+                at = LinearisedCrossEntropy(loss, (logits, each[part]), None, None)
+                at.forget()
+                yield part, at
 
     def _moved(self, tangents: Tangents, part: slice) -> Tensor:
         """z' of some tokens, (S, tokens, C)."""

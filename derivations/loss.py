@@ -15,7 +15,8 @@ derivative with it; the two belong together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -30,7 +31,7 @@ from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import OperationAt, shape_of, size
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.row_blocks import RowCovariance
-from derivations.softmax import Covariance, softmax
+from derivations.softmax import Covariance, peaks, softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,6 +313,11 @@ class LinearisedCrossEntropy(Linearised):
         second = self.covariance(t, self.adjoint * self._share)
         return plus(first, second.reshape(-1, *self.inputs[0].shape)), None
 
+    def bent(self, t: Tensor, weight: Tensor) -> Tensor:
+        """Return ``weight`` p o (t - p.t) for logits (rows, C) and tangents (S, rows, C), which are overwritten."""
+        t = t.sub_(torch.take_along_dim(t, peaks(self.p, -1).unsqueeze(0), -1)).mul_(self.p)
+        return t.addcmul_(self.p, t.sum(-1, keepdim=True), value=-1).mul_(weight)
+
     @cached_property
     def _share(self) -> Tensor:
         """The weight of each row: 1 / normalizer, or 0 where it is ignored, (rows, 1)."""
@@ -319,64 +325,87 @@ class LinearisedCrossEntropy(Linearised):
 
 
 @dataclass(frozen=True)
-class QuadraticModel(Primitive):
-    """q(Z) = l + <Z - Z_0, S> + 1/2 sum_bmr <(Z - Z_0)_br, G_bmr>^2: a loss at Z_0 with outer products for its curvature.
+class SampledLoss(ByLinearising):
+    """A loss with outer products of gradients in place of its second derivative: sum_mr g_mr g_mr^T over targets m and rows r.
 
-    Its value and gradient at Z_0 are l and S, its Gauss-Newton matrix is J^T (sum g g^T) J. With the gradients of the loss's
-    terms in the outputs for G, that is the empirical Fisher, for drawn labels the Monte-Carlo Fisher (Kunstner, Balles and
-    Hennig, Limitations of the Empirical Fisher Approximation, 2019, Eqs. 2 and 3).
+    g_mr is the gradient of the term of row r of Z for the target m, over the root of the numbers of terms and targets. The
+    Gauss-Newton matrix is then the empirical Fisher for the data's targets, and the Monte-Carlo Fisher for drawn ones (Kunstner,
+    Balles and Hennig, Limitations of the Empirical Fisher Approximation, 2019, Eqs. 2 and 3). Value and gradient are the loss's.
 
-    Inputs (Z, T): Z of B ... C entries, and constants T (B, 3 + M, ..., C) along whose second axis lie Z_0, S, a share of l for
-    each entry, and M covectors G for each row Z_br of C numbers. So a part of the samples has the part of T along its first axis.
+    Inputs (Z, T): Z of B ... C entries, and T (B, 1 + M, ...) along whose second axis lie the loss's own target and M others. So
+    a part of the samples has the part of T along its first axis.
 
-    >>> T = torch.tensor([[[3.0, 1.0], [0.5, 0.0], [2.0, 2.0], [1.0, -1.0]]])
-    >>> QuadraticModel().value(torch.tensor([[5.0, 2.0]]), T).item()  # 4 + 2 * 0.5 + (2 - 1)^2 / 2
-    5.5
+    Args:
+        loss: With a normalizer.
+
+    >>> sampled = SampledLoss(CrossEntropy(normalizer=1.0))
+    >>> Z, T, t = torch.zeros(1, 2), torch.tensor([[0, 1]]), torch.tensor([[[1.0, 0.0]]])
+    >>> sampled.curvature((Z, T), torch.ones(()), (t, None))[0].tolist()  # g = (1/2, -1/2)
+    [[[0.25, -0.25]]]
     """
+
+    loss: MeanSquaredError | CrossEntropy
 
     def value(self, *inputs: Tensor) -> Tensor:
         Z, T = inputs
-        moved = self._rows(Z.unsqueeze(0), T) - T[:, 0]
-        return T[:, 2].sum() + (moved * T[:, 1]).sum() + self._products(moved, T).square().sum() / 2
+        return self.loss.value(self.rows(Z.unsqueeze(0), T)[0], T[:, 0])
 
-    def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
-        return self._tangent(tangents).flatten(1) @ self._slope(inputs).reshape(-1)
-
-    def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        Z = inputs[0]
-        return adjoint.reshape(-1, *(1,) * Z.ndim) * self._slope(inputs).reshape(Z.shape), None
-
-    def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        Z, T = inputs
-        bent = self._combined(self._products(self._rows(self._tangent(tangents), T), T), T)
-        return adjoint * bent.reshape(-1, *Z.shape), None
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedSampledLoss(self, inputs, adjoint, wanted)
 
     def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return axes < inputs[0].ndim
 
-    def _slope(self, inputs: Inputs) -> Tensor:
-        """Return the gradient in Z, (B, ..., C)."""
-        Z, T = inputs
-        moved = self._rows(Z.unsqueeze(0), T) - T[:, 0]
-        return T[:, 1] + self._combined(self._products(moved, T), T)[0]
+    def rows(self, Z: Tensor, T: Tensor) -> Tensor:
+        """Return S times Z's entries in the shape (S, B, ..., C)."""
+        classes = Z.shape[-1:] if isinstance(self.loss, CrossEntropy) else ()
+        return Z.reshape(len(Z), len(T), *T.shape[2:], *classes)
+
+    def terms(self, Z: Tensor, T: Tensor) -> Iterator[Tensor]:
+        """Yield the vectors g of each target, (B, ..., C)."""
+        rows, count = self.rows(Z.unsqueeze(0), T)[0], T.shape[1] - 1
+        assert self.loss.normalizer is not None
+        share = Z.new_full((1,), math.sqrt(self.loss.normalizer / count))
+        for m in range(count):
+            slope = self.loss.vjp((rows, T[:, 1 + m]), share)[0]
+            assert slope is not None
+            yield slope[0]
+
+
+class LinearisedSampledLoss(Linearised):
+    """The loss at one point; the gradients for the targets are made anew, one target at a time."""
+
+    primitive: SampledLoss
+
+    def __init__(self, primitive: SampledLoss, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
+        super().__init__(primitive, inputs, adjoint, wanted)
+        self.Z, self.T = inputs
+        rows = primitive.rows(self.Z.unsqueeze(0), self.T)[0]
+        self.own = primitive.loss.linearise((rows, self.T[:, 0]), None, (True, False))
+
+    @property
+    def slope(self) -> Tensor:
+        """The gradient of the loss itself, in the shape of Z."""
+        return self.own.pull(self.Z.new_ones(1))[0].reshape(self.Z.shape)  # type: ignore[union-attr]
+
+    def push(self, tangents: Tangents) -> Tensor:
+        return self._tangent(tangents).flatten(1) @ self.slope.reshape(-1)
+
+    def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
+        first = None if bar is None else bar.reshape(-1, *(1,) * self.Z.ndim) * self.slope
+        second = None if tangents is None else self.bent(self._tangent(tangents), self.adjoint)
+        return plus(first, second), None
+
+    def bent(self, t: Tensor, weight: Tensor) -> Tensor:
+        """Return the second derivative along tangents (S, *Z.shape), times a weight."""
+        rows = self.primitive.rows(t, self.T)
+        out = torch.zeros_like(rows)
+        for g in self.primitive.terms(self.Z, self.T):
+            out.addcmul_((rows * g).sum(-1, keepdim=True), g)
+        return out.reshape(t.shape).mul_(weight)
 
     @staticmethod
     def _tangent(tangents: Tangents) -> Tensor:
         if tangents[0] is None or tangents[1] is not None:
-            raise ValueError("QuadraticModel: Z, and only Z, must move; T has no tangent")
+            raise ValueError("SampledLoss: Z, and only Z, must move; T has no tangent")
         return tangents[0]
-
-    @staticmethod
-    def _rows(Z: Tensor, T: Tensor) -> Tensor:
-        """Return S times Z's entries in the shape (S, B, ..., C)."""
-        return Z.reshape(len(Z), len(T), *T.shape[2:])
-
-    @staticmethod
-    def _products(rows: Tensor, T: Tensor) -> Tensor:
-        """Return <Z_sbr, G_bmr>: (S, B, ..., C) to (S, B, M, ...)."""
-        return torch.einsum("sb...c,bm...c->sbm...", rows, T[:, 3:])
-
-    @staticmethod
-    def _combined(x: Tensor, T: Tensor) -> Tensor:
-        """Return sum_m x_sbm G_bm: (S, B, M, ...) to (S, B, ..., C)."""
-        return torch.einsum("sbm...,bm...c->sb...c", x, T[:, 3:])

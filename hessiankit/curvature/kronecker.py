@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derivations.loss import SampledLoss
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, Site, WeightJacobian, find_sites
-from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples
-from hessiankit.engine.problem.loss_trace import samples_are_independent
+from hessiankit.engine.problem.loss_trace import loss_primitive, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
@@ -61,9 +62,10 @@ def columns(task: Task, Z: Tensor, share: float) -> Tensor:
         Z: The output.
         share: What the loss is multiplied by.
     """
-    if task.loss == QUADRATIC_MODEL:
-        G = task.target[:, 3:]
-        return share**0.5 * G.transpose(0, 1).reshape(G.shape[1], len(G), -1, G.shape[-1])
+    sampled = loss_primitive(task, normalizer_of(task))
+    if isinstance(sampled, SampledLoss):
+        G = torch.stack(list(sampled.terms(Z, task.target)))
+        return share**0.5 * G.reshape(*G.shape[:2], -1, G.shape[-1])
     count = known_count(task.loss, task.target)
     assert count is not None
     if task.loss == "mse":
@@ -152,7 +154,7 @@ class KroneckerFactors:
             classes = J.output.shape[-1] if J.output.ndim else 1
             sweeps = J.output.numel() if not together else J.output.numel() // task.batch
             counted = counted_samples(task) if together else slice(None)
-            drawn = sweeps > PULLED and classes > 1 and task.loss != QUADRATIC_MODEL
+            drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
             if drawn:
                 task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS)
                 self.is_drawn = True

@@ -13,7 +13,7 @@ from derivations.cast import Cast
 from derivations.indexing import Slice
 from derivations.linear import Linear, MatMul, Multiple, Permute, Reshape
 from derivations.linear_cross_entropy import LOGITS, LinearCrossEntropy
-from derivations.loss import CrossEntropy
+from derivations.loss import CrossEntropy, SampledLoss
 from derivations.primitive import Primitive
 from hessiankit.tracing.attention_fusion import replace
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
@@ -33,12 +33,14 @@ def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
     made, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
     replaced: dict[int, list[Application]] = {}
     for loss in path:
-        if not isinstance(loss.primitive, CrossEntropy) or loss.primitive.normalizer is None:
+        ce = loss.primitive.loss if isinstance(loss.primitive, SampledLoss) else loss.primitive
+        if not isinstance(ce, CrossEntropy) or ce.normalizer is None:
             continue
         chain = _from_product(trace, loss, made, counts)
         if chain and trace.values[chain[0].output].numel() > ENTRIES and (bending is None or loss.output in bending):
             inside = bending is None or chain[0].output in bending
-            replaced |= {a.output: [] for a in chain} | {loss.output: _fused(trace, chain, loss, made, not inside)}
+            fused = _fused(trace, chain, loss, ce, made, gauss_newton=not inside)
+            replaced |= {a.output: [] for a in chain} | {loss.output: fused}
     replace(trace, path, replaced)
 
 
@@ -79,7 +81,13 @@ def _rows_move(trace: Trace, chain: Sequence[Application]) -> bool:
 
 
 def _fused(
-    trace: Trace, chain: Sequence[Application], loss: Application, made: Mapping[int, Application], gauss_newton: bool
+    trace: Trace,
+    chain: Sequence[Application],
+    loss: Application,
+    ce: CrossEntropy,
+    made: Mapping[int, Application],
+    *,
+    gauss_newton: bool,
 ) -> list[Application]:
     """Return the head with its loss as one application, after those that bring its input and weight to its form."""
     product, values, new = chain[0], trace.values, list[Application]()
@@ -99,7 +107,9 @@ def _fused(
     if isinstance(product.primitive, MatMul):
         by, swap = made.get(weight), Permute((1, 0))
         weight = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, weight)
-    ce = loss.primitive
-    assert isinstance(ce, CrossEntropy)
     head = LinearCrossEntropy(ce.ignore_index, ce.label_smoothing, ce.normalizer, gauss_newton)
-    return [*new, Application(head, (at, weight, rest[0] if rest else None, loss.inputs[1]), loss.output, loss.name)]
+    labels: tuple[int | None, ...] = (loss.inputs[1],)
+    if isinstance(loss.primitive, SampledLoss):  # (B, 1 + M, ...): the data's labels, and drawn ones
+        target = values[loss.inputs[1]]  # type: ignore[index]
+        labels = (trace.add_value(target[:, 0]), trace.add_value(target[:, 1:].movedim(1, -1)))
+    return [*new, Application(head, (at, weight, rest[0] if rest else None, *labels), loss.output, loss.name)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from operator_cases import EXACT, LABELS, TOKENS, TiedBlock, error
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.loss import QuadraticModel
+from derivations.loss import CrossEntropy, MeanSquaredError, SampledLoss
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
 
@@ -172,19 +173,27 @@ def test_outputs_of_one_axis_and_torchs_own_losses() -> None:
     assert error(found, G.T @ G) <= EXACT
 
 
-def test_quadratic_model_by_autograd() -> None:
-    T = draw(2, 5, 3, 4, seed=1)
+@pytest.mark.parametrize("loss", [MeanSquaredError(7.0), CrossEntropy(normalizer=7.0)], ids=["mse", "cross entropy"])
+def test_a_sampled_loss_has_outer_products_for_its_second_derivative(loss: Any) -> None:
     Z = draw(2, 3, 4, seed=2).requires_grad_()
-    model = QuadraticModel()
-    (slope,) = torch.autograd.grad(model.value(Z, T), Z)
-    second = torch.autograd.functional.hessian(lambda z: model.value(z, T), Z.detach()).reshape(24, 24)
+    T = draw(2, 6, 3, 4, seed=1)
+    T = T if isinstance(loss, MeanSquaredError) else T.argmax(-1)
+    sampled, one = SampledLoss(loss), torch.ones(1, dtype=torch.float64)
+    (slope,) = torch.autograd.grad(sampled.value(Z, T), Z)
+    G = [term_rows(Z, lambda m=m: loss.value(Z, T[:, m])) for m in range(1, 6)]
+    second = sum(7 / 5 * torch.block_diag(*(torch.outer(g, g) for g in rows)) for rows in G)
     t = draw(3, 2, 3, 4, seed=3)
-    one = torch.ones(1, dtype=torch.float64)
-    assert error(model.vjp((Z.detach(), T), one)[0][0], slope) <= EXACT
-    assert error(model.jvp((Z.detach(), T), (t, None)), t.flatten(1) @ slope.flatten()) <= EXACT
-    assert error(model.curvature((Z.detach(), T), 2 * one[0], (t, None))[0].flatten(1), 2 * t.flatten(1) @ second) <= EXACT
+    at = (Z.detach(), T)
+    assert error(sampled.vjp(at, one)[0][0], slope) <= EXACT
+    assert error(sampled.jvp(at, (t, None)), t.flatten(1) @ slope.flatten()) <= EXACT
+    assert error(sampled.curvature(at, 2 * one[0], (t, None))[0].flatten(1), 2 * t.flatten(1) @ second) <= EXACT
     with pytest.raises(ValueError, match="only Z"):
-        model.jvp((Z.detach(), T), (t, T))
+        sampled.jvp(at, (t, T))
+
+
+def term_rows(Z: Tensor, loss: Callable[[], Tensor]) -> Tensor:
+    """The gradient of a sum of terms, one a row, as rows."""
+    return torch.autograd.grad(loss(), Z)[0].reshape(-1, Z.shape[-1])
 
 
 @pytest.mark.parametrize(

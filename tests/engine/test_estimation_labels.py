@@ -75,3 +75,8 @@ def test_residuals_are_standard_normal():
     assert abs(float(found.mean())) < 4 / found.numel() ** 0.5
     assert abs(float(found.square().mean()) - 1) < 4 * (2 / found.numel()) ** 0.5
     assert torch.equal(sample_residuals(torch.zeros(1, 3, 4), [7], 8, 1)[:, 0], found[:, 7])
+
+
+def test_a_number_on_the_edge_of_two_classes_draws_the_second(monkeypatch):
+    monkeypatch.setattr(labels, "uniforms", lambda *_: torch.full((1, 1, 1), 0.5, dtype=torch.float64))
+    assert sample_labels(torch.zeros(1, 1, 2, dtype=torch.float64), [0], 1, 0).item() == 1

@@ -95,7 +95,17 @@ def both(module: nn.Module, x: Any, loss: Any, monkeypatch: pytest.MonkeyPatch, 
     return fused(one)
 
 
-WAYS: tuple[dict[str, Any], ...] = ({}, {"kind": "ggn"}, {"recompute": "layers"}, {"kind": "fisher"}, {"micro_batch": 1})
+DRAWN = {"kind": "fisher-mc", "draws": 3}
+WAYS: tuple[dict[str, Any], ...] = (
+    {},
+    {"kind": "ggn"},
+    {"recompute": "layers"},
+    {"kind": "fisher"},
+    {"micro_batch": 1},
+    DRAWN,
+    {"kind": "fisher-empirical"},
+    {**DRAWN, "micro_batch": 1},
+)
 NAMED = [(name, options) for name, (_, loss) in HEADS.items() for options in (WAYS if isinstance(loss, str) else WAYS[:3])]
 
 
@@ -104,7 +114,7 @@ def test_a_head_with_its_loss_is_one_application(name: str, options: dict[str, A
     head, loss = HEADS[name]
     found = both(Model(head), IDS, loss, monkeypatch, **options)
     assert len(found) == 1 + ("micro_batch" in options)
-    assert all(p.gauss_newton is (options.get("kind") in ("ggn", "fisher")) for p in found)
+    assert all(p.gauss_newton is ("kind" in options) for p in found)
 
 
 @pytest.mark.parametrize("name", KEPT)

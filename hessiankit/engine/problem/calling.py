@@ -223,8 +223,8 @@ def _describe(outputs: Any, key: str) -> str:
 
 
 LOSSES = ("mse", "cross_entropy")
-QUADRATIC_MODEL = "quadratic_model"
-"""The loss of a task whose Gauss-Newton matrix is a sampled Fisher matrix (:class:`derivations.loss.QuadraticModel`)."""
+SAMPLED = "sampled "
+"""Before the loss of a task whose Gauss-Newton matrix is a sampled Fisher matrix (:class:`derivations.loss.SampledLoss`)."""
 IGNORE_INDEX = -100
 ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 """Losses of torch that average over the entries of outputs and target alike."""
@@ -290,6 +290,8 @@ def known_count(loss: Loss, target: Any) -> float | None:
     """
     if not isinstance(target, Tensor):
         return None
+    if isinstance(loss, str) and loss.startswith(SAMPLED):
+        return known_count(loss.removeprefix(SAMPLED), target[:, 0])
     if loss == "mse":
         return float(target.numel())
     if loss == "cross_entropy":

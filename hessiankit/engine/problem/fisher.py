@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count
-from hessiankit.engine.problem.own_call import own_loss
+from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED
+from hessiankit.engine.problem.own_call import own_target
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError, unknown
 
@@ -102,7 +102,7 @@ entropy E[g g^T] = L'', so that it is the GGN. ``"fisher-mc"``: the mean over dr
 ``"fisher-empirical"``: the labels of the data in place of drawn ones. A term of the sum over g is a label (cross entropy) or a
 row of the output along its last axis (squared error).
 """
-SAMPLED = KINDS[3:]
+SAMPLED_KINDS = KINDS[3:]
 NAMES = {
     "hessian": "Hessian",
     "ggn": "Gauss-Newton part of the Hessian",
@@ -146,53 +146,37 @@ def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1) -> 
         InputError: If the kind does not fit the loss.
     """
     check_fits(task, kind)
-    if kind not in SAMPLED:
+    if kind not in SAMPLED_KINDS:
         return task
-    with task.at():
-        Z = task.read().detach().requires_grad_()
-        value = own_loss(task, Z)
-        (slope,) = torch.autograd.grad(value, Z)
-    Z, value = Z.detach(), value.detach()
-    with torch.no_grad():
-        G = _gradients(task, Z, draws if kind == "fisher-mc" else 0, seed)
-        rows = (Z, slope, (value / Z.numel()).expand_as(Z))
-        model = torch.cat([*(x.reshape(len(G), 1, *G.shape[2:]) for x in rows), G], 1)
-    return replace(task, loss=QUADRATIC_MODEL, target=model)
+    with task.at(), torch.no_grad():
+        Z = task.read()
+        others = _targets(task, Z, draws if kind == "fisher-mc" else 0, seed)
+        own = task.target.reshape(others.shape[0], *others.shape[2:])
+        return replace(task, loss=f"{SAMPLED}{task.loss}", target=torch.cat((own.unsqueeze(1), others), 1))
 
 
 def counted_samples(task: Task) -> Tensor | slice:
     """Return the samples of a batch, and of a cross entropy those alone that have a label that counts."""
-    if task.loss == QUADRATIC_MODEL:
-        return task.target[:, 3:].flatten(1).any(1)  # type: ignore[no-any-return]
-    if task.loss != "cross_entropy" or task.target.ndim == 0:
+    loss, target = own_target(task)
+    if loss != "cross_entropy" or target.ndim == 0:
         return slice(None)
-    return (task.target != IGNORE_INDEX).reshape(len(task.target), -1).any(1)  # type: ignore[no-any-return]
+    return (target != IGNORE_INDEX).reshape(len(target), -1).any(1)  # type: ignore[no-any-return]
 
 
-def _gradients(task: Task, Z: Tensor, draws: int, seed: int) -> Tensor:
-    """Return the gradients of the terms in the outputs over the root of the number of terms and draws, (B, M, ..., C).
+def _targets(task: Task, Z: Tensor, draws: int, seed: int) -> Tensor:
+    """Return drawn targets, or without draws the data's, (B, M, ...), without the classes' axis for a cross entropy.
 
     Outputs without a first axis of samples are one sample.
     """
-    count = known_count(task.loss, task.target)
-    assert count is not None
     if task.loss == "mse":
         Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, task.target))
-        if draws:  # y ~ N(z, 1/2): 2 (z - y)
-            residuals = math.sqrt(2.0) * sample_residuals(Z, range(task.first, task.first + len(Z)), draws, seed)
-            G = residuals.to(Z).transpose(0, 1).contiguous()
-        else:
-            G = 2 * (Z - target).unsqueeze(1)
-        return G.mul_(1.0 / math.sqrt(count * G.shape[1]))
+        if not draws:
+            return target.unsqueeze(1)
+        noise = sample_residuals(Z, range(task.first, task.first + len(Z)), draws, seed).to(Z)  # y ~ N(z, 1/2)
+        return (Z - noise / math.sqrt(2.0)).transpose(0, 1)
     Z, target = (Z.unsqueeze(0), task.target.unsqueeze(0)) if Z.ndim == 1 else (Z, task.target)
-    labels = target.unsqueeze(0)
-    if draws:
-        rows = Z.reshape(len(Z), -1, Z.shape[-1])
-        labels = sample_labels(rows, range(task.first, task.first + len(Z)), draws, seed).reshape(draws, *target.shape)
-    counted = (target != IGNORE_INDEX).unsqueeze(0)
-    at = labels.where(counted, 0).unsqueeze(-1)
-    p = torch.softmax(Z, -1).expand(len(labels), *Z.shape)
-    others = p.scatter(-1, at, 0).sum(-1, keepdim=True)
-    slopes = p.scatter(-1, at, -others).mul_(counted.unsqueeze(-1))  # p - 1 would lose digits
-    G = slopes.transpose(0, 1).contiguous()
-    return G.mul_(1.0 / math.sqrt(count * G.shape[1]))
+    if not draws:
+        return target.unsqueeze(1)
+    rows = Z.reshape(len(Z), -1, Z.shape[-1])
+    labels = sample_labels(rows, range(task.first, task.first + len(Z)), draws, seed).reshape(draws, *target.shape)
+    return labels.masked_fill_(target == IGNORE_INDEX, IGNORE_INDEX).transpose(0, 1)

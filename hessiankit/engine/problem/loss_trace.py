@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.loss import CrossEntropy, MeanSquaredError, QuadraticModel
-from derivations.primitive import Primitive
-from hessiankit.engine.problem.calling import IGNORE_INDEX, QUADRATIC_MODEL, known_count, member, read_outputs
+from derivations.loss import CrossEntropy, MeanSquaredError, SampledLoss
+from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.dead_entries import without_dead_entries
@@ -60,7 +59,7 @@ def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
     traced = trace_call(lambda: (task.read(),), task.leaves, kept)
     output, z = traced.output, traced.values[traced.output]
     traced.marked = (output,)
-    primitive = _primitive(task, normalizer)
+    primitive = loss_primitive(task, normalizer)
     with torch.no_grad():
         value = primitive.value(z, task.target)
     traced.output = traced.apply(primitive, (output, traced.add_value(task.target)), value, str(task.loss))
@@ -84,12 +83,12 @@ def _scalar(value: Any) -> Tensor:
     return value
 
 
-def _primitive(task: Task, normalizer: float) -> Primitive:
-    if task.loss == "mse":
-        return MeanSquaredError(normalizer)
-    if task.loss == QUADRATIC_MODEL:
-        return QuadraticModel()
-    return CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+def loss_primitive(task: Task, normalizer: float) -> MeanSquaredError | CrossEntropy | SampledLoss:
+    """Return a named loss as a primitive with inputs (output, target)."""
+    assert isinstance(task.loss, str)
+    name = task.loss.removeprefix(SAMPLED)
+    loss = MeanSquaredError(normalizer) if name == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
+    return loss if name == task.loss else SampledLoss(loss)
 
 
 def normalizer_of(task: Task) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
-    QUADRATIC_MODEL,
+    SAMPLED,
     arguments,
     as_one_argument,
     call,
@@ -140,19 +140,23 @@ def own_value(task: Task, parameters: Mapping[str, Tensor] | None = None) -> flo
         return float(own_loss(task, task.run()).detach())
 
 
+def own_target(task: Task) -> tuple[Loss, Any]:
+    """Return the loss and the target that the user named, without targets that were drawn."""
+    if isinstance(task.loss, str) and task.loss.startswith(SAMPLED):
+        return task.loss.removeprefix(SAMPLED), task.target[:, 0]
+    return task.loss, task.target
+
+
 def own_loss(task: Task, outputs: Any) -> Tensor:
     """Return the loss of what the module returned, in operations of torch; a loss of the user's own as it is called."""
     read = read_outputs("hessian", task.loss, outputs)
     if callable(task.loss):
         return task.loss(read, task.target).reshape(())
-    if task.loss == "mse":
-        return (read - task.target).square().mean()
-    if task.loss == "cross_entropy":
-        return F.cross_entropy(read.reshape(-1, read.shape[-1]), task.target.reshape(-1), ignore_index=IGNORE_INDEX)
-    if task.loss == QUADRATIC_MODEL:
-        at, slope, shares, G = task.target[:, 0], task.target[:, 1], task.target[:, 2], task.target[:, 3:]
-        moved = read.reshape(at.shape) - at
-        return shares.sum() + (moved * slope).sum() + (moved.unsqueeze(1) * G).sum(-1).square().sum() / 2
+    name, target = own_target(task)
+    if name == "mse":
+        return (read - target.reshape(read.shape)).square().mean()
+    if name == "cross_entropy":
+        return F.cross_entropy(read.reshape(-1, read.shape[-1]), target.reshape(-1), ignore_index=IGNORE_INDEX)
     return read.reshape(())
 
 
