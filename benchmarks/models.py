@@ -252,11 +252,12 @@ there is padding, or two images; its own loss (`python -m benchmarks.models`).
 - **float64**: the largest difference of `hessian_operator`'s product in a generic direction from reverse over reverse through the
   model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. Casts to
   float32 that a model makes by itself are kept in float64 on both sides, so that all digits can be seen.
-- **differences**: the same to central differences of the model's gradient, which have an error of about this size.
-- **own casts**: float64 again, with those casts, on both sides: to float32's digits; {CASTING:.0e} is allowed.
-- **bfloat16**: the product by the model in bfloat16, with its own casts, from that in float64 at the same parameters and inputs;
-  parts below bfloat16's rounding of the largest entry are compared with that. Beside it the same of reverse over reverse in
-  bfloat16: what rounding the model's values does to any derivative, and what accumulating it in bfloat16 does besides.
+- **differences**: the same difference from central differences of the model's gradient, whose own error is about this large.
+- **own casts**: the difference in float64 where both sides make the model's casts to float32; {CASTING:.0e} is allowed.
+- **bfloat16**: the difference between the product of the model in bfloat16 and that of the model in float64, at the same
+  parameters and inputs. It is relative to a part's largest entry, or to bfloat16's rounding of the largest entry of all parts
+  where that is more.
+- **autograd, bfloat16**: the same difference for reverse over reverse. It shows what rounding does to any derivative.
 - **fallbacks**: operations without a closed form, differentiated by torch one by one.
 """
 

@@ -1,4 +1,4 @@
-"""Pictures of a spectrum, over a linear and a logarithmic axis, and of loss slices with the steps in which their model holds.
+"""Pictures of a spectrum, and of slices through a loss beside their quadratic model.
 
 Results come as ``Any``: their modules import this one.
 """
