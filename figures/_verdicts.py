@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties
 from matplotlib.transforms import Bbox
 
 from hessiankit.support.errors import InputError
@@ -151,39 +150,16 @@ def negative(one: Interval) -> Interval:
 
 
 def print_below(figure: Figure, verdicts: Sequence[Verdict]) -> Bbox:
-    """Write verdicts under a figure and return what is to be saved of it, in inches: the figure and the lines below."""
+    """Write the verdicts under a figure, a line each, and return what is to be saved of it, in inches: the figure and the lines.
+
+    Criteria, numbers and scale are in the figure's JSON and in the text of the pages.
+    """
     width, height = figure.get_size_inches()
-    left, column = 0.12, 1.2
     y = 0.06
-    scales = list(dict.fromkeys(verdict.scale for verdict in verdicts))
-
-    def line(x: float, text: str, **look: object) -> None:
-        figure.text(x / width, -y / height, text, fontsize=SIZE, va="top", **look)  # type: ignore[arg-type]
-
-    for k, verdict in enumerate(verdicts):
-        line(left, verdict.status, color=COLOURS[verdict.status], fontweight="bold")
-        text = verdict.text if len(scales) == 1 else f"{verdict.text} ({verdict.scale})"
-        for words in _lines(figure, text, width - left - column - 0.1):
-            line(left + column, words)
-            y += LINE
-        y += 0.03 * (k < len(verdicts) - 1)
-    if len(scales) == 1:
-        for words in _lines(figure, f"at this scale only: {scales[0]}", width - left - column - 0.1):
-            line(left + column, words, color="#555555")
-            y += LINE
+    for verdict in verdicts:
+        at: Any = {"y": -y / height, "fontsize": SIZE, "va": "top"}
+        figure.text(0.12 / width, s=verdict.status, color=COLOURS[verdict.status], fontweight="bold", **at)
+        where = f"{title(verdict.claim)}, {verdict.row.place} ({verdict.claim})" if verdict.claim else verdict.parts[0].criterion
+        figure.text(1.32 / width, s=where, **at)
+        y += LINE
     return Bbox(((0.0, -y - 0.06), (width, height)))
-
-
-def _lines(figure: Figure, text: str, inches: float) -> list[str]:
-    """Break a text at spaces into lines of a width."""
-    renderer = figure.canvas.get_renderer()  # type: ignore[attr-defined]
-    font = FontProperties(size=SIZE)
-    lines: list[str] = []
-    for word in text.split():
-        longer = f"{lines[-1]} {word}" if lines else word
-        across = renderer.get_text_width_height_descent(longer, font, ismath=False)[0] / figure.dpi
-        if lines and across <= inches:
-            lines[-1] = longer
-        else:
-            lines.append(word)
-    return lines
