@@ -54,7 +54,7 @@ def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> Non
 
     def drawn(name: str, verdicts: tuple[Verdict, ...]) -> np.ndarray:
         with style():
-            figure = page(4.0, 1.0)
+            figure = page(6.5, 1.0)
             figure.add_subplot().plot([0, 1], [0, 1])
             return np.asarray(Image.open(save(figure, tmp_path / name, verdicts)).convert("L"))
 
