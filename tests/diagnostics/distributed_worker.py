@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,26 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
         for p in made.parameters():
             p += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
     return made.to(dtype)
+
+
+class Output(NamedTuple):
+    """What a model of Hugging Face returns, as torch's containers take it."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class Masked(nn.Module):
+    """A model whose own loss compares every token with the label at its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+        self.blocks = self.model.blocks
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Output:
+        logits = self.model(inputs)
+        return Output(logits, None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -127,6 +147,8 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
         found[f"gradients kept {name}"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
     strided = (sequences()[0][rank::size], sequences()[1][rank::size])
     found["numbers"] = own(hd.sharpness(model(), strided, numbers=range(rank, 7, size), **OPTIONS))
+    batch = {"inputs": tokens, "labels": labels} if len(tokens) else []
+    found["labelled"] = own(hd.sharpness(sharded(Masked()), batch, **options))
     mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
     free = model()
     replicas = sharded(free, mesh=mesh, ignored_params={free.final_norm.weight})

@@ -61,12 +61,12 @@ def micro_batches(size: int) -> list[list[tuple[int, ...]]]:
     return made
 
 
-def one_process(groups: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+def one_process(groups: list[tuple[int, ...]], made: torch.nn.Module, **options: Any) -> dict[str, Any]:
     """Measure what ranks do together, in this process, with the sequences grouped into the same micro-batches."""
     tokens, labels = worker.sequences()
     data = [(tokens[list(group)], labels[list(group)]) for group in groups]
     numbers = [number for group in groups for number in group]
-    return worker.own(sharpness(worker.model(dtype), data, numbers=numbers, **worker.OPTIONS, **options))
+    return worker.own(sharpness(made, data, numbers=numbers, **worker.OPTIONS, **options))
 
 
 def assert_same_report(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -92,7 +92,7 @@ def assert_same_report(found: dict[str, Any], expected: dict[str, Any], toleranc
 def test_whole_models_equal_one_process_with_all_micro_batches(found: tuple[int, dict[str, Any]], way: str, name: str) -> None:
     size, results = found
     groups = [group for its in micro_batches(size) for group in its]
-    expected = one_process(groups, DTYPES[name])
+    expected = one_process(groups, worker.model(DTYPES[name]))
     assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
     if name == "float64":
         assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
@@ -110,16 +110,21 @@ def test_sharded_models_equal_one_process_with_joint_micro_batches(
     found: tuple[int, dict[str, Any]], way: str, name: str
 ) -> None:
     size, results = found
-    expected = one_process(joint(size), DTYPES[name], parts=worker.some_cut(worker.model()))
+    expected = one_process(joint(size), worker.model(DTYPES[name]), parts=worker.some_cut(worker.model()))
     assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
     assert results["sharpness"][f"gradients kept {name}"]
     if name == "float64":
         assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
 
 
+def test_labels_of_a_sharded_model_are_where_its_own_loss_has_them(found: tuple[int, dict[str, Any]]) -> None:
+    size, results = found
+    assert_same_report(results["sharpness"]["labelled"], one_process(joint(size), worker.Masked()), EXACT["float64"])
+
+
 def test_numbers_say_which_sequences_a_rank_holds(found: tuple[int, dict[str, Any]]) -> None:
     size, results = found
-    expected = one_process([tuple(range(rank, 7, size)) for rank in range(size)], torch.float64)
+    expected = one_process([tuple(range(rank, 7, size)) for rank in range(size)], worker.model())
     assert_same_report(results["sharpness"]["numbers"], expected, EXACT["float64"])
 
 

@@ -260,6 +260,9 @@ def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
     report = sharpness(model, batch(), draws=1, parts=parts)
     assert report.terms == 16 - 3 * shifted
     assert sharpness(model, batch(), draws=1, parts=parts, shift=not shifted).terms == 16 - 3 * (not shifted)
+    without = batch()
+    without["labels"][0] = -100  # a sequence that cannot show it
+    assert sharpness(model, without, draws=1, parts=parts, micro_batch=1).terms == 10 - 2 * shifted
 
 
 def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
@@ -270,8 +273,10 @@ def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
     own = batch()
     whole = {**own, "decoder_input_ids": model.prepare_decoder_input_ids_from_labels(own["labels"])}
     for options in ({"kind": "ggn"}, {"draws": 2, "micro_batch": 2}):
-        found, expected = (sharpness(model, data, **options) for data in (own, whole))
-        assert {k: x.value for k, x in found.types.items()} == {k: x.value for k, x in expected.types.items()}
+        pair = ({key: x for key, x in own.items() if key != "labels"}, own["labels"])
+        found, expected, again = (sharpness(model, data, **options).types for data in (own, whole, pair))
+        assert {k: x.value for k, x in found.items()} == {k: x.value for k, x in expected.items()}
+        assert {k: x.value for k, x in again.items()} == {k: x.value for k, x in expected.items()}
     model.eval()
     loss = pytest.approx(model(**own).loss.item(), rel=1e-5)  # T5's norms compute in float32
     assert depth_diagnostics(model, own, what="drop", blocks="decoder.block").drop.loss == loss

@@ -64,14 +64,16 @@ def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):
         model = small()
         random.seed(5)
         np.random.seed(5)  # noqa: NPY002
-        more = {"spectrum": 1, "approximations": ["diagonal"]}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        more = {"spectrum": 1, "approximations": ["diagonal"], "optimizer": optimizer}
         monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK, **more) if watched else None
-        train(model, 5, monitor)
+        train(model, 5, monitor, 0, optimizer)
+        state = [x for one in optimizer.state.values() for x in one.values()]
         numbers = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
-        ends.append(({name: value.clone() for name, value in model.state_dict().items()}, numbers, model.training))
+        ends.append(([*model.state_dict().values(), *state], numbers, model.training))
+        assert model.calls == 10  # the model counts its calls, those of a measurement left out
     (alone, own, mode), (followed, numbers, training) = ends
-    assert alone["calls"] == 10  # the model counts its calls, those of a measurement left out
-    assert all(torch.equal(value, followed[name]) for name, value in alone.items())
+    assert all(torch.equal(a, b) for a, b in zip(alone, followed, strict=True))
     assert own == numbers
     assert mode == training
     assert list(MonitorLog.read(tmp_path / "run.jsonl").steps) == [0, 1, 2, 4]
@@ -270,7 +272,7 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
         (pair(), None, {"spectrum": -1}, "spectrum=-1; pass how many"),
         (pair(), None, {"approximations": ["kfca"]}, "approximations='kfca' is not known; did you mean 'kfac'"),
         (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known; choose one of raise, record"),
-        (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known; pass some of 'variance'"),
+        (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known; did you mean 'angles'"),
         (tokens(0), None, {}, "monitor: data is a tensor"),
         (tokens(0), torch.full((4, 9), -100), {}, "no label that counts"),
     ],

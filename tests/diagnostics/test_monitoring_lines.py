@@ -41,6 +41,11 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path):
         assert lines.last == 0
         lines.append({"step": 10})
         assert path.read_bytes() == whole
+    header = whole[: whole.index(b"\n") + 1]
+    for kept in (0, 1, len(header) - 1, len(header)):
+        path.write_bytes(header[:kept])
+        assert Lines(path, HEADER).last is None
+        assert path.read_bytes() == header
 
 
 def test_an_environment_may_change_and_the_first_one_stays(tmp_path):

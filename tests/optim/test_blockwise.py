@@ -158,7 +158,7 @@ def test_other_architectures_are_trained_whole():
         ({"decay": {"Emb": -1.0}}, r"decay=\{'Emb': -1.0\}; expected block types and numbers"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1; expected a number of at least 0"),
         ({"muon_lr": torch.tensor(0.02), "optimizer": "muon"}, r"muon_lr=0\.0.*; expected a number of at least 0"),
-        ({"guard": "no"}, "guard='no'; expected one of raise, warn, off"),
+        ({"guard": "no"}, "guard='no' is not known; choose one of raise, warn, off"),
     ],
 )
 def test_options_that_cannot_be_used(options, message):

@@ -23,7 +23,7 @@ from hessiankit.diagnostics.depth.pruning import PruningDrop, pruning_drop
 from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, placed
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
@@ -292,10 +292,10 @@ def depth_diagnostics(
 
 def _quantities(what: str | Iterable[str]) -> tuple[str, ...]:
     chosen = QUANTITIES if what == "all" else (what,) if isinstance(what, str) else tuple(what)
-    unknown = [q for q in chosen if q not in QUANTITIES]
-    if unknown or not chosen:
-        seen = f"{unknown[0]!r}" if unknown else "nothing"
-        raise InputError(f"{WHO}: what= asks for {seen}; expected some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
+    for quantity in chosen:
+        check_name(WHO, "what", quantity, QUANTITIES)
+    if not chosen:
+        raise InputError(f"{WHO}: what= asks for nothing; pass some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
     return tuple(q for q in QUANTITIES if q in chosen)
 
 
@@ -346,11 +346,11 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
                 raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
         if first is not None:
             target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
-    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
+    batches = tuple(micro_batches(WHO, model, data, target, loss=loss, micro_batch=micro_batch))
     for batch in batches:
         check_devices(WHO, batch, model)
     check_cut(WHO, model, batches)
-    return BatchedLoss(WHO, model, tuple(placed(WHO, model, batches)), loss)
+    return BatchedLoss(WHO, model, batches, loss)
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:

@@ -195,17 +195,6 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
     The paper's Theorem 4.3 speaks of dy_L/dW_1, a Jacobian; its bound does not hold as printed. This is what an optimiser sees.
     """
     parameters = {id(p): p for block in blocks for p in block.values()}
-    if not parameters:
-        return (0.0,) * len(blocks)
-    sums: dict[int, Tensor] = {}
-    terms = 0.0
-    for batch in data.batches:
-        out = data.output(batch)
-        target = data.target(batch, out)
-        terms += data.count(target)
-        gradients = torch.autograd.grad(data.summed(out, target), list(parameters.values()), allow_unused=True)
-        for key, g in zip(parameters, gradients, strict=True):
-            if g is not None:
-                sums[key] = sums[key] + g if key in sums else g
-    squares = {key: float(g.double().square().sum()) for key, g in sums.items()}
-    return tuple(math.sqrt(math.fsum(squares.get(id(p), 0.0) for p in block.values())) / terms for block in blocks)
+    gradients = zip(parameters, data.gradient(list(parameters.values())), strict=True)
+    squares = {key: float(g.double().square().sum()) for key, g in gradients}
+    return tuple(math.sqrt(math.fsum(squares[id(p)] for p in block.values())) for block in blocks)

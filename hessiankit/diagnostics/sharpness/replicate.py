@@ -104,8 +104,13 @@ def replicates(
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     own = own or SharpnessOptions(**options)
-    batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
-    return replicates_of(model, batches, own, sampler)
+    return replicates_of(model, read(model, data, target, own), own, sampler)
+
+
+def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> list[MicroBatch]:
+    """Return the micro-batches of data by the options of a measurement."""
+    step, numbers = own.micro_batch, own.numbers
+    return micro_batches(WHO, model, data, target, loss=own.loss, micro_batch=step, numbers=numbers, shift=own.shift)
 
 
 def replicates_of(
@@ -119,7 +124,7 @@ def replicates_of(
         sums = SquaredGradients(WHO, parts, draws, own.histograms)
         for batch in batches:
             check_devices(WHO, batch, model)
-        batches = probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
+        probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
             drawn = cotangents(WHO, output, batch, own, sampler)
