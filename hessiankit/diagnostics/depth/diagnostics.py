@@ -149,8 +149,6 @@ class DepthReport(Printed, WithDict):
         remarks = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
         if any("?" in text for column in self.columns().values() for text in column):
             remarks.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
-        if self.drop is not None and self.drop.renumbered:
-            remarks.append("dloss, dacc: later blocks renumbered")
         return remarks
 
     def _parts(self) -> Iterator[Piece]:
@@ -182,7 +180,6 @@ def depth_diagnostics(
     what: str | Iterable[str] = CHEAP,
     tokens: str = "all",
     loss: str = "cross_entropy",
-    renumber: bool = False,
     curvature: str = "auto",
     draws: int = 8,
     exact_below: int = 256,
@@ -214,7 +211,6 @@ def depth_diagnostics(
         tokens: Whether the stream's numbers are means over ``"all"`` counted tokens or the ``"last"`` one of each sequence.
             Angles are given for both.
         loss: ``"cross_entropy"`` or ``"mse"``, a mean over all labels, or entries, that count.
-        renumber: With a block removed, whether later blocks' 1 / sqrt(l) moves up; hessiankit's blocks only.
         curvature: How Hessians are multiplied: ``"exact"``, ``"autograd"`` or ``"auto"``; the report says which was used.
         draws: Random probes of Frobenius norms and traces.
         exact_below: States, or parameters of a block, up to which all unit vectors are taken in place of probes.
@@ -260,7 +256,7 @@ def depth_diagnostics(
         memory = expected_memory(batched, stack, chosen)
         tell = _teller(progress, memory)
         stream, angles = _stream(batched, stack, chosen, tokens, tell)
-        drop = pruning_drop(batched, stack, renumber=renumber, tell=tell("drop")) if "drop" in chosen else None
+        drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in chosen else None
         parameters = stack.parameters(model)
         _require_gradients(model, wanted=False)  # Jacobians are with respect to states
         jacobian = jacobians(batched, stack, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None

@@ -97,10 +97,6 @@ def _branch(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([torch.where(size > 0, cosine, 0.0).sum(), (size / length).sum()])  # a branch of zeros has no direction
 
 
-CLIP = (1.0, 99.0)
-"""Percentiles between which the authors' code clips a row before it draws it."""
-
-
 @dataclass(frozen=True, eq=False)
 class AngularDistances(WithDict):
     """d(x^l, x^{l+n}) = arccos(cos(x^l, x^{l+n})) / pi (The Curse of Depth, Eq. 1), a mean over tokens, in [0, 1].
@@ -127,20 +123,6 @@ class AngularDistances(WithDict):
         out = d.new_full((L, L), math.nan)
         for n in range(1, L + 1):
             out[n - 1, : L + 1 - n] = d.diagonal(n)
-        return out
-
-    def row_normalised(self, tokens: str = "all") -> Tensor:
-        """Return :meth:`by_distance` with each row clipped to its percentiles 1 and 99 and stretched to [0, 1].
-
-        That is how the authors' heat maps are made. A row then spans 0 to 1 whatever its angles are: these are no angles, and
-        rows cannot be compared. A constant row becomes 0.
-        """
-        out = self.by_distance(tokens)
-        for n, row in enumerate(out):
-            known = row[: len(row) - n]
-            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype, device="cpu") / 100)
-            width = high - low
-            known.copy_((known.clamp(low, high) - low) / width if width > 0 else torch.zeros_like(known))
         return out
 
 
