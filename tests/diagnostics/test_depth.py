@@ -129,7 +129,7 @@ def test_squared_error():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"what": "variances"}, "asks for 'variances'"),
+        ({"what": "variances"}, "did you mean 'variance'"),
         ({"what": ()}, "asks for nothing"),
         ({"tokens": "first"}, "tokens='first'"),
         ({"loss": "hinge"}, "loss='hinge'"),
