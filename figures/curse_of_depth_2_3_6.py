@@ -44,7 +44,7 @@ from figures._kit import FAINT, cached, each, heading, page, save, style, write_
 from figures._runs import ByteRun, byte_run, model_of
 from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
-from hessiankit.blocks import Transformer
+from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
@@ -122,6 +122,8 @@ def renumbered(model: Transformer, inputs: Tensor, targets: Tensor, loss: float)
         shorter = copy.deepcopy(model).eval()
         del shorter.blocks[k]
         for layer, block in enumerate(shorter.blocks, start=1):
+            assert isinstance(block, TransformerBlock)
+            assert block.own_placement.factor is not None
             block.factor = block.own_placement.factor(layer, len(shorter.blocks))
         batches = tuple(micro_batches(NAME, shorter, inputs, targets))
         rises.append(BatchedLoss(NAME, shorter, batches).evaluate()[0] - loss)
