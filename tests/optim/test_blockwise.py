@@ -125,22 +125,6 @@ def test_the_table():
     assert repr(groups) == "<ParameterGroups: 4 groups; ratios 'paper', base lr 0.001>"
 
 
-def test_other_architectures_are_trained_whole():
-    """GPT-NeoX, Phi-3 and Mixtral, with fused tensors and experts."""
-    transformers = pytest.importorskip("transformers")
-    small = {"hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 11}
-    tokens = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-    grouped = {"num_key_value_heads": 1, **small, **tokens}
-    for model in (
-        transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**small, **tokens)),
-        transformers.Phi3ForCausalLM(transformers.Phi3Config(**grouped)),
-        transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=2, num_experts_per_tok=1, **grouped)),
-    ):
-        names = [name for name, _ in model.named_parameters()]
-        groups = blockwise_lr(model, 1.0)
-        assert sorted(name for g in groups for name in g["param_names"]) == sorted(names)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
