@@ -8,6 +8,7 @@ import json
 import pytest
 import torch
 from sharpness_cases import (
+    drawn_by,
     everything,
     expectation,
     expected_squares,
@@ -38,7 +39,8 @@ def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case, micro_batch, t
     model, x, y, fisher = case
     sampler, probabilities, draws = everything(model(x), y != -100)
     assert draws == 27
-    found = replicates(model, x, y, draws=draws, sampler=sampler, micro_batch=micro_batch)
+    with drawn_by(sampler):
+        found = replicates(model, x, y, draws=draws, micro_batch=micro_batch)
     assert found.terms.tolist() == terms
     assert relative(expectation(found, probabilities), fisher) < 1e-12
     assert float((found.values.std(1) / found.values.mean(1))[0].min()) > 0.1  # a draw alone is far from it
@@ -58,7 +60,8 @@ def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
     x, parts = torch.randn(2, 2, generator=torch.Generator().manual_seed(1)).double(), plain_parts(model)
     signs = 2.0 * vectors(4, 2).double().reshape(16, 2, 2) - 1.0  # of the moments of a Gaussian that the mean of squares needs
-    found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, sampler=lambda *_: signs, parts=parts)
+    with drawn_by(lambda *_: signs):
+        found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, parts=parts)
     wanted = sum(squares(entry, model, parts) for entry in model(x).flatten()) * 2 / 4
     assert found.terms.tolist() == [4]
     assert relative(expectation(found, torch.full((16,), 1 / 16).double()), wanted) < 1e-12

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward, micro_batches
-from hessiankit.diagnostics.sharpness.cotangents import LabelSampler, cotangents
+from hessiankit.diagnostics.sharpness.cotangents import cotangents
 from hessiankit.diagnostics.sharpness.options import WHO, MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.squares import SquaredGradients
@@ -98,13 +98,11 @@ def replicates(
     data: Any,
     target: Any = None,
     own: SharpnessOptions | None = None,
-    *,
-    sampler: LabelSampler | None = None,
     **options: Any,
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     own = own or SharpnessOptions(**options)
-    return replicates_of(model, read(model, data, target, own), own, sampler)
+    return replicates_of(model, read(model, data, target, own), own)
 
 
 def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> list[MicroBatch]:
@@ -113,9 +111,7 @@ def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> lis
     return micro_batches(WHO, model, data, target, loss=own.loss, micro_batch=step, numbers=numbers, shift=own.shift)
 
 
-def replicates_of(
-    model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions, sampler: LabelSampler | None = None
-) -> Replicates:
+def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
     parts, draws = measured_parts(model, own.parts), own.label_draws
@@ -127,7 +123,7 @@ def replicates_of(
         probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
-            drawn = cotangents(WHO, output, batch, own, sampler)
+            drawn = cotangents(WHO, output, batch, own)
             if drawn is None:
                 continue
             sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
