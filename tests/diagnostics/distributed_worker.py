@@ -1,8 +1,8 @@
 """What one rank does in the tests of hessiankit.diagnostics.distributed.
 
-``python tests/diagnostics/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for every way, as srun would: torchrun's agent would stop
-a rank that is left before it can speak. They are forked, as importing torch takes longer than what they do; each writes what it found
-into ``WAY-RANK.json``.
+``python tests/diagnostics/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for the way "all", and two for every
+other, as srun would: torchrun's agent would stop a rank that is left before it can speak. They are forked, as importing torch takes
+longer than what they do; each writes what it found into ``WAY-RANK.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VOCABULARY, LENGTH = 13, 6
 SHARES = {1: [7], 2: [3, 4], 3: [2, 2, 3], 4: [3, 0, 1, 3]}
 """How many of the seven sequences each rank holds: uneven, and with four ranks one holds none."""
 MICRO_BATCH = 2
-DRAWS = 3
+DRAWS = 2
 OPTIONS = {"draws": DRAWS, "seed": 5, "histograms": True}
 STUCK = 2.0
 """Seconds that a rank waits for one that stands still."""
@@ -307,7 +307,7 @@ def main() -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     folder, size, *ways = sys.argv[1:]
-    running = {how: start(Path(folder), how, int(size)) for how in ways}
+    running = {how: start(Path(folder), how, int(size) if how == "all" else 2) for how in ways}
     for how, processes in running.items():
         left = processes if how == "all" else processes[1:] if how == "first" else processes[:-1]
         codes = [os.waitpid(process, 0)[1] for process in left]

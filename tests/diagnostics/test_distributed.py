@@ -33,19 +33,25 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def found_by_ranks(folder: Path, size: int, *ways: str) -> dict[str, Any]:
-    """Return what every rank of every way found that was not lost; see distributed_worker."""
-    run("-W", "ignore", str(ROOT / "tests" / "diagnostics" / "distributed_worker.py"), str(folder), str(size), *ways)
-    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+LOST = {"last": (0, 0.0), "first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
+"""Way -> the rank that is left, and how many seconds it waits at least."""
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """Return the number of processes, and what rank 0 found; the others found the same bits."""
+def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """Return the number of processes, and what every rank of every way that was not lost has measured; see distributed_worker."""
     if not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
-    size = request.param
-    everywhere = found_by_ranks(tmp_path_factory.mktemp("distributed"), size, "all")
+    folder, ways = tmp_path_factory.mktemp("distributed"), ["all", *LOST]
+    run("-W", "ignore", str(ROOT / "tests" / "diagnostics" / "distributed_worker.py"), str(folder), str(request.param), *ways)
+    return request.param, {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Return the number of processes, and what rank 0 found; the others found the same bits."""
+    size, results = by_rank
+    everywhere = {name: one for name, one in results.items() if name.startswith("all-")}
     assert len(everywhere) == size
     assert all(other == everywhere["all-0"] for other in everywhere.values())
     return size, everywhere["all-0"]
@@ -173,20 +179,11 @@ def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
     assert together[-1].split()[0] == alone[-1].split()[0]
 
 
-LOST = {"last": (0, 0.0), "first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
-"""Way -> the rank that is left, and how many seconds it waits at least."""
-
-
-@pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by_ranks(tmp_path_factory.mktemp("failures"), 2, *LOST)
-
-
 @pytest.mark.parametrize("how", LOST)
-def test_the_rank_that_is_left_stops(lost: dict[str, Any], how: str) -> None:
+def test_the_rank_that_is_left_stops(by_rank: tuple[int, dict[str, Any]], how: str) -> None:
     """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
     left, least = LOST[how]
-    found = lost[f"{how}-{left}"]
+    found = by_rank[1][f"{how}-{left}"]
     assert found["said"].startswith(f"RankError: sharpness: rank {left} of 2 lost the others after ")
     assert "\n" not in found["said"]
     assert least <= found["seconds"] < 30  # the group's time-out is 60
