@@ -24,6 +24,7 @@ Figure 6: 66 and 78 % of the damage fall on block 1, 4 % on the deeper half, and
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,14 +37,17 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
+from torch import Tensor
 
 from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
 from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run, model_of
 from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
+from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
 from papers.experiments.tuning.experiment import texts
@@ -100,15 +104,30 @@ def diagnose(run: ByteRun) -> dict[str, Any]:
     with progress_bar() as tell:
         after = depth_diagnostics(model, inputs, targets, what=("angles", "drop"), progress=tell)
         before = depth_diagnostics(model_of(run.spec), inputs, targets, what="angles", progress=tell)
-        again = depth_diagnostics(model, inputs, targets, what="drop", renumber=True) if run.spec.placement == "lns" else after
     assert after.drop is not None
     assert after.angles is not None
-    assert again.drop is not None
     assert before.angles is not None
+    is_scaled = run.spec.placement == "lns"
+    again = renumbered(model, inputs, targets, after.drop.loss) if is_scaled else after.drop.loss_change
     return {
         "loss": after.drop.loss, "angles": after.angles.all, "before": before.angles.all, "drop": after.drop.loss_change,
-        "accuracy": after.drop.accuracy_change, "renumbered": again.drop.loss_change,
+        "accuracy": after.drop.accuracy_change, "renumbered": again,
     }  # fmt: skip
+
+
+def renumbered(model: Transformer, inputs: Tensor, targets: Tensor, loss: float) -> tuple[float, ...]:
+    """Return the rise of the loss of a model with LayerNorm Scaling without each block, where later blocks move up."""
+    rises = []
+    for k in range(len(model.blocks)):
+        shorter = copy.deepcopy(model).eval()
+        del shorter.blocks[k]
+        for layer, block in enumerate(shorter.blocks, start=1):
+            assert isinstance(block, TransformerBlock)
+            assert block.own_placement.factor is not None
+            block.factor = block.own_placement.factor(layer, len(shorter.blocks))
+        batches = tuple(micro_batches(NAME, shorter, inputs, targets))
+        rises.append(BatchedLoss(NAME, shorter, batches).evaluate()[0] - loss)
+    return tuple(rises)
 
 
 def next_layer(angles: np.ndarray) -> np.ndarray:
@@ -217,7 +236,24 @@ def maps(found: Sequence[Measured], method: str) -> tuple[np.ndarray, np.ndarray
     """Return a method's heat maps (row n - 1, column l - 1), NaN where there is no pair: as they are, and with stretched rows."""
     mean = torch.tensor(np.mean([one.angles for one in found if one.method == method], axis=0))
     distances = AngularDistances(mean, mean)
-    return distances.by_distance().numpy(), distances.row_normalised().numpy()
+    raw = distances.by_distance().numpy()
+    return raw, stretched(raw)
+
+
+def stretched(distances: np.ndarray) -> np.ndarray:
+    """Return each row clipped to its percentiles 1 and 99 and stretched to [0, 1], as the authors' code draws it.
+
+    Rows are then no angles, and cannot be compared. A constant row becomes 0.
+
+    >>> stretched(np.array([[0.1, 0.3], [0.2, np.nan]])).round(12).tolist()
+    [[0.0, 1.0], [0.0, nan]]
+    """
+    out = distances.copy()
+    for row in out:
+        known = row[np.isfinite(row)]
+        low, high = np.percentile(known, [1, 99])
+        row[np.isfinite(row)] = (known.clip(low, high) - low) / (high - low) if high > low else 0.0
+    return out
 
 
 def picture(found: Sequence[Measured], size: Size) -> Picture:

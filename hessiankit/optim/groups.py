@@ -348,8 +348,7 @@ def _checked(
         for kind, value in decay.items():
             if kind not in TYPES or not (math.isfinite(value) and value >= 0):
                 raise InputError(f"blockwise_lr: decay={{{kind!r}: {value}}}; expected block types and numbers of at least 0.")
-    if guard not in MODES:
-        raise InputError(f"blockwise_lr: guard={guard!r}; expected one of {', '.join(MODES)}.")
+    check_name("blockwise_lr", "guard", guard, MODES)
     return name
 
 

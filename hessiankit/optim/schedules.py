@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from hessiankit.optim.guard import blockwise_groups
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 KINDS, RAMPS, FLOORS = ("cosine", "wsd"), ("direct", "switch"), ("scaled", "common")
 FINAL = {"cosine": 1 / 20, "wsd": 0.0}
@@ -125,8 +125,7 @@ def blockwise_schedule(
     """
     final = FINAL.get(kind, 0.0) if final is None else final
     for name, value, known in (("kind", kind, KINDS), ("ramp", ramp, RAMPS), ("floor", floor, FLOORS)):
-        if value not in known:
-            raise InputError(f"blockwise_schedule: {name}={value!r}; expected one of {', '.join(known)}.")
+        check_name("blockwise_schedule", name, value, known)
     if not 0 <= warmup < steps:
         raise InputError(f"blockwise_schedule: warmup={warmup} and steps={steps}; expected 0 <= warmup < steps.")
     if not (0 <= final <= 1 and 0 < stable <= 1):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.partition.part import TYPES, Part
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_name
 
 TYPE_OF_ROLE = {
     "query": "QK",
@@ -185,8 +185,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for option, choices in _CHOICES.items():
-            if (given := getattr(self, option)) not in choices:
-                raise InputError(f"model_parts: {option} is {given!r}; expected one of {', '.join(map(repr, choices))}")
+            check_name("model_parts", option, getattr(self, option), choices)
 
     def of_tie(self, findings: list[Finding]) -> list[Finding]:
         """Return the finding that applies to a parameter that is both an embedding and a head."""

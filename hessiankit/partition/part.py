@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hessiankit.engine.problem.fisher import wide
 from hessiankit.support.tables import Piece, Printed, table
 
+CHUNK = 2**18  # entries that are taken to double precision at once
 TYPES = ("Emb", "QK", "VO", "FFN", "Norm", "Head", "Other")
 """The block types of The Sharpness Disparity Principle (Sec. 3.2), and what it leaves out: Head and Other."""
 
@@ -57,7 +59,12 @@ class Part:
 
     def squared_norm(self, tensor: Tensor) -> Tensor:
         """Return the sum of the squared entries of this part of a tensor, in double precision, as a tensor ()."""
-        return torch.stack([view.double().square().sum() for view in self.of(tensor)]).sum()
+        total = torch.zeros((), dtype=wide(tensor.device), device=tensor.device)
+        for view in self.of(tensor):
+            for chunk in view.reshape(-1).split(CHUNK if tensor.device.type == "cpu" else 64 * CHUNK):
+                double = chunk.to(total.dtype)
+                total += torch.dot(double, double)
+        return total
 
 
 def indexed(parameter: str, axis: int, segments: Iterable[tuple[int, int]]) -> str:

@@ -1,8 +1,8 @@
 """What one rank does in the tests of hessiankit.diagnostics.distributed.
 
-``python tests/diagnostics/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for every way, as srun would: torchrun's agent would stop
-a rank that is left before it can speak. They are forked, as importing torch takes longer than what they do; each writes what it found
-into ``WAY-RANK.json``.
+``python tests/diagnostics/distributed_worker.py FOLDER SIZE WAY ...`` starts so many ranks for the way "all", and two for every
+other, as srun would: torchrun's agent would stop a rank that is left before it can speak. They are forked, as importing torch takes
+longer than what they do; each writes what it found into ``WAY-RANK.json``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ VOCABULARY, LENGTH = 13, 6
 SHARES = {1: [7], 2: [3, 4], 3: [2, 2, 3], 4: [3, 0, 1, 3]}
 """How many of the seven sequences each rank holds: uneven, and with four ranks one holds none."""
 MICRO_BATCH = 2
-DRAWS = 3
+DRAWS = 2
 OPTIONS = {"draws": DRAWS, "seed": 5, "histograms": True}
 STUCK = 2.0
 """Seconds that a rank waits for one that stands still."""
@@ -48,6 +48,26 @@ def model(dtype: torch.dtype = torch.float64) -> nn.Module:
         for p in made.parameters():
             p += 0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64)
     return made.to(dtype)
+
+
+class Output(NamedTuple):
+    """What a model of Hugging Face returns, as torch's containers take it."""
+
+    logits: Tensor
+    loss: Tensor | None
+
+
+class Masked(nn.Module):
+    """A model whose own loss compares every token with the label at its place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = model()
+        self.blocks = self.model.blocks
+
+    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Output:
+        logits = self.model(inputs)
+        return Output(logits, None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
 
 
 def sequences() -> tuple[Tensor, Tensor]:
@@ -127,6 +147,8 @@ def sharpness_cases(rank: int, size: int) -> dict[str, Any]:
         found[f"gradients kept {name}"] = kept is not None and bool((kept.full_tensor() == 1).all()) and spread.training
     strided = (sequences()[0][rank::size], sequences()[1][rank::size])
     found["numbers"] = own(hd.sharpness(model(), strided, numbers=range(rank, 7, size), **OPTIONS))
+    batch = {"inputs": tokens, "labels": labels} if len(tokens) else []
+    found["labelled"] = own(hd.sharpness(sharded(Masked()), batch, **options))
     mesh = dist.device_mesh.init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
     free = model()
     replicas = sharded(free, mesh=mesh, ignored_params={free.final_norm.weight})
@@ -193,7 +215,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     differs = "the same data take operation"
     labels_lie = f"on rank {size - 1} of {size}: labels lie in [0, 112], expected 0 to 12"
     ids = f"on rank {size - 1} of {size}: TokenEmbedding: token ids from 100 to 110"
-    value = f"the parameter 'blocks.1.norm_1.weight' has other values on rank {size - 1} than on rank 0"
+    value = "the parameter 'blocks.1.norm_1.weight' is '(8,), float64, digest "
     of_sharpness = [
         (differs, sharpness(other_eps)),
         (differs, sharpness(sharded(spread))),
@@ -285,7 +307,7 @@ def main() -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     folder, size, *ways = sys.argv[1:]
-    running = {how: start(Path(folder), how, int(size)) for how in ways}
+    running = {how: start(Path(folder), how, int(size) if how == "all" else 2) for how in ways}
     for how, processes in running.items():
         left = processes if how == "all" else processes[1:] if how == "first" else processes[:-1]
         codes = [os.waitpid(process, 0)[1] for process in left]

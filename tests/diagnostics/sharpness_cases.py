@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.diagnostics.sharpness import Replicates
+from hessiankit.diagnostics.sharpness import Replicates, cotangents
 from hessiankit.partition import Part
 
 CLASSES = 3
@@ -50,7 +52,16 @@ def everything(logits: Tensor, counted: Tensor, power: float = 1.0) -> tuple[Cal
 
 def by_number(whole: Tensor) -> Callable[..., Tensor]:
     """Return a sampler that looks labels (draws, sequences, positions) up by the number of the sequence."""
-    return lambda logits, numbers, draws: whole[:draws, list(numbers)]
+    return lambda logits, numbers, draws, seed: whole[:draws, list(numbers)]
+
+
+@contextmanager
+def drawn_by(sampler: Callable[..., Tensor]) -> Iterator[None]:
+    """Draw labels, or the residuals of squared error, by a function of (output, numbers of the sequences, draws, seed)."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("sample_labels", "sample_residuals"):
+            patch.setattr(cotangents, name, sampler)
+        yield
 
 
 def expectation(found: Replicates, probabilities: Tensor) -> Tensor:

@@ -78,7 +78,7 @@ def test_the_model_is_left_as_it_was_after_an_interrupt(stop, at):
             raise stop
 
     with pytest.raises(stop):
-        depth_diagnostics(model, IDS, LABELS, what="all", renumber=True, progress=interrupt, curvature="autograd", products=2)
+        depth_diagnostics(model, IDS, LABELS, what="all", progress=interrupt, curvature="autograd", products=2)
     assert_same_state(before, model)
 
 
@@ -129,7 +129,7 @@ def test_squared_error():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"what": "variances"}, "asks for 'variances'"),
+        ({"what": "variances"}, "did you mean 'variance'"),
         ({"what": ()}, "asks for nothing"),
         ({"tokens": "first"}, "tokens='first'"),
         ({"loss": "hinge"}, "loss='hinge'"),

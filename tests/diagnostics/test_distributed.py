@@ -33,19 +33,25 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-def found_by_ranks(folder: Path, size: int, *ways: str) -> dict[str, Any]:
-    """Return what every rank of every way found that was not lost; see distributed_worker."""
-    run("-W", "ignore", str(ROOT / "tests" / "diagnostics" / "distributed_worker.py"), str(folder), str(size), *ways)
-    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+LOST = {"last": (0, 0.0), "first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
+"""Way -> the rank that is left, and how many seconds it waits at least."""
 
 
 @pytest.fixture(scope="module", params=SIZES)
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
-    """Return the number of processes, and what rank 0 found; the others found the same bits."""
+def by_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+    """Return the number of processes, and what every rank of every way that was not lost has measured; see distributed_worker."""
     if not hasattr(torch.cpu.Stream, "record_event"):
         pytest.skip("fully_shard of this torch (2.6) needs a GPU")
-    size = request.param
-    everywhere = found_by_ranks(tmp_path_factory.mktemp("distributed"), size, "all")
+    folder, ways = tmp_path_factory.mktemp("distributed"), ["all", *LOST]
+    run("-W", "ignore", str(ROOT / "tests" / "diagnostics" / "distributed_worker.py"), str(folder), str(request.param), *ways)
+    return request.param, {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: tuple[int, dict[str, Any]]) -> tuple[int, dict[str, Any]]:
+    """Return the number of processes, and what rank 0 found; the others found the same bits."""
+    size, results = by_rank
+    everywhere = {name: one for name, one in results.items() if name.startswith("all-")}
     assert len(everywhere) == size
     assert all(other == everywhere["all-0"] for other in everywhere.values())
     return size, everywhere["all-0"]
@@ -61,12 +67,12 @@ def micro_batches(size: int) -> list[list[tuple[int, ...]]]:
     return made
 
 
-def one_process(groups: list[tuple[int, ...]], dtype: torch.dtype, **options: Any) -> dict[str, Any]:
+def one_process(groups: list[tuple[int, ...]], made: torch.nn.Module, **options: Any) -> dict[str, Any]:
     """Measure what ranks do together, in this process, with the sequences grouped into the same micro-batches."""
     tokens, labels = worker.sequences()
     data = [(tokens[list(group)], labels[list(group)]) for group in groups]
     numbers = [number for group in groups for number in group]
-    return worker.own(sharpness(worker.model(dtype), data, numbers=numbers, **worker.OPTIONS, **options))
+    return worker.own(sharpness(made, data, numbers=numbers, **worker.OPTIONS, **options))
 
 
 def assert_same_report(found: dict[str, Any], expected: dict[str, Any], tolerance: float) -> None:
@@ -92,7 +98,7 @@ def assert_same_report(found: dict[str, Any], expected: dict[str, Any], toleranc
 def test_whole_models_equal_one_process_with_all_micro_batches(found: tuple[int, dict[str, Any]], way: str, name: str) -> None:
     size, results = found
     groups = [group for its in micro_batches(size) for group in its]
-    expected = one_process(groups, DTYPES[name])
+    expected = one_process(groups, worker.model(DTYPES[name]))
     assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
     if name == "float64":
         assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
@@ -110,16 +116,21 @@ def test_sharded_models_equal_one_process_with_joint_micro_batches(
     found: tuple[int, dict[str, Any]], way: str, name: str
 ) -> None:
     size, results = found
-    expected = one_process(joint(size), DTYPES[name], parts=worker.some_cut(worker.model()))
+    expected = one_process(joint(size), worker.model(DTYPES[name]), parts=worker.some_cut(worker.model()))
     assert_same_report(results["sharpness"][f"{way} {name}"], expected, EXACT[name])
     assert results["sharpness"][f"gradients kept {name}"]
     if name == "float64":
         assert results["sharpness"][f"{way} {name}"]["histograms"] == expected["histograms"]
 
 
+def test_labels_of_a_sharded_model_are_where_its_own_loss_has_them(found: tuple[int, dict[str, Any]]) -> None:
+    size, results = found
+    assert_same_report(results["sharpness"]["labelled"], one_process(joint(size), worker.Masked()), EXACT["float64"])
+
+
 def test_numbers_say_which_sequences_a_rank_holds(found: tuple[int, dict[str, Any]]) -> None:
     size, results = found
-    expected = one_process([tuple(range(rank, 7, size)) for rank in range(size)], torch.float64)
+    expected = one_process([tuple(range(rank, 7, size)) for rank in range(size)], worker.model())
     assert_same_report(results["sharpness"]["numbers"], expected, EXACT["float64"])
 
 
@@ -144,7 +155,7 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: tuple[int, dict[str, 
     assert top["values"] == pytest.approx(dense.eigvalsh().flip(0)[:2].tolist(), rel=1e-12)
     assert max(top["residuals"]) <= 1e-12 * top["values"][0]
     assert results["operator"]["no convergence"].startswith("InputError: top_eigenvalues: ")
-    assert "different on rank 1" in results["operator"]["other vectors"]
+    assert "the block of vectors is '(" in results["operator"]["other vectors"]
 
 
 def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: tuple[int, dict[str, Any]]) -> None:
@@ -168,20 +179,11 @@ def test_the_page_s_program_prints_the_same_alone_and_with_two_processes(
     assert together[-1].split()[0] == alone[-1].split()[0]
 
 
-LOST = {"last": (0, 0.0), "first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
-"""Way -> the rank that is left, and how many seconds it waits at least."""
-
-
-@pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return found_by_ranks(tmp_path_factory.mktemp("failures"), 2, *LOST)
-
-
 @pytest.mark.parametrize("how", LOST)
-def test_the_rank_that_is_left_stops(lost: dict[str, Any], how: str) -> None:
+def test_the_rank_that_is_left_stops(by_rank: tuple[int, dict[str, Any]], how: str) -> None:
     """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
     left, least = LOST[how]
-    found = lost[f"{how}-{left}"]
+    found = by_rank[1][f"{how}-{left}"]
     assert found["said"].startswith(f"RankError: sharpness: rank {left} of 2 lost the others after ")
     assert "\n" not in found["said"]
     assert least <= found["seconds"] < 30  # the group's time-out is 60

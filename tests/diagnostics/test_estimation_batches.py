@@ -63,6 +63,7 @@ def test_mappings_are_keyword_arguments_whose_labels_are_one_place_later(form):
     unshifted = values({"input_ids": X, "attention_mask": mask}, X, model)
     assert values(batch, None, model, shift=False) == pytest.approx(unshifted, rel=1e-12)
     assert unshifted != pytest.approx(wanted, rel=1e-3)
+    assert values(({"input_ids": X, "attention_mask": mask}, X), None, model, shift=True) == pytest.approx(wanted, rel=1e-12)
 
 
 class Mixed(nn.Module):

@@ -9,6 +9,7 @@ import statistics
 import pytest
 import torch
 from scipy import stats
+from sharpness_cases import by_number, drawn_by
 
 from hessiankit.diagnostics.sharpness import replicates, sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
@@ -80,9 +81,8 @@ def all_label_vectors():
     every = torch.tensor(list(itertools.product(range(3), repeat=3)))  # of positions (0, 0), (0, 1), (1, 0)
     places = torch.cat([every, every[:, :1]], 1).reshape(27, 2, 2)
     part = Part("weight", "Head", "head", None, "the only one", 6)
-    found = replicates(
-        layer, x, labels, draws=27, micro_batch=1, parts=[part], sampler=lambda logits, numbers, draws: places[:, list(numbers)]
-    )
+    with drawn_by(by_number(places)):
+        found = replicates(layer, x, labels, draws=27, micro_batch=1, parts=[part])
     p = torch.softmax(layer(x).detach(), -1).flatten(0, 1)
     exact = sharpness(layer, x, labels, parts=[part], exact=True).types["Head"].value
     return found.values[:, :, 0] / 6, as_weights(found.terms), p[torch.arange(3), every].prod(1), exact

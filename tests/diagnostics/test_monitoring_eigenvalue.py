@@ -66,13 +66,13 @@ def test_both_routes_find_the_eigenvalue_of_the_dense_hessian(frozen):
     values = torch.linalg.eigvalsh(by_hand(model, pairs))
     model.unread = nn.Parameter(torch.ones(2, dtype=torch.float64))
     for route in ("closed form", "autograd"):
-        found = eigenvalue(model, batches_of(pairs), route=route, tol=1e-11, products=400)
+        found = eigenvalue(model, batches_of(model, pairs), route=route, tol=1e-11, products=400)
         assert (found["route"], found["converged"], "why" in found) == (route, True, False)
         assert abs(found["value"] - float(values[-1])) <= 1e-10 * float(values.abs().max())
 
 
 def test_the_routes_are_told_apart(monkeypatch):
-    model, batches = tiny(torch.float32), batches_of(data())
+    model, batches = tiny(torch.float32), batches_of(tiny(), data())
     assert eigenvalue(model, batches)["route"] == "closed form"
     monkeypatch.setattr(measurements, "CLOSED_FORM_ENTRIES", 10)
     found = eigenvalue(model, batches)
@@ -99,20 +99,20 @@ def test_labels_of_a_hugging_face_batch_are_moved_by_one():
     tokens = torch.tensor([[1, 2, 3, 4], [2, 2, 0, 5]])
     labels = tokens.clone()
     labels[1, 3] = -100
-    (inputs, target), *rest = batches_of({"x": tokens, "labels": labels})
+    model = tiny()
+    (inputs, target), *rest = batches_of(model, {"x": tokens, "labels": labels})
     assert not rest
     assert target.tolist() == [[2, 3, 4, -100], [2, 0, -100, -100]]
-    model = tiny()
     logits = model(tokens)[:, :-1]
     expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
     assert loss_of(model, [(inputs, target)]).evaluate()[0] == pytest.approx(expected.item(), rel=1e-14)
-    (_, classes), *_ = batches_of({"x": tokens, "labels": torch.tensor([0, 1])})
+    (_, classes), *_ = batches_of(model, {"x": tokens, "labels": torch.tensor([0, 1])})
     assert classes.tolist() == [0, 1]  # of sequences, not of tokens
 
 
 @pytest.mark.parametrize("route", ["closed form", "autograd"])
 def test_the_autocast_of_a_training_loop_is_left_out(route):
     model = tiny(torch.float32)
-    plain = eigenvalue(model, batches_of(data()), route)
+    plain = eigenvalue(model, batches_of(model, data()), route)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert eigenvalue(model, batches_of(data()), route) == plain
+        assert eigenvalue(model, batches_of(model, data()), route) == plain

@@ -13,6 +13,7 @@ from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
 from hessiankit.cli.main import main
+from hessiankit.diagnostics.depth import growth_laws
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 from hessiankit.diagnostics.monitoring.lines import FORMAT, KEY, Lines, read_lines
 
@@ -41,6 +42,11 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path):
         assert lines.last == 0
         lines.append({"step": 10})
         assert path.read_bytes() == whole
+    header = whole[: whole.index(b"\n") + 1]
+    for kept in (0, 1, len(header) - 1, len(header)):
+        path.write_bytes(header[:kept])
+        assert Lines(path, HEADER).last is None
+        assert path.read_bytes() == header
 
 
 def test_an_environment_may_change_and_the_first_one_stays(tmp_path):
@@ -206,13 +212,16 @@ def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
     assert angles[0, 1] == distances[1][2]
     assert angles[1, 0] == distances[0][2]
     assert np.isnan(np.ma.filled(angles, np.nan)[1, 1])
+    stream = log.records[-1]["depth"]["stream"]["variance"]
+    assert log.records[-1]["depth"]["laws"]["best"] == growth_laws(stream).best
     variance = panels["variance of the residual stream, by layer"]
     np.testing.assert_array_equal(
         np.stack([line.get_ydata() for line in variance.lines], 1), log.series("depth", "stream", "variance")
     )
 
 
-def test_what_cannot_be_drawn_is_named(path, tmp_path):
+def test_what_cannot_be_drawn_is_named(tmp_path):
+    path = by_hand(tmp_path / "run.jsonl")
     Lines(tmp_path / "empty.jsonl", RUN)
     with pytest.raises(hk.InputError, match="holds no measurement yet"):
         MonitorLog.read(tmp_path / "empty.jsonl").plot()

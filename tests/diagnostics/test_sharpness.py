@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from sharpness_cases import (
-    by_number,
+    drawn_by,
     everything,
     expectation,
     expected_squares,
@@ -39,55 +39,29 @@ def test_mean_over_all_label_vectors_is_the_fisher_diagonal(case, micro_batch, t
     model, x, y, fisher = case
     sampler, probabilities, draws = everything(model(x), y != -100)
     assert draws == 27
-    found = replicates(model, x, y, draws=draws, sampler=sampler, micro_batch=micro_batch)
+    with drawn_by(sampler):
+        found = replicates(model, x, y, draws=draws, micro_batch=micro_batch)
     assert found.terms.tolist() == terms
     assert relative(expectation(found, probabilities), fisher) < 1e-12
     assert float((found.values.std(1) / found.values.mean(1))[0].min()) > 0.1  # a draw alone is far from it
 
 
-def test_labels_of_the_data_are_biased(case):
+def test_labels_of_the_data(case):
+    """Squared gradients of the mean loss, whose cross terms the data's labels leave."""
     model, x, y, fisher = case
-    parts, counted = model_parts(model), y != -100
-    found = replicates(model, x, y, kind="fisher-empirical")
-    assert found.draws == 1
-    once = expectation(found, torch.ones(1).double())
-    assert relative(once, fisher) > 0.1
-    logs = torch.log_softmax(model(x), -1)[counted].gather(1, y[counted].unsqueeze(1))[:, 0]
-    mean = sum(squares(log, model, parts) for log in logs) / len(logs)
-    assert relative(once, mean) > 0.1  # nor the mean of the squares: cross terms remain
-    report = sharpness(model, x, y, kind="fisher-empirical")
-    assert "EMPIRICAL Fisher" in report.table()
-
-
-def one_uniform_number(logits, counted):
-    """The same uniform number for all positions: the draws are the intervals in which no label changes."""
-    cumulative = torch.softmax(logits.detach(), -1).cumsum(-1)
-    ends = torch.cat([torch.zeros(1).double(), cumulative.flatten().clamp(max=1.0), torch.ones(1).double()]).sort().values
-    middles = (ends[1:] + ends[:-1]) / 2
-    shared = torch.stack([(cumulative < u).sum(-1).clamp(max=2) for u in middles])
-    return by_number(shared), ends.diff(), len(middles)
-
-
-@pytest.mark.parametrize(
-    "sampled",
-    [
-        one_uniform_number,
-        lambda logits, counted: everything(logits, counted, power=2.0),  # another temperature
-        lambda logits, counted: (by_number(logits.argmax(-1).unsqueeze(0)), torch.ones(1).double(), 1),  # the likeliest labels
-    ],
-)
-def test_other_distributions_of_the_labels_are_biased(case, sampled):
-    model, x, y, fisher = case
-    sampler, probabilities, draws = sampled(model(x), y != -100)
-    found = replicates(model, x, y, draws=draws, sampler=sampler)
-    assert relative(expectation(found, probabilities), fisher) > 0.05
+    loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    found = expectation(replicates(model, x, y, kind="fisher-empirical"), torch.ones(1).double())
+    assert relative(found, 3 * squares(loss, model, model_parts(model))) < 1e-12
+    assert relative(found, fisher) > 0.1
+    assert "EMPIRICAL Fisher" in sharpness(model, x, y, kind="fisher-empirical").table()
 
 
 def test_squared_error_over_all_signs_is_the_gauss_newton_trace():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Tanh(), torch.nn.Linear(3, 2)).double()
     x, parts = torch.randn(2, 2, generator=torch.Generator().manual_seed(1)).double(), plain_parts(model)
     signs = 2.0 * vectors(4, 2).double().reshape(16, 2, 2) - 1.0  # of the moments of a Gaussian that the mean of squares needs
-    found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, sampler=lambda *_: signs, parts=parts)
+    with drawn_by(lambda *_: signs):
+        found = replicates(model, x, torch.zeros(2, 2).double(), loss="mse", draws=16, parts=parts)
     wanted = sum(squares(entry, model, parts) for entry in model(x).flatten()) * 2 / 4
     assert found.terms.tolist() == [4]
     assert relative(expectation(found, torch.full((16,), 1 / 16).double()), wanted) < 1e-12

@@ -10,7 +10,7 @@ import torch
 
 from figures import sharpness_coverage as figure
 from figures.__main__ import main
-from hessiankit.diagnostics.sharpness import replicates, sharpness
+from hessiankit.diagnostics.sharpness import cotangents, replicates, sharpness
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,9 +28,9 @@ def test_a_draw_by_scores_is_a_draw_of_the_estimator(monkeypatch):
     problem = figure.make("gpt")
     x, y = problem.data
     labels = torch.randint(13, (3, *y.shape), generator=torch.Generator().manual_seed(0))
-    found = replicates(
-        problem.model, x, y, draws=3, micro_batch=1, sampler=lambda logits, numbers, draws: labels[:, list(numbers)]
-    )
+    with monkeypatch.context() as patch:
+        patch.setattr(cotangents, "sample_labels", lambda logits, numbers, draws, seed: labels[:, list(numbers)])
+        found = replicates(problem.model, x, y, draws=3, micro_batch=1)
     given = iter(labels.unbind(1))  # the labels of one sequence after the other, (draws, positions)
     monkeypatch.setattr(torch, "multinomial", lambda p, n, **_: next(given).T)
     again = figure.draw_replicates(problem, 3, 4, torch.Generator())

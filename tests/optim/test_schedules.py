@@ -128,9 +128,9 @@ def test_resumed_with_the_same_digits(ramp, stop):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"kind": "linear"}, "kind='linear'; expected one of cosine, wsd"),
-        ({"ramp": "jump"}, "ramp='jump'; expected one of direct, switch"),
-        ({"floor": "none"}, "floor='none'; expected one of scaled, common"),
+        ({"kind": "linear"}, "kind='linear' is not known; did you mean 'cosine'"),
+        ({"ramp": "jump"}, "ramp='jump' is not known; choose one of direct, switch"),
+        ({"floor": "none"}, "floor='none' is not known; choose one of scaled, common"),
         ({"warmup": 9}, "warmup=9 and steps=9; expected 0 <= warmup < steps"),
         ({"final": 1.5}, "final=1.5 and stable=0.6667; expected fractions"),
     ],

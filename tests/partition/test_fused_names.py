@@ -149,8 +149,3 @@ def test_a_computed_weight_is_not_listed() -> None:
     module = SelfAttention(8, 4)
     nn.utils.parametrizations.weight_norm(module.c_attn)
     assert set(named_slices(module)) == {f"{role}.bias" for role in ROLES}
-
-
-def test_the_argument_is_a_module() -> None:
-    with pytest.raises(hk.InputError, match=r"expected a torch\.nn\.Module, got str"):
-        named_slices("h.0.attn")  # type: ignore[arg-type]

@@ -75,13 +75,8 @@ def test_overrides_that_cannot_be(overrides: dict[str, str], message: str) -> No
 
 @pytest.mark.parametrize("option", [{"tied": "FFN"}, {"biases": "none"}, {"final_norm": "FFN"}])
 def test_choices_that_there_are_not(option: dict[str, str]) -> None:
-    with pytest.raises(hk.InputError, match=rf"model_parts: {next(iter(option))} is .*; expected one of"):
+    with pytest.raises(hk.InputError, match=rf"model_parts: {next(iter(option))}=.* is not known; choose one of"):
         model_parts(model(), **option)
-
-
-def test_the_argument_is_a_module() -> None:
-    with pytest.raises(hk.InputError, match=r"expected a torch\.nn\.Module, got dict"):
-        model_parts({})  # type: ignore[arg-type]
 
 
 def test_block_types_are_a_plain_dict_that_prints_as_a_table() -> None:

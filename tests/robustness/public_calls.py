@@ -304,7 +304,7 @@ CALLS = {
     "depth_diagnostics": Call(
         hk.depth_diagnostics,
         on_language(
-            blocks=None, what=("variance", "angles", "drop", "gradient"), tokens="all", loss="cross_entropy", renumber=False,
+            blocks=None, what=("variance", "angles", "drop", "gradient"), tokens="all", loss="cross_entropy",
             curvature="auto", draws=2, exact_below=256, tol=1e-2, products=4, seed=0, micro_batch=None, progress=None,
         ),
         ("depth_diagnostics",),

@@ -23,7 +23,7 @@ from hessiankit.diagnostics.depth.pruning import PruningDrop, pruning_drop
 from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, placed
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
 from hessiankit.engine.problem.task import available_memory, gib
@@ -72,31 +72,39 @@ class DepthReport(Printed, WithDict):
     memory: dict[str, int]
     seconds: float
 
+    def _by_layer(self) -> Iterator[tuple[str, str, str, Sequence[Any], Callable[[Any], str]]]:
+        """Yield each quantity: its column, its panel, its line there, an entry a layer, and how a cell is written.
+
+        The name of a column or panel is empty where there is none.
+        """
+        short, signed, cosine = "{:.4g}".format, "{:+.4f}".format, "{:.3f}".format
+        if self.stream is not None:
+            yield "sigma^2(x_l)", "variance of the residual stream", "", self.stream.variance, short
+            yield "sigma^2(y_l)", "", "", self.stream.variance[1:], short
+            for kind, values in self.stream.rho.items():
+                yield "cos(x,f)" * (kind == "block"), "cosine of stream and branch", kind, values, cosine
+            for kind, values in self.stream.update_ratio.items():
+                yield "||f||/||x||" * (kind == "block"), "length of branch / stream", kind, values, short
+        if self.angles is not None:
+            yield "d(x_l,y_l)", "angular distance to the next layer", "", self.angles.all.diagonal(1).tolist(), short
+        if self.drop is not None:
+            yield "dloss", "loss without the block, less the loss", "", self.drop.loss_change, signed
+            if self.drop.accuracy_change is not None:
+                yield "dacc", "", "", self.drop.accuracy_change, signed
+        if self.gradient is not None:
+            yield "||grad||", "norm of the gradient", "", self.gradient, short
+        if self.jacobians is not None:
+            yield "||J-I||_2", "distance of the Jacobian from I", "spectral", self.jacobians.spectral, str
+            yield "rms(J-I)", "distance of the Jacobian from I", "rms", self.jacobians.rms, str
+        for name, part in (("Hessian", self.hessian), ("Gauss-Newton", self.ggn)):
+            if part is not None:
+                yield f"lambda_max {name[0]}", r"$\lambda_{\max}$ by layer", name, part.top, str
+                yield f"tr {name[0]}", "trace by layer", name, part.trace, str
+
     def columns(self) -> dict[str, tuple[str, ...]]:
         """Return the table's columns after the layer's number: heading -> one text a layer."""
-        columns: dict[str, tuple[str, ...]] = {}
         L = len(self.blocks)
-        if self.stream is not None:
-            columns["sigma^2(x_l)"] = _numbers(self.stream.variance[:L])
-            columns["sigma^2(y_l)"] = _numbers(self.stream.variance[1:])
-            columns["cos(x,f)"] = tuple(f"{x:.3f}" for x in self.stream.rho["block"])
-            columns["||f||/||x||"] = _numbers(self.stream.update_ratio["block"])
-        if self.angles is not None:
-            columns["d(x_l,y_l)"] = _numbers(self.angles.all.diagonal(1).tolist())
-        if self.drop is not None:
-            columns["dloss"] = tuple(f"{x:+.4f}" for x in self.drop.loss_change)
-            if self.drop.accuracy_change is not None:
-                columns["dacc"] = tuple(f"{x:+.4f}" for x in self.drop.accuracy_change)
-        if self.gradient is not None:
-            columns["||grad||"] = _numbers(self.gradient)
-        if self.jacobians is not None:
-            columns["||J-I||_2"] = tuple(map(str, self.jacobians.spectral))
-            columns["rms(J-I)"] = tuple(map(str, self.jacobians.rms))
-        for name, part in (("H", self.hessian), ("G", self.ggn)):
-            if part is not None:
-                columns[f"lambda_max {name}"] = tuple(map(str, part.top))
-                columns[f"tr {name}"] = tuple(map(str, part.trace))
-        return columns
+        return {column: tuple(map(write, entries[:L])) for column, _, _, entries, write in self._by_layer() if column}
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw each quantity over the layers, in a panel of its own.
@@ -109,35 +117,15 @@ class DepthReport(Printed, WithDict):
         """
         from hessiankit.curvature.plot_frame import over_layers, panels  # only here: Matplotlib
 
-        quantities = self._quantities()
+        quantities: dict[str, dict[str, list[float]]] = {}
+        for _, panel, line, entries, _ in self._by_layer():
+            if panel:
+                quantities.setdefault(panel, {})[line] = [getattr(entry, "value", entry) for entry in entries]
         heading = f"{self.model}, {len(self.blocks)} blocks" + (f", {self.stream.tokens:,} tokens" if self.stream else "")
         with panels("DepthReport.plot", len(quantities), heading, path) as (figure, every):
             for axes, (title, lines) in zip(every, quantities.items(), strict=True):
                 over_layers(axes, title, lines)
         return figure
-
-    def _quantities(self) -> dict[str, dict[str, Sequence[float]]]:
-        """Return the panels of the picture: title -> name of a line -> a number a layer."""
-        found: dict[str, dict[str, Sequence[float]]] = {}
-        if self.stream is not None:
-            found["variance of the residual stream"] = {"": self.stream.variance}
-            found["cosine of stream and branch"] = dict(self.stream.rho)
-            found["length of branch / stream"] = dict(self.stream.update_ratio)
-        if self.angles is not None:
-            found["angular distance to the next layer"] = {"": self.angles.all.diagonal(1).tolist()}
-        if self.drop is not None:
-            found["loss without the block, less the loss"] = {"": self.drop.loss_change}
-        if self.gradient is not None:
-            found["norm of the gradient"] = {"": self.gradient}
-        if self.jacobians is not None:
-            spectral, rms = ([one.value for one in part] for part in (self.jacobians.spectral, self.jacobians.rms))
-            found["distance of the Jacobian from I"] = {"spectral": spectral, "rms": rms}
-        parts = {"Hessian": self.hessian, "Gauss-Newton": self.ggn}
-        curved = {name: part for name, part in parts.items() if part is not None}
-        if curved:
-            found[r"$\lambda_{\max}$ by layer"] = {name: [one.value for one in part.top] for name, part in curved.items()}
-            found["trace by layer"] = {name: [one.value for one in part.trace] for name, part in curved.items()}
-        return found
 
     def _headline(self) -> str:
         loss = f", loss {self.drop.loss:.4g}" if self.drop is not None else ""
@@ -149,8 +137,6 @@ class DepthReport(Printed, WithDict):
         remarks = [str(part) for part in (self.laws, self.jacobians, self.hessian, self.ggn) if part is not None]
         if any("?" in text for column in self.columns().values() for text in column):
             remarks.append("? Lanczos ran out of products: a lower bound of that number; pass products=")
-        if self.drop is not None and self.drop.renumbered:
-            remarks.append("dloss, dacc: later blocks renumbered")
         return remarks
 
     def _parts(self) -> Iterator[Piece]:
@@ -160,10 +146,6 @@ class DepthReport(Printed, WithDict):
         rows = zip(layers, self.blocks, *columns.values(), strict=True)
         yield table(("l", "block", *columns), rows, left=2, names=self.blocks, drop=drop)
         yield from self._remarks()
-
-
-def _numbers(values: Any) -> tuple[str, ...]:
-    return tuple(f"{x:.4g}" for x in values)
 
 
 QUANTITIES = ("variance", "angles", "drop", "gradient", "jacobian", "hessian", "ggn")
@@ -182,7 +164,6 @@ def depth_diagnostics(
     what: str | Iterable[str] = CHEAP,
     tokens: str = "all",
     loss: str = "cross_entropy",
-    renumber: bool = False,
     curvature: str = "auto",
     draws: int = 8,
     exact_below: int = 256,
@@ -214,7 +195,6 @@ def depth_diagnostics(
         tokens: Whether the stream's numbers are means over ``"all"`` counted tokens or the ``"last"`` one of each sequence.
             Angles are given for both.
         loss: ``"cross_entropy"`` or ``"mse"``, a mean over all labels, or entries, that count.
-        renumber: With a block removed, whether later blocks' 1 / sqrt(l) moves up; hessiankit's blocks only.
         curvature: How Hessians are multiplied: ``"exact"``, ``"autograd"`` or ``"auto"``; the report says which was used.
         draws: Random probes of Frobenius norms and traces.
         exact_below: States, or parameters of a block, up to which all unit vectors are taken in place of probes.
@@ -260,7 +240,7 @@ def depth_diagnostics(
         memory = expected_memory(batched, stack, chosen)
         tell = _teller(progress, memory)
         stream, angles = _stream(batched, stack, chosen, tokens, tell)
-        drop = pruning_drop(batched, stack, renumber=renumber, tell=tell("drop")) if "drop" in chosen else None
+        drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in chosen else None
         parameters = stack.parameters(model)
         _require_gradients(model, wanted=False)  # Jacobians are with respect to states
         jacobian = jacobians(batched, stack, estimator, tell=tell("jacobian")) if "jacobian" in chosen else None
@@ -292,10 +272,10 @@ def depth_diagnostics(
 
 def _quantities(what: str | Iterable[str]) -> tuple[str, ...]:
     chosen = QUANTITIES if what == "all" else (what,) if isinstance(what, str) else tuple(what)
-    unknown = [q for q in chosen if q not in QUANTITIES]
-    if unknown or not chosen:
-        seen = f"{unknown[0]!r}" if unknown else "nothing"
-        raise InputError(f"{WHO}: what= asks for {seen}; expected some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
+    for quantity in chosen:
+        check_name(WHO, "what", quantity, QUANTITIES)
+    if not chosen:
+        raise InputError(f"{WHO}: what= asks for nothing; pass some of {', '.join(map(repr, QUANTITIES))}, or 'all'")
     return tuple(q for q in QUANTITIES if q in chosen)
 
 
@@ -346,11 +326,11 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
                 raise InputError(f"{WHO}: the mapping holds no tensor; pass {FORMS}")
         if first is not None:
             target = torch.full((first.shape[0],), IGNORE_INDEX, device=first.device)
-    batches = tuple(micro_batches(WHO, data, target, micro_batch=micro_batch, model=model))
+    batches = tuple(micro_batches(WHO, model, data, target, loss=loss, micro_batch=micro_batch))
     for batch in batches:
         check_devices(WHO, batch, model)
     check_cut(WHO, model, batches)
-    return BatchedLoss(WHO, model, tuple(placed(WHO, model, batches)), loss)
+    return BatchedLoss(WHO, model, batches, loss)
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:

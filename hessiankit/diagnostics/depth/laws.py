@@ -113,18 +113,11 @@ def growth_laws(variance: Sequence[float], theory: str = OTHER) -> GrowthLaws:
     layers = np.arange(1, len(y) + 1, dtype=np.float64)
     laws = {}
     for name, shape in SHAPES.items():
-        b, a = _line(shape(layers), y)
+        b, a = map(float, np.polyfit(shape(layers), y, 1))
         laws[name] = Law(name, a, b, _r_squared(y, a + b * shape(layers)))
     a, b = _exponential(layers, y)
     laws["exponential"] = Law("exponential", a, b, _r_squared(y, a * np.exp(b * layers)))
     return GrowthLaws(laws, _exponent(layers, y), theory)
-
-
-def _line(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
-    """Return slope and intercept."""
-    centred = x - x.mean()
-    slope = float(centred @ (y - y.mean()) / (centred @ centred))
-    return slope, float(y.mean() - slope * x.mean())
 
 
 def _exponential(layers: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[float, float]:
@@ -157,7 +150,7 @@ def _exponent(layers: NDArray[np.float64], y: NDArray[np.float64]) -> float:
     growth = y[1:] - y[0]
     if len(growth) < 2 or not (growth > 0).all():
         return math.nan
-    return _line(np.log(layers[1:] - 1), np.log(growth))[0]
+    return float(np.polyfit(np.log(layers[1:] - 1), np.log(growth), 1)[0])
 
 
 def theory_of(placements: set[str]) -> str:

@@ -70,17 +70,6 @@ class HessianProducts:
 
         return product
 
-    def gradient(self) -> Tensor:
-        """Return the gradient of the mean loss in all parameters, one block after the other, (P,)."""
-        parameters = [p for block in self.blocks for p in block]
-        total = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        for batch in self.data.batches:
-            out = self.data.output(batch)
-            loss = self.data.summed(out, self.data.target(batch, out))
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            total += torch.cat([x.reshape(-1) for x in _filled(found, parameters)])
-        return total.div_(self.terms)
-
     def _linearised(self, batch: MicroBatch) -> BlockProduct:
         out = self.data.output(batch)
         target = self.data.target(batch, out)

@@ -9,10 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from hessiankit.blocks import TransformerBlock
-from hessiankit.diagnostics.depth.blocks import WHO, Blocks, hooks, state_of
+from hessiankit.diagnostics.depth.blocks import Blocks, hooks, state_of
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
-from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 
 
@@ -25,33 +23,30 @@ class PruningDrop(WithDict):
         accuracy: Of the whole model, the share of counted labels with the largest logit; None for squared error.
         loss_change: L numbers; positive where removing the block does damage.
         accuracy_change: L numbers; negative where it does damage. None for squared error.
-        renumbered: Whether the layer numbers of the blocks after the removed one moved down by one.
     """
 
     loss: float
     accuracy: float | None
     loss_change: tuple[float, ...]
     accuracy_change: tuple[float, ...] | None
-    renumbered: bool
 
 
-def pruning_drop(data: BatchedLoss, blocks: Blocks, *, renumber: bool = False, tell: Callable[[int, int], None]) -> PruningDrop:
+def pruning_drop(data: BatchedLoss, blocks: Blocks, *, tell: Callable[[int, int], None]) -> PruningDrop:
     """Return the change of loss and accuracy with each block removed.
 
     Every block keeps its layer-dependent factor (LayerNorm Scaling's 1 / sqrt(l)). The authors' script instead deletes a
-    block and reloads the model, which gives every later block the factor of the layer before: ``renumber=True``.
+    block and reloads the model, which gives every later block the factor of the layer before.
     """
-    own = _layered(blocks) if renumber else []
     loss, accuracy = data.evaluate()
     losses, accuracies = [], []
     for k, block in enumerate(blocks.modules):
         tell(k, len(blocks))
-        with removed(block), _renumbered(own, k):
+        with removed(block):
             less, right = data.evaluate()
         losses.append(less - loss)
         if accuracy is not None and right is not None:
             accuracies.append(right - accuracy)
-    return PruningDrop(loss, accuracy, tuple(losses), None if accuracy is None else tuple(accuracies), renumber)
+    return PruningDrop(loss, accuracy, tuple(losses), None if accuracy is None else tuple(accuracies))
 
 
 @contextmanager
@@ -64,40 +59,3 @@ def removed(block: nn.Module) -> Iterator[None]:
 
     with hooks([block], after=hook):
         yield
-
-
-def _layered(blocks: Blocks) -> list[TransformerBlock]:
-    """Return the blocks, each of which knows its number.
-
-    Raises:
-        InputError: One does not, or its norms depend on it.
-    """
-    layered = []
-    for name, block in zip(blocks.names, blocks.modules, strict=True):
-        if not isinstance(block, TransformerBlock):
-            kind = type(block).__name__
-            raise InputError(
-                f"{WHO}: renumber=True, but {name!r} is a {kind}, whose layer number is not known; leave renumber out"
-            )
-        if block.own_placement.name != block.placement:
-            raise InputError(
-                f"{WHO}: renumber=True, but the norms of {block.placement!r} depend on the layer, so that a renumbered block "
-                "would need other parameters; leave renumber out"
-            )
-        layered.append(block)
-    return layered
-
-
-@contextmanager
-def _renumbered(blocks: list[TransformerBlock], gone: int) -> Iterator[None]:
-    """Give the factors of some blocks the values of a stack without block ``gone``."""
-    before = [block.factor for block in blocks]
-    try:
-        for k, block in enumerate(blocks):
-            rule = block.own_placement.factor
-            if rule is not None and k != gone:
-                block.factor = rule(max(1, block.layer - (k > gone)), max(1, block.n_layers - 1))
-        yield
-    finally:
-        for block, factor in zip(blocks, before, strict=True):
-            block.factor = factor

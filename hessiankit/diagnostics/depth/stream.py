@@ -97,10 +97,6 @@ def _branch(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([torch.where(size > 0, cosine, 0.0).sum(), (size / length).sum()])  # a branch of zeros has no direction
 
 
-CLIP = (1.0, 99.0)
-"""Percentiles between which the authors' code clips a row before it draws it."""
-
-
 @dataclass(frozen=True, eq=False)
 class AngularDistances(WithDict):
     """d(x^l, x^{l+n}) = arccos(cos(x^l, x^{l+n})) / pi (The Curse of Depth, Eq. 1), a mean over tokens, in [0, 1].
@@ -127,20 +123,6 @@ class AngularDistances(WithDict):
         out = d.new_full((L, L), math.nan)
         for n in range(1, L + 1):
             out[n - 1, : L + 1 - n] = d.diagonal(n)
-        return out
-
-    def row_normalised(self, tokens: str = "all") -> Tensor:
-        """Return :meth:`by_distance` with each row clipped to its percentiles 1 and 99 and stretched to [0, 1].
-
-        That is how the authors' heat maps are made. A row then spans 0 to 1 whatever its angles are: these are no angles, and
-        rows cannot be compared. A constant row becomes 0.
-        """
-        out = self.by_distance(tokens)
-        for n, row in enumerate(out):
-            known = row[: len(row) - n]
-            low, high = torch.quantile(known, torch.tensor(CLIP, dtype=known.dtype, device="cpu") / 100)
-            width = high - low
-            known.copy_((known.clamp(low, high) - low) / width if width > 0 else torch.zeros_like(known))
         return out
 
 
@@ -195,17 +177,6 @@ def gradient_norms(data: BatchedLoss, blocks: list[dict[str, nn.Parameter]]) -> 
     The paper's Theorem 4.3 speaks of dy_L/dW_1, a Jacobian; its bound does not hold as printed. This is what an optimiser sees.
     """
     parameters = {id(p): p for block in blocks for p in block.values()}
-    if not parameters:
-        return (0.0,) * len(blocks)
-    sums: dict[int, Tensor] = {}
-    terms = 0.0
-    for batch in data.batches:
-        out = data.output(batch)
-        target = data.target(batch, out)
-        terms += data.count(target)
-        gradients = torch.autograd.grad(data.summed(out, target), list(parameters.values()), allow_unused=True)
-        for key, g in zip(parameters, gradients, strict=True):
-            if g is not None:
-                sums[key] = sums[key] + g if key in sums else g
-    squares = {key: float(g.double().square().sum()) for key, g in sums.items()}
-    return tuple(math.sqrt(math.fsum(squares.get(id(p), 0.0) for p in block.values())) / terms for block in blocks)
+    gradients = zip(parameters, data.gradient(list(parameters.values())), strict=True)
+    squares = {key: float(g.double().square().sum()) for key, g in gradients}
+    return tuple(math.sqrt(math.fsum(squares[id(p)] for p in block.values())) for block in blocks)

@@ -12,11 +12,12 @@ from torch import nn
 
 from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
 from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
-from hessiankit.diagnostics.distributed.sharded import is_sharded, sharded_replicates, unwrapped
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, micro_batches
+from hessiankit.diagnostics.distributed.sharded import is_sharded, labels_are_later, sharded_replicates, unwrapped
+from hessiankit.diagnostics.sharpness.batches import MicroBatch
 from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
-from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates_of
+from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, read, replicates_of
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
+from hessiankit.engine.problem.batches import batches
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -30,18 +31,18 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
     Raises:
         InputError: On every rank, if the data of one cannot be used, or two ranks claim the same number.
     """
-    given = None if options.numbers is None else list(options.numbers)
-
-    def read() -> list[MicroBatch]:
-        if data is None or (isinstance(data, (list, tuple)) and not data):
-            return []
-        step, shift = options.micro_batch, options.shift
-        return micro_batches(ranks.who, data, target, micro_batch=step, numbers=given, shift=shift, model=module)
-
-    own = ranks.together(read)
-    ranks.agree(**{"numbers=": "given" if given is not None else "not given"})
+    numbers = None if options.numbers is None else list(options.numbers)
+    options = replace(options, numbers=numbers)
+    has_none = data is None or (isinstance(data, (list, tuple)) and not data)
+    if is_sharded(module):  # which one rank cannot call by itself
+        data = ranks.together(lambda: [] if has_none else list(batches(ranks.who, data, target, options.loss)[1]))
+        target = None
+        if options.shift is None:
+            options = replace(options, shift=labels_are_later(ranks, module, data))
+    own = ranks.together(lambda: [] if has_none else read(module, data, target, options))
+    ranks.agree(**{"numbers=": "not given" if numbers is None else "given"})
     held = ranks.gather([number for batch in own for number in batch.numbers])
-    if given is None:
+    if numbers is None:
         first = sum(map(len, held[: ranks.rank]))
         return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in own]
     claimed = Counter(number for of_rank in held for number in of_rank)
@@ -57,7 +58,7 @@ def replicated(ranks: Ranks, model: nn.Module, batches: list[MicroBatch], option
     Communication: for each micro-batch and draw one number a part, for each embedding one number a draw and row, and with
     histograms one number an entry of the model.
     """
-    counts = any(options.loss == "mse" or bool((batch.labels != IGNORE_INDEX).any()) for batch in batches)
+    counts = any(options.loss == "mse" or bool((batch.target != IGNORE_INDEX).any()) for batch in batches)
     own = ranks.together(lambda: replicates_of(model, batches, options) if counts else None)
     held = [one for one in ranks.gather(own and replace(own, entries={})) if one is not None]
     if not held:
@@ -129,12 +130,12 @@ def sharpness(
     own = ranks.together(lambda: SharpnessOptions(**given))
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
-    batches = local_batches(ranks, module, data, target, own)
+    cut = local_batches(ranks, module, data, target, own)
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
     if is_sharded(module):
-        return report_of(sharded_replicates(ranks, module, batches, own), confidence=confidence)
+        return report_of(sharded_replicates(ranks, module, cut, own), confidence=confidence)
     check_same_tensors(ranks, dict(module.named_parameters()), "parameter")
     if ranks.size > 1:
-        first = [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]]
+        first = [one.part(slice(0, 1)).on(torch.device("cpu")) for one in cut[:1]]
         check_same_forward(ranks, module, common(ranks, first))
-    return report_of(replicated(ranks, module, batches, own), confidence=confidence)
+    return report_of(replicated(ranks, module, cut, own), confidence=confidence)

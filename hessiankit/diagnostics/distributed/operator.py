@@ -21,8 +21,7 @@ from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
-from hessiankit.diagnostics.digest import digest
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, described
 from hessiankit.diagnostics.distributed.same_function import check_same_function, common
 from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
@@ -66,18 +65,9 @@ class DistributedOperator(HessianOperator):
         raise InputError(f"{WHO}: {name!r} is built by one process; pass a diagonal, an operator or a function as preconditioner")
 
     def _product(self, vectors: Tensor) -> Tensor:
-        self._check_same(vectors)
+        remedy = "draw the vectors to multiply with from one seed, or broadcast them from rank 0"
+        self.ranks.agree(remedy, **{"the block of vectors": described(vectors)})
         return super()._product(vectors)
-
-    def _check_same(self, vectors: Tensor) -> None:
-        (first, mark), *others = self.ranks.gather((f"{tuple(vectors.shape)}, {vectors.dtype}", digest(vectors)))
-        for rank, (its, other) in enumerate(others, start=1):
-            if (its, other) != (first, mark):
-                seen = f"{its} on rank {rank} and {first} on rank 0" if its != first else f"different on rank {rank}"
-                raise InputError(
-                    f"{WHO}: the vectors to multiply with are {seen}; expected the same on every rank: draw them from one seed, "
-                    "or broadcast them from rank 0"
-                )
 
 
 def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:

@@ -102,7 +102,7 @@ class Ranks:
             raise self._joint(failed) from own
         return result  # type: ignore[return-value]
 
-    def agree(self, **options: Any) -> None:
+    def agree(self, remedy: str = "make the same call everywhere, only with the rank's own data", /, **options: Any) -> None:
         """Raise an error on every rank unless all of them passed the same options, which are compared as they print."""
         held = self.gather({name: repr(value) for name, value in options.items()})
         for name in held[0]:  # rank 0's, so that every rank says the same
@@ -110,7 +110,7 @@ class Ranks:
                 if other.get(name) != held[0].get(name):
                     raise InputError(
                         f"{self.who}: {name} is {held[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}; expected "
-                        "the same on every rank: make the same call everywhere, only with the rank's own data"
+                        f"the same on every rank: {remedy}"
                     )
 
     @contextmanager
@@ -221,15 +221,16 @@ def check_same_tensors(ranks: Ranks, tensors: Mapping[str, Tensor], what: str) -
     """Raise an error on every rank unless all of them hold the same tensors, bit by bit; ``what`` names them, as in
     ``"parameter"``.
     """
-    if ranks.size == 1:
-        return
-    shapes = {name: (tuple(x.shape), x.dtype) for name, x in tensors.items()}
-    ranks.agree(**{f"the {what} {name!r}": shape for name, shape in shapes.items()}, **{f"the number of {what}s": len(shapes)})
-    held = ranks.gather([digest(x) for x in tensors.values()])
-    for at, name in enumerate(tensors):
-        for rank, other in enumerate(held):
-            if other[at] != held[0][at]:
-                raise InputError(
-                    f"{ranks.who}: the {what} {name!r} has other values on rank {rank} than on rank 0; expected the same model "
-                    "on every rank: load one checkpoint everywhere, or broadcast the state from rank 0"
-                )
+    if ranks.size > 1:
+        counted = {f"the number of {what}s": len(tensors)}
+        own = {f"the {what} {name!r}": described(x) for name, x in tensors.items()}
+        ranks.agree("load one checkpoint everywhere, or broadcast the state from rank 0", **counted, **own)
+
+
+def described(x: Tensor) -> str:
+    """Return the shape and the dtype of a tensor, and a digest of its values.
+
+    >>> described(torch.zeros(2))
+    '(2,), float32, digest b8c91d53eb483d77'
+    """
+    return f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, digest {digest(x)[:16]}"

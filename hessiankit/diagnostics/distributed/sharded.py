@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
+from itertools import islice, repeat
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hessiankit.diagnostics.distributed.ranks import Ranks
-from hessiankit.diagnostics.distributed.same_function import check_same_forward
+from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
 from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
 from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates, collected
 from hessiankit.diagnostics.sharpness.squares import SquaredGradients
+from hessiankit.engine.problem.batches import on_device_of
+from hessiankit.engine.problem.calling import map_tensors, samples
+from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
 from hessiankit.support.errors import InputError
 
 
@@ -123,11 +127,10 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
         sums = SquaredGradients(ranks.who, measured, draws, options.histograms, ranks.whole)
         spare = spare.on(next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
-            (spare,) = probe(ranks.who, model, [spare], backward=False, copies=0)
+            probe(ranks.who, model, [spare], backward=False, copies=0)
         check_same_forward(ranks, model, spare, sharded=True)
         for k in range(steps):
             batch = batches[k] if k < len(batches) else None
-            batch = replace(batch, shifted=spare.shifted) if batch is not None and batch.shifted is None else batch
             with ranks.exchange():
                 output = forward(model, batch or spare)
             drawn = ranks.together(partial(draw, batch, output) if batch is not None else lambda: None)
@@ -180,17 +183,32 @@ def _gradients(ranks: Ranks, measured: MeasuredParts) -> dict[str, Tensor]:
 
 
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:
-    """Return the number of steps, and a sequence for ranks that have fewer: one whose label shift is not known yet, if any."""
-    own = sorted(batches, key=_is_settled)[:1]
-    held = ranks.gather((len(batches), [one.part(slice(0, 1)).on(torch.device("cpu")) for one in own]))
-    found = sorted((one for _, of_rank in held for one in of_rank), key=_is_settled)
-    if not found:
+    """Return the number of steps, and a sequence for ranks that have fewer."""
+    spare = common(ranks, [one.part(slice(0, 1)).on(torch.device("cpu")) for one in batches[:1]])
+    if spare is None:
         raise InputError(f"{ranks.who}: no rank holds data; pass data on one of them at least")
-    return max(number for number, _ in held), found[0]
+    return max(ranks.gather(len(batches))), spare
 
 
-def _is_settled(batch: MicroBatch) -> bool:
-    return batch.shifted is not None
+def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, Any]]) -> bool | None:
+    """Tell whether the model's own loss compares logits with the label one place later, by a sequence that all ranks call it
+    with; None where no labels of the data are sequences.
+    """
+
+    def first() -> list[Any]:
+        own = (dict(inputs) for inputs, target in pairs if target is None and isinstance(inputs, Mapping))
+        labelled = (x for x in own if isinstance(x.get("labels"), Tensor) and x["labels"].ndim > 1)
+        rows = ((x, with_a_label(x["labels"])[:1]) for x in labelled)
+        return [samples(x, row, len(x["labels"])) for x, row in islice((pair for pair in rows if len(pair[1])), 1)]
+
+    one = common(ranks, map_tensors(torch.Tensor.cpu, ranks.together(first)))
+    if one is None:
+        return None
+    inputs, labels = labels_of(ranks.who, "the batch", on_device_of(model, one))
+    with ranks.exchange(), evaluating(model, ranks.who):
+        later = are_later(ranks.who, model, with_decoder_inputs(model, inputs, labels), labels)
+    reshard(model)
+    return later is not False
 
 
 def _check_sharding(ranks: Ranks, model: nn.Module, measured: MeasuredParts) -> None:

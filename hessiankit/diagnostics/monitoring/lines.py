@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hessiankit.support.errors import InputError
-from hessiankit.support.files import plain, replace_file
+from hessiankit.support.files import plain
 from hessiankit.support.jsonl import append_lines
 
 FORMAT = 1
@@ -32,18 +32,19 @@ class Lines:
         self.path = Path(path)
         self.last: int | None = None
         self._waiting = b""
+        own = to_line({KEY: FORMAT, **header}).encode()
         try:
-            if self.path.exists() and self.path.stat().st_size:
+            there = self.path.read_bytes() if self.path.exists() else b""
+            if not own.startswith(there):
                 seen, records = read_lines(self.path)
                 _check(self.path, seen, json.loads(to_line(header)))
                 self.last = max((one["step"] for one in records), default=None)
-                self._size = self.path.read_bytes().rfind(b"\n") + 1
-                os.truncate(self.path, self._size)  # without a last line that a kill has torn
-            else:
-                content = to_line({KEY: FORMAT, **header}).encode()
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                replace_file(self.path, content, durable=True)
-                self._size = len(content)
+                os.truncate(self.path, there.rfind(b"\n") + 1)  # without a last line that a kill has torn
+            elif there != own:  # no file, or the beginning of a header
+                if there:
+                    os.truncate(self.path, 0)
+                append_lines(self.path, own)
+            self._size = self.path.stat().st_size
         except OSError as error:
             raise InputError(
                 f"{WHO}: cannot write {self.path}: {error.strerror}; name a file in a folder that can be written to"

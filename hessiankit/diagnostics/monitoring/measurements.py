@@ -21,8 +21,8 @@ from hessiankit.diagnostics.depth.products import HessianProducts, by_route
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
-from hessiankit.diagnostics.sharpness.probe import placed
-from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, map_tensors, named_tensors
+from hessiankit.engine.problem.batches import on_device_of
+from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, named_tensors
 from hessiankit.landscape.critical import along_step
 from hessiankit.landscape.optimizer_states import waits
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
@@ -30,51 +30,36 @@ from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import Product, lanczos
-from hessiankit.support.torch_state import full_precision, ordinary_path, preserved_state
+from hessiankit.support.torch_state import full_precision
 
 WHO = "monitor"
 Batch: TypeAlias = "tuple[Any, Tensor]"
 """Arguments of the model, and a label for each row of its logits (-100: does not count)."""
 
 
-def batches_of(data: Any, target: Tensor | None = None, model: nn.Module | None = None) -> list[Batch]:
+def batches_of(model: nn.Module, data: Any, target: Tensor | None = None) -> list[Batch]:
     """Return the batches of ``data`` as a list of pairs (inputs, labels).
 
     Args:
+        model: The model, whose own loss shows where the labels of a Hugging Face batch belong.
         data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
             left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
         target: Labels, if ``data`` are inputs only.
-        model: The model, whose own loss shows whether they belong there: of a masked language model they do not.
-
-    >>> inputs, target = batches_of({"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[5, 6, 7]])})[0]
-    >>> list(inputs), target.tolist()
-    (['input_ids'], [[6, 7, -100]])
     """
-    pairs: list[Batch] = []
-    read = micro_batches(WHO, data, target, model=model)
-    if model is not None:
-        with preserved_state(model), ordinary_path():
-            read = placed(WHO, model, read)
+    read = micro_batches(WHO, model, data, target)
     for batch in read:
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
             check_dense(WHO, name, x)
             if x.is_meta:
                 raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-        pairs.append((batch.inputs, batch.labels))
-    if all(bool((labels == IGNORE_INDEX).all()) for _, labels in pairs):
+    if all(bool((batch.target == IGNORE_INDEX).all()) for batch in read):
         raise InputError(f"{WHO}: the data hold no label that counts; pass labels other than {IGNORE_INDEX}")
-    return pairs
-
-
-def on_device(batch: Batch, model: nn.Module) -> Batch:
-    """Return a batch with its tensors where the model's parameters are."""
-    device = next(model.parameters()).device
-    return map_tensors(lambda x: x.to(device), batch)  # type: ignore[no-any-return]
+    return [(batch.inputs, batch.target) for batch in read]
 
 
 def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
     """Return the mean cross entropy, in nats, over all labels that count, however they are cut into batches."""
-    return BatchedLoss(WHO, model, tuple(micro_batches(WHO, [on_device(batch, model) for batch in batches])))
+    return BatchedLoss(WHO, model, tuple(micro_batches(WHO, model, [on_device_of(model, batch) for batch in batches])))
 
 
 def loss(model: nn.Module, batches: Sequence[Batch], step: int) -> float:
@@ -187,8 +172,9 @@ def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer
                 p.data = value
 
     with sdpa_kernel(SDPBackend.MATH):
-        products = HessianProducts(loss, [own], "hessian")
-        found = along_step(WHO, optimizer, parameters, products.gradient(), products.of(0), loss_at, {}, passes)
+        product = HessianProducts(loss, [own], "hessian").of(0)
+        gradient = torch.cat([slope.reshape(-1) for slope in loss.gradient(own)])
+        found = along_step(WHO, optimizer, parameters, gradient, product, loss_at, {}, passes)
     return {name: value for name, value in found.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
 
 

@@ -19,8 +19,9 @@ from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
-from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of, on_device
+from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of
 from hessiankit.diagnostics.sharpness.options import PER
+from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.landscape.critical import PASSES
 from hessiankit.landscape.optimizer_states import unwrapped
 from hessiankit.partition import Part, model_parts
@@ -175,11 +176,10 @@ class Monitor:
             raise InputError(f"{WHO}: spectrum={spectrum}; pass how many eigenvalues of either end, 0 for none")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
-            self._batches = batches_of(data, target, self._model)
+            self._batches = batches_of(self._model, data, target)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
-        unknown = sorted(set(depth) - set(QUANTITIES))
-        if unknown:
-            raise InputError(f"{WHO}: depth={unknown[0]!r} is not known; pass some of {', '.join(map(repr, QUANTITIES))}")
+        for name in depth:
+            check_name(WHO, "depth", name, QUANTITIES)
         for name in approximations:
             check_name(WHO, "approximations", name, APPROXIMATIONS)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
@@ -316,7 +316,7 @@ class Monitor:
             for name in names:
                 start = time.perf_counter()
                 try:
-                    batches = batches or [on_device(batch, self._model) for batch in self._batches]
+                    batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
                     record[name] = self._sections[name](self._model, batches, step)
                 except Exception as error:
                     failed[name] = f"{type(error).__name__}: {error}"

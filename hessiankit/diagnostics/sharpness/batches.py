@@ -25,7 +25,7 @@ from hessiankit.engine.problem.calling import (
     named_tensors,
     samples,
 )
-from hessiankit.engine.problem.labels import labels_of, one_later, with_decoder_inputs
+from hessiankit.engine.problem.labels import labels_of, with_decoder_inputs
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 
@@ -38,53 +38,46 @@ class MicroBatch:
         inputs: The model's arguments; a mapping holds keyword arguments, a tuple or list positional ones.
         target: Labels, one for each row of the logits (-100: not counted), or for squared error a tensor of the output's shape.
         numbers: The number of each sequence, a row of axis 0, in the whole data.
-        shifted: The labels are the tokens themselves: row i of the logits belongs to label i + 1. None: not known yet.
         uncut: The batch that it was cut from, if any.
     """
 
     inputs: Any
     target: Tensor
     numbers: tuple[int, ...]
-    shifted: bool | None = False
     uncut: MicroBatch | None = None
-
-    @property
-    def labels(self) -> Tensor:
-        """The label of each row of the logits: the target, one place later where it holds the tokens themselves."""
-        if not (self.shifted if self.shifted is not None else self.target.ndim > 1):
-            return self.target
-        return one_later(self.target)
 
     def part(self, rows: slice) -> MicroBatch:
         """Return some of the sequences: every tensor of that length is cut, others are passed to all parts."""
         inputs = samples(self.inputs, rows, len(self.numbers))
-        return MicroBatch(inputs, self.target[rows], self.numbers[rows], self.shifted, self)
+        return MicroBatch(inputs, self.target[rows], self.numbers[rows], self)
 
     def on(self, device: torch.device) -> MicroBatch:
         """Return the batch on a device."""
         inputs, target = map_tensors(lambda x: x.to(device), (self.inputs, self.target))
-        return MicroBatch(inputs, target, self.numbers, self.shifted)
+        return MicroBatch(inputs, target, self.numbers)
 
 
 def micro_batches(
     who: str,
+    model: nn.Module,
     data: Any,
     target: Any = None,
     *,
+    loss: str = "cross_entropy",
     micro_batch: int | None = None,
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
-    model: nn.Module | None = None,
 ) -> list[MicroBatch]:
     """Return the micro-batches of data in the forms that :func:`hessiankit.sharpness` takes, whose arguments these are.
 
-    ``who`` begins the messages of errors. The ``model`` may have a decoder whose inputs it makes of the labels itself.
+    ``who`` begins the messages of errors. They are read by :func:`hessiankit.engine.problem.batches.batches`, which calls the
+    model to see where the labels of a mapping belong.
 
     Raises:
         InputError: If the data are none of these forms.
 
-    >>> found = micro_batches("example", torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64), micro_batch=2)
-    >>> [batch.numbers for batch in found]
+    >>> cut = micro_batches("example", nn.Linear(3, 2), torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64), micro_batch=2)
+    >>> [batch.numbers for batch in cut]
     [(0, 1), (2, 3), (4,)]
     """
     if micro_batch is not None and (isinstance(micro_batch, bool) or not isinstance(micro_batch, int) or micro_batch < 1):
@@ -92,17 +85,17 @@ def micro_batches(
     own = None if numbers is None else [int(number) for number in numbers]
     if own is not None and (any(number < 0 for number in own) or len(set(own)) < len(own)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    several, pairs = batches(who, data, target, "cross_entropy")
+    several, pairs = batches(who, data, target, loss, model, later=shift, trial=micro_batch)
     cut: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
-        whole = _labelled(who, f"batch {k}" if several else "the batch", inputs, labels, shift)
-        size = len(whole.target)
+        _check_target(who, f"batch {k}" if several else "the batch", inputs, labels)
+        size = len(labels)
         rows = range(total, total + size) if own is None else own[total : total + size]
         total += size
         if len(rows) < size:
             raise InputError(f"{who}: numbers has {len(own or ())} entries and the data have more sequences; pass one for each")
-        whole = MicroBatch(with_decoder_inputs(model, whole.inputs, whole.target), whole.target, tuple(rows), whole.shifted)
+        whole = MicroBatch(with_decoder_inputs(model, inputs, labels), labels, tuple(rows))
         step = min(micro_batch or size, size)
         cut += [whole] if step == size else [whole.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
     if own is not None and total < len(own):
@@ -112,16 +105,15 @@ def micro_batches(
     return cut
 
 
-def _labelled(who: str, name: str, inputs: Any, target: Any, shift: bool | None) -> MicroBatch:
-    """Return a batch without numbers, its labels taken out of a mapping where it has no target beside it."""
-    shifted: bool | None = bool(shift)
+def _check_target(who: str, name: str, inputs: Any, target: Any) -> None:
+    """Refuse a target that is missing, no tensor, or without a sequence."""
     if target is None and isinstance(inputs, Tensor):
         raise InputError(
             f"{who}: data is a tensor {tuple(inputs.shape)} and target is missing; pass target=... (with sampled labels only its "
             "shape and its -100 count)"
         )
     if target is None and isinstance(inputs, Mapping):
-        (inputs, target), shifted = labels_of(who, name, inputs), shift
+        target = labels_of(who, name, inputs)[1]
     if not isinstance(target, Tensor):
         raise InputError(f"{who}: the target of {name} is {type(target).__name__}; expected a tensor")
     if target.ndim == 0 or target.numel() == 0:
@@ -129,7 +121,6 @@ def _labelled(who: str, name: str, inputs: Any, target: Any, shift: bool | None)
             f"{who}: the target of {name} has shape {tuple(target.shape)}; expected at least one sequence along axis 0 (add the"
             " axis with target.unsqueeze(0), and to the inputs too)"
         )
-    return MicroBatch(inputs, target, (), shifted)
 
 
 def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
@@ -142,17 +133,16 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
 
 
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
-    """Return the target laid beside the model's output, -100 where a row of logits has no label.
+    """Return the target of an output of some shape, labels as int64.
 
-    >>> tokens = torch.tensor([[5, 6, 7]])
-    >>> aligned("example", MicroBatch(tokens, tokens, (0,), True), (1, 3, 9), "cross_entropy").tolist()
-    [[6, 7, -100]]
+    Raises:
+        InputError: It does not fit the output.
     """
     if loss == "mse":
         check_same_shape(who, batch.target, shape)
         return batch.target
     check_labels(who, batch.target, shape)
-    return batch.labels.long()
+    return batch.target.long()
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,6 +189,20 @@ class BatchedLoss:
         self._check_terms(terms)
         return loss / terms, right / terms if self.loss == "cross_entropy" else None
 
+    def gradient(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return the gradient of the mean loss in each of some parameters; zeros where it does not depend on one."""
+        sums, terms = [torch.zeros_like(p) for p in parameters], 0.0
+        for batch in self.batches:
+            out = self.output(batch)
+            target = self.target(batch, out)
+            terms += self.count(target)
+            slopes = torch.autograd.grad(self.summed(out, target), parameters, allow_unused=True) if parameters else ()
+            for total, slope in zip(sums, slopes, strict=True):
+                if slope is not None:
+                    total += slope
+        self._check_terms(terms)
+        return [total / terms for total in sums]
+
     @torch.no_grad()
     def pairs(self) -> list[tuple[Any, Tensor]]:
         """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each."""
@@ -220,16 +224,11 @@ def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
 
 
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
-    """Return the model's logits for a micro-batch, with their graph."""
-    return output_of(who, call(who, model, batch.inputs))
+    """Return the model's logits for a micro-batch, with their graph.
 
-
-def output_of(who: str, outputs: Any) -> Tensor:
-    """Return the tensor of logits that a model returned: itself, ``.logits``, entry ``"logits"``, or the first of a tuple.
-
-    >>> output_of("example", (torch.ones(1), "cache"))
-    tensor([1.])
+    The model returns them, an object with ``.logits``, a mapping with ``"logits"``, or a tuple that begins with them.
     """
+    outputs = call(who, model, batch.inputs)
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "logits"):
         logits = outputs[0]
     else:

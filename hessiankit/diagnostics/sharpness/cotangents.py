@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,11 +15,6 @@ from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
 from hessiankit.engine.problem.non_finite import spoiled_at
 from hessiankit.support.errors import InputError
-
-LabelSampler: TypeAlias = Callable[[Tensor, Sequence[int], int], Tensor]
-"""Called with logits (B, T, C), the numbers of the sequences and the number of draws; returns labels (draws, B, T).
-
-For squared error it is called with the output and returns standard normal numbers (draws, *output.shape)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +57,7 @@ class Cotangents:
 
 
 @torch.no_grad()
-def cotangents(
-    who: str, output: Tensor, batch: MicroBatch, options: SharpnessOptions, sampler: LabelSampler | None = None
-) -> Cotangents | None:
+def cotangents(who: str, output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Cotangents | None:
     """Draw labels for a micro-batch and return the gradients of its loss; None where none of its positions counts.
 
     Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
@@ -91,8 +83,7 @@ def cotangents(
         if data:
             labels = (target - z).unsqueeze(0)
         else:
-            normal = sampler(output, batch.numbers, draws) if sampler else sample_residuals(output, batch.numbers, draws, seed)
-            labels = math.sqrt(0.5) * normal
+            labels = math.sqrt(0.5) * sample_residuals(output, batch.numbers, draws, seed)
         scale, softmax, unlikely = 1.0 / math.sqrt(terms), z, math.inf
     else:
         counted = (target != IGNORE_INDEX).reshape(B, -1)
@@ -104,8 +95,7 @@ def cotangents(
         if data:
             labels = target.reshape(1, -1)
         else:
-            drawn = sampler(logits, batch.numbers, draws) if sampler else sample_labels(logits, batch.numbers, draws, seed)
-            labels = drawn.reshape(draws, -1)
+            labels = sample_labels(logits, batch.numbers, draws, seed).reshape(draws, -1)
         rows = counted.reshape(-1).nonzero()[:, 0]
         labels, scale = labels[:, rows], 1.0 / math.sqrt(terms)
         softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating, micro_batches
+from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating
 from hessiankit.diagnostics.sharpness.options import EXACT, WHO, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, replicates
+from hessiankit.diagnostics.sharpness.replicate import Replicates, read, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
@@ -129,12 +129,12 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     start = time.perf_counter()
     measured = measured_parts(model, options.parts)
     pairs, tokens, sequences = [], 0, 0
-    batches = micro_batches(WHO, data, target, micro_batch=options.micro_batch, shift=options.shift, model=model)
+    batches = read(model, data, target, options)
     with evaluating(model, WHO), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
             for batch in batches:
                 check_devices(WHO, batch, model)
-            batches = probe(WHO, model, batches, backward=False, copies=0)
+            probe(WHO, model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
                 counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
                 if int(counted.sum()):

@@ -1,10 +1,9 @@
-"""Checks of a model before a measurement: sequences apart, determinism, memory, and the place of the labels."""
+"""Checks of a model before a measurement: sequences apart, determinism and memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from hessiankit.blocks.embeddings import TokenEmbedding
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward
 from hessiankit.engine.problem.calling import IGNORE_INDEX
-from hessiankit.engine.problem.labels import are_later
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
 from hessiankit.support.errors import InputError, OutOfMemoryError
@@ -86,8 +84,8 @@ def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None
     )
 
 
-def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> list[MicroBatch]:
-    """Call the model twice with one sequence, and return the micro-batches with the place of their labels settled.
+def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> None:
+    """Check a model by two calls with one sequence.
 
     With ``backward`` the memory of a backward pass is forecast, with as many ``copies`` of the parameters held at once.
 
@@ -117,7 +115,6 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         )
     if backward:
         _check_memory(who, model, saved * len(largest.numbers) / len(one.numbers), first, copies)
-    return placed(who, model, batches)
 
 
 def _single(batch: MicroBatch) -> MicroBatch:
@@ -182,16 +179,3 @@ def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copi
             f"{who}: the graph of one micro-batch holds {gib(int(graph))}, and {copies} tensors of the parameters' size "
             f"{gib(copies * weights)}, but only {gib(free)} are free on {output.device}; pass a smaller micro_batch"
         )
-
-
-@torch.no_grad()
-def placed(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Return the micro-batches with the place of their labels settled: as the model's own loss has it, where it takes labels,
-    else one place later, as a language model does.
-    """
-    unknown = [batch for batch in batches if batch.shifted is None and batch.target.ndim > 1]
-    if not unknown:
-        return list(batches)
-    one = max(unknown, key=lambda batch: len(batch.numbers)).on(next(model.parameters()).device)
-    shifted = are_later(who, model, one.inputs, one.target) is not False
-    return [replace(batch, shifted=shifted) for batch in batches]

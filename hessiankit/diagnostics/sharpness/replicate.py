@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward, micro_batches
-from hessiankit.diagnostics.sharpness.cotangents import LabelSampler, cotangents
+from hessiankit.diagnostics.sharpness.cotangents import cotangents
 from hessiankit.diagnostics.sharpness.options import WHO, MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.squares import SquaredGradients
@@ -98,19 +98,20 @@ def replicates(
     data: Any,
     target: Any = None,
     own: SharpnessOptions | None = None,
-    *,
-    sampler: LabelSampler | None = None,
     **options: Any,
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     own = own or SharpnessOptions(**options)
-    batches = micro_batches(WHO, data, target, micro_batch=own.micro_batch, numbers=own.numbers, shift=own.shift, model=model)
-    return replicates_of(model, batches, own, sampler)
+    return replicates_of(model, read(model, data, target, own), own)
 
 
-def replicates_of(
-    model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions, sampler: LabelSampler | None = None
-) -> Replicates:
+def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> list[MicroBatch]:
+    """Return the micro-batches of data by the options of a measurement."""
+    step, numbers = own.micro_batch, own.numbers
+    return micro_batches(WHO, model, data, target, loss=own.loss, micro_batch=step, numbers=numbers, shift=own.shift)
+
+
+def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
     parts, draws = measured_parts(model, own.parts), own.label_draws
@@ -119,10 +120,10 @@ def replicates_of(
         sums = SquaredGradients(WHO, parts, draws, own.histograms)
         for batch in batches:
             check_devices(WHO, batch, model)
-        batches = probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
+        probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
-            drawn = cotangents(WHO, output, batch, own, sampler)
+            drawn = cotangents(WHO, output, batch, own)
             if drawn is None:
                 continue
             sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)

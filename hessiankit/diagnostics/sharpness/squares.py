@@ -13,22 +13,8 @@ from torch import Tensor
 
 from hessiankit.diagnostics.sharpness.options import MeasuredParts
 from hessiankit.engine.problem.fisher import wide
+from hessiankit.partition.part import CHUNK
 from hessiankit.support.errors import InputError
-
-CHUNK = 2**18
-
-
-def sum_of_squares(x: Tensor) -> Tensor:
-    """Return the sum of the squares of a tensor's entries, as a tensor ().
-
-    >>> sum_of_squares(torch.tensor([3.0, 4.0])).item()
-    25.0
-    """
-    total = torch.zeros((), dtype=wide(x.device), device=x.device)
-    for chunk in x.reshape(-1).split(CHUNK if x.device.type == "cpu" else 64 * CHUNK):
-        double = chunk.to(total.dtype)
-        total += torch.dot(double, double)
-    return total
 
 
 def row_sums(x: Tensor) -> Tensor:
@@ -79,7 +65,7 @@ class SquaredGradients:
         for name, own in gradients.items():
             gradient = self.whole(own)
             for k in self.places[name]:
-                squares[k] = torch.stack([sum_of_squares(view) for view in self.parts[k].of(gradient)]).sum()
+                squares[k] = self.parts[k].squared_norm(gradient)
             if name in embeddings:
                 none = torch.zeros(self.draws, len(gradient), dtype=torch.float64, device="cpu")
                 self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)

@@ -12,9 +12,16 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, Loss, known_count, known_reduction, map_tensors, named_tensors
+from hessiankit.engine.problem.calling import (
+    Loss,
+    known_count,
+    known_reduction,
+    map_tensors,
+    named_tensors,
+    samples,
+)
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
-from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_decoder_inputs
+from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_a_label, with_decoder_inputs
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task, available_memory, gib
@@ -33,7 +40,14 @@ FORMS = (
 
 
 def batches(
-    who: str, data: Any, target: Any, loss: Loss, model: nn.Module | None = None
+    who: str,
+    data: Any,
+    target: Any,
+    loss: Loss,
+    model: nn.Module | None = None,
+    *,
+    later: bool | None = None,
+    trial: int | None = None,
 ) -> tuple[bool, Iterator[tuple[Any, Any]]]:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
@@ -42,7 +56,9 @@ def batches(
     inputs (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
 
     A mapping has no target of its own. With a ``model`` and a named loss, its ``"labels"`` become the target; for cross entropy
-    they are moved to the logits that the model's own loss compares them with, one place earlier where it has none.
+    they are moved to the logits that the model's own loss compares them with, one place earlier where it has none. One call
+    shows which, with the first ``trial`` samples that have a label (None: with the whole batch). None is made where ``later``
+    says it, which then holds for targets too.
 
     Raises:
         InputError: If it is none of these.
@@ -58,7 +74,9 @@ def batches(
         pairs = ((batch, None) for batch in once(who, data))
     else:
         pairs = _pairs(who, data)
-    return several, pairs if model is None or not isinstance(loss, str) else _labelled(who, model, loss, pairs)
+    if model is None or not isinstance(loss, str):
+        return several, pairs
+    return several, _labelled(who, model, loss, pairs, later, trial)
 
 
 def _are_several(who: str, data: Any, target: Any, loss: Loss) -> bool:
@@ -88,19 +106,31 @@ def _pairs(who: str, data: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
             )
 
 
-def _labelled(who: str, model: nn.Module, loss: str, pairs: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, Any]]:
+def _labelled(
+    who: str, model: nn.Module, loss: str, pairs: Iterable[tuple[Any, Any]], later: bool | None, trial: int | None
+) -> Iterator[tuple[Any, Any]]:
     """Yield the pairs, with the labels of mappings as their targets."""
-    later: bool | None = None
+    asked = later
     for number, (inputs, target) in enumerate(pairs):
         if target is None and isinstance(inputs, Mapping) and isinstance(inputs.get("labels"), Tensor):
             inputs, target = labels_of(who, f"batch {number}", inputs)
             inputs = with_decoder_inputs(model, inputs, target)
             if loss == "cross_entropy" and target.ndim > 1:
-                if later is None and bool((target != IGNORE_INDEX).any()):
+                counted = with_a_label(target)
+                if later is None and len(counted):
+                    tried = samples((inputs, target), slice(None) if trial is None else counted[:trial], len(target))
                     with preserved_state(model), ordinary_path():
-                        later = are_later(who, model, inputs, target) is not False
+                        later = are_later(who, model, *on_device_of(model, tried)) is not False
                 target = target if later is False else one_later(target)
+        elif asked and isinstance(target, Tensor) and target.ndim > 1:
+            target = one_later(target)
         yield inputs, target
+
+
+def on_device_of(module: nn.Module, tree: Any) -> Any:
+    """Return nested containers with their tensors on the device of a module's first parameter; as they are without one."""
+    first = next(module.parameters(), None)
+    return tree if first is None else map_tensors(lambda x: x.to(first.device), tree)
 
 
 def once(who: str, data: Iterable[Any]) -> Iterator[Any]:

@@ -43,6 +43,15 @@ def with_decoder_inputs(model: nn.Module | None, inputs: Any, labels: Tensor) ->
     return {**inputs, "decoder_input_ids": make(labels=labels)}
 
 
+def with_a_label(labels: Tensor) -> Tensor:
+    """Return the numbers of the samples, rows of axis 0, that have a label, on the CPU.
+
+    >>> with_a_label(torch.tensor([[-100, -100], [3, -100]])).tolist()
+    [1]
+    """
+    return (labels != IGNORE_INDEX).flatten(1).any(1).nonzero()[:, 0].cpu()
+
+
 def one_later(labels: Tensor) -> Tensor:
     """Return the labels for logits t that are those of place t + 1, and -100 for the last one.
 
