@@ -214,19 +214,12 @@ class Problem:
     def swapped_loss(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any.
 
-        Where they are of another type than the problem (complex, for the complex-step derivative), everything floating
-        follows them: inputs, target, buffers and the fixed parameters.
-
         Raises:
             InputError: The outputs do not fit the target or the loss.
         """
         fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
         fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in values}
-        inputs, target = self.inputs, self.target
-        dtype = next(iter(values.values())).dtype
-        if dtype != self.dtype:
-            fixed, inputs, target = (cast(x, dtype) for x in (fixed, inputs, target))
 
         def module(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self.module, {**fixed, **values}, args, kwargs)
@@ -235,7 +228,7 @@ class Problem:
         try:
             with plain_formulas(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
-                return _call(module, inputs, target, self.loss)
+                return _call(module, self.inputs, self.target, self.loss)
         finally:
             held.restore()
 

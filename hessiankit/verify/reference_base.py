@@ -34,8 +34,8 @@ CHUNK_RANGE = (1, 48)
 class Unsupported(HessiankitError):
     """A reference cannot be computed for this problem; ``reason`` says why. It is a result as well as an exception.
 
-    >>> print(Unsupported("complex-step", "relu has no complex form"))
-    complex-step: unsupported: relu has no complex form
+    >>> print(Unsupported("curvlinops", "the package is not installed"))
+    curvlinops: unsupported: the package is not installed
     """
 
     def __init__(self, reference: str, reason: str) -> None:

@@ -112,7 +112,7 @@ def test_a_penalty_that_the_closed_form_misses_fails(monkeypatch: pytest.MonkeyP
     assert failed == {"weight x weight", "loss", "gradient", "operator", "diagonal"}
 
 
-@pytest.mark.parametrize("name", ["torch.func.hessian", "curvlinops", "complex-step"])
+@pytest.mark.parametrize("name", ["torch.func.hessian", "curvlinops"])
 def test_references_that_exchange_parameters_say_that_they_cannot_see_one(name: str) -> None:
     result = run_references(Problem(Reached(listed).double(), X, T), names=[name])[name]
     assert isinstance(result, Unsupported)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from reference_cases import RIGHT, Attention, HandWrittenNorm, draw, relative
+from reference_cases import RIGHT, Attention, draw, relative
 from torch import nn
 
 from hessiankit.support.errors import InputError
@@ -81,30 +81,6 @@ def test_cross_entropy_with_unlabelled_tokens(name):
         p = torch.softmax(module.weight.detach() @ x[b, s], 0)
         H += torch.kron(torch.diag(p) - torch.outer(p, p), torch.outer(x[b, s], x[b, s])) / 3
     assert relative(REFERENCES[name].matrix(Problem(module, x, labels, "cross_entropy")), H) < 1e-11
-
-
-def test_complex_step_through_a_hand_written_norm():
-    torch.manual_seed(0)
-    problem = Problem(nn.Sequential(nn.Linear(4, 3), HandWrittenNorm(3)).double(), draw(5, 4), draw(5, 3))
-    expected = REFERENCES["reverse-over-reverse"].matrix(problem)
-    assert relative(REFERENCES["complex-step"].matrix(problem), expected) < 1e-13
-
-
-class Spread(nn.Module):
-    """Real-analytic, and not holomorphic as torch computes it: the variance of complex numbers is real."""
-
-    def forward(self, y):
-        return y / (1 + y.var(-1, keepdim=True))
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [(nn.LayerNorm(3), "LayerNorm"), (nn.ReLU(), "clamp|relu"), (nn.Softmax(-1), "softmax"), (Spread(), "not holomorphic")],
-)
-def test_complex_step_says_which_operation_it_lacks(layer, reason):
-    problem = Problem(nn.Sequential(nn.Linear(4, 3), layer).double(), draw(5, 4), draw(5, 3))
-    with pytest.raises(Unsupported, match=reason):
-        REFERENCES["complex-step"].matrix(problem)
 
 
 @pytest.mark.parametrize(
