@@ -23,6 +23,9 @@ from hessiankit.verify.rows import ROUNDING, ZERO, CheckRow
 Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
 
+CLOSED = "closed form"
+"""The name of the result under test."""
+
 ULPS = 16.0
 """Size of the perturbation of the parameters, in units of the last place: roundings change, the Hessian does not."""
 

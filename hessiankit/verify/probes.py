@@ -60,17 +60,6 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
 
 
-def products_along(products: Tensor, own: Probes | None, probes: Probes) -> Tensor:
-    """Return products (k, P) along ``probes`` from those along every unit vector (``own`` None) or along more directions."""
-    if own is None:
-        return probes.V.to(products) @ products
-    if own is probes:
-        return products
-    if probes.rows is None:
-        raise InputError("products_along: the products belong to other directions.")
-    return products[list(probes.rows)]
-
-
 MOST_GROUPS = 12
 EVERYTHING = "all parameters"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")

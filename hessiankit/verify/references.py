@@ -10,14 +10,20 @@ from torch import Tensor
 from hessiankit.support.errors import InputError
 from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_automatic import Curvlinops, FuncHessian, JvpOfGrad, ReverseOverReverse
+from hessiankit.verify.reference_automatic import curvlinops, forward_over_reverse, functional, reverse_over_reverse
 from hessiankit.verify.reference_base import Outcome, Progress, Reference, Unsupported
-from hessiankit.verify.reference_differences import CentralDifferences
+from hessiankit.verify.reference_differences import central
 
 __all__ = ["REFERENCES", "Outcome", "Progress", "Reference", "Unsupported", "run_references"]
 
-_ROUTES = (ReverseOverReverse(), JvpOfGrad(), CentralDifferences(), FuncHessian(), Curvlinops())
-REFERENCES: dict[str, Reference] = {reference.name: reference for reference in _ROUTES}
+_TABLE = (
+    Reference("reverse-over-reverse", "reverse", reverse_over_reverse),
+    Reference("jvp(grad)", "forward-over-reverse", forward_over_reverse),
+    Reference("central-differences", "differences", central, many_calls=True),
+    Reference("torch.func.hessian", "jacfwd(jacrev)", functional),
+    Reference("curvlinops", "jacfwd(jacrev)", curvlinops),
+)
+REFERENCES: dict[str, Reference] = {reference.name: reference for reference in _TABLE}
 
 
 def run_references(

@@ -6,24 +6,33 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import central_differences, generic
 from hessiankit.verify.comparison import FLOOR, PERTURBATIONS, SAFETY, Gaps, Judge, Layout, cells_of_labels, method_of, perturbed
+from hessiankit.verify.probes import Probes, probe_directions
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.references import REFERENCES
+from hessiankit.verify.references import REFERENCES, Outcome
 from hessiankit.verify.rows import MODULE, CheckRow
 
 TOGETHER = 24
 """Parameters whose products are computed in one call."""
 ENTRIES = 2
 """Entries of each parameter at which the diagonal of a large module is compared, each by a product along a unit vector."""
+
+
+DIAGONAL = 100_000
+"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left out."""
+
+Rows: TypeAlias = "tuple[list[CheckRow], list[str]]"
+"""Rows, and remarks: why some are missing or failed."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +44,59 @@ class SameCall:
         judge: Which differences count.
         rtol: The tolerance.
         groups: Name of a row -> the parameters whose worst it is.
-        make_operator: Makes the operator at the parameters as they are now.
+        healthy: References without an error of their own, and their results.
+        seed: Of directions.
     """
 
     problem: Problem
     judge: Judge
     rtol: float
     groups: Mapping[str, Sequence[str]]
-    make_operator: Callable[[], HessianOperator]
+    healthy: Mapping[str, Outcome]
+    seed: int
+
+    def of_matrix(self, closed: Hessian, probes: Probes | None) -> Rows:
+        """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
+        reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
+        notes: list[str] = []
+
+        def symmetric_operator() -> HessianOperator:
+            operator = operator_of(self.problem)
+            _ = operator.symmetry_error  # refuses what is not symmetric
+            return operator
+
+        def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
+            gradients = list(self.gradient(operator.gradient, seconds))
+            if not all(row.passed for row in gradients):
+                notes.extend(self.wrong_slope(operator.gradient))
+            yield from gradients
+            if exact is not None:
+                few = probes or probe_directions(self.problem, 1, self.seed)
+                products = (operator @ few.V.T.to(operator.torch_dtype)).T
+                gaps = Layout(self.problem, few.owners).gaps(products, exact if probes else few.V.to(exact) @ exact.T)
+                yield from self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
+
+        def of_diagonal(diagonal: Tensor, seconds: float) -> Iterator[CheckRow]:
+            """Compare with a healthy reference; with the dense closed form where references gave products."""
+            if exact is not None:
+                name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
+                yield from self.whole_diagonal(diagonal, matrix, name, seconds)
+
+        rows, why = self._attempt("operator", "gradient and operator", symmetric_operator, of_operator)
+        diagonal_rows, why_not = self._attempt("diagonal", "the diagonal", self.exact_diagonal, of_diagonal)
+        return [self.loss(closed.loss), *rows, *diagonal_rows], [*notes, *why, *why_not]
+
+    def of_operator(self, operator: HessianOperator) -> Rows:
+        """Compare loss, gradient and diagonal of the call that gave an operator."""
+        rows, left_out = [self.loss(operator.loss), *self.gradient(operator.gradient, 0.0)], ""
+        exact = next(iter(self.healthy), None)
+        if self.problem.size > DIAGONAL:
+            left_out = f", hessian_diagonal not beyond {DIAGONAL:,}"
+        elif exact is not None:
+            before = time.perf_counter()
+            diagonal = self.exact_diagonal()
+            rows += self.few_of_diagonal(diagonal, exact, time.perf_counter() - before)
+        return rows, [left_out]
 
     def _row(self, name: str, error: float, seconds: float) -> CheckRow:
         return CheckRow(name, MODULE, error, error <= self.rtol, seconds, method_of(self.judge.precision))
@@ -78,7 +132,7 @@ class SameCall:
         for _ in range(PERTURBATIONS):
             near = perturbed(problem, self.judge.eps, generator)
             with near.at():
-                there = near.flat_gradient(), self.make_operator().gradient
+                there = near.flat_gradient(), operator_of(near, block_size=1).gradient
             for before, after in zip(here, there, strict=True):
                 change = torch.maximum(change, (after - before).abs())
         return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
@@ -103,13 +157,6 @@ class SameCall:
                 f"torch's own gradient is {torch_s:.1e} off central differences of its loss along a generic direction, and that "
                 f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
             )
-
-    def products(
-        self, products: Tensor, reference: Tensor, owners: Sequence[str], name: str, seconds: float
-    ) -> Iterator[CheckRow]:
-        """Compare products (k, P) of the operator with a reference's, label by label."""
-        gaps = Layout(self.problem, owners).gaps(products, reference)
-        yield from self.judge.rows(gaps, self.rtol, name, seconds, cells_of_labels("operator", gaps))
 
     def whole_diagonal(self, diagonal: Tensor, matrix: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
         """Compare a diagonal (P) with that of a matrix."""
@@ -154,7 +201,7 @@ class SameCall:
 
     # Where a function may refuse --------------------------------------------------------------------------------------------
 
-    def attempt(
+    def _attempt(
         self, kind: str, words: str, make: Callable[[], Any], compare: Callable[[Any, float], Iterator[CheckRow]]
     ) -> tuple[list[CheckRow], list[str]]:
         """Return the rows of what a function gives, and why there are none.

@@ -18,8 +18,7 @@ from hessiankit.verify import Problem
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import Layout, joined
 from hessiankit.verify.probes import EVERYTHING, MOST_GROUPS, directions, roles
-from hessiankit.verify.reference_automatic import JvpOfGrad
-from hessiankit.verify.references import Outcome
+from hessiankit.verify.references import REFERENCES
 
 IDS = torch.tensor([[1, 7, 3, 0], [5, 5, 29, 2]])
 LABELS = torch.tensor([[2, 4, -100, 1], [0, 30, 3, 3]])
@@ -126,13 +125,13 @@ def test_one_reference_is_not_enough_and_others_are_taken_by_name(small: nn.Modu
 
 def test_references_are_compared_along_every_direction(small: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward mode is wrong along directions on single groups, and right along the one on everything."""
-    right = JvpOfGrad.measure
+    right = REFERENCES["jvp(grad)"]
 
-    def wrong(self: JvpOfGrad, problem: Problem, V: Tensor, **options: Any) -> Outcome:
-        outcome = right(self, problem, V, **options)
-        return outcome if bool((V != 0).all()) else replace(outcome, value=1.1 * outcome.value)
+    def wrong(problem: Problem, V: Tensor, *rest: Any) -> tuple[Tensor, Tensor | None, str]:
+        value, error, note = right.route(problem, V, *rest)
+        return value if bool((V != 0).all()) else 1.1 * value, error, note
 
-    monkeypatch.setattr(JvpOfGrad, "measure", wrong)
+    monkeypatch.setitem(REFERENCES, "jvp(grad)", replace(right, route=wrong))
     report = checked(small)
     assert report.verdict.startswith("NOT VERIFIED")
     assert not any(h.healthy for h in report.health)

@@ -152,7 +152,7 @@ def test_an_error_planted_in_any_block_is_found_there(probed, symmetric):
     problem = head(norm=HandWrittenNorm)
     probes = probe_directions(problem, per_block=1) if probed else None
     matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
-    noise = rounding_noise({"reverse-over-reverse": matrix}, problem, torch.float64)
+    noise = rounding_noise(problem, ["reverse-over-reverse"], torch.float64)
     alive = [name for name in problem.params if name != "k.bias"]
     for i in alive:
         for j in alive:
