@@ -26,7 +26,7 @@ from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form
 from hessiankit.verify.exact import check_exact_blocks
-from hessiankit.verify.health import AGREEMENT, Comparison, rounding_noise
+from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import Direction, Probes, directions, probe_directions, roles
@@ -218,7 +218,7 @@ def _compared(
         comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
         labels = {direction.label: direction for direction in reversed(along)}
         judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, names, seen.precision, by_operator, labels))
-        routes = Comparison(problem, judge, rtol)
+        routes = SideBySide(problem, judge, rtol)
         probes, results = None, _along_each(problem, closed, names, along, routes, options.progress)
     else:
         groups, comparison = {name: (name,) for name in problem.params}, "every entry"
@@ -227,7 +227,7 @@ def _compared(
             comparison = f"{options.directions or 4} generic directions a parameter"
         results = _all_at_once(problem, names, probes, options, more=options.against is None and not own)
         judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, results, seen.precision, closed_form))
-        routes = Comparison(problem, judge, AGREEMENT[seen.precision])
+        routes = SideBySide(problem, judge, AGREEMENT[seen.precision])
         options.progress("agreement of the references", 0, 1)
         mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
         routes.add({CLOSED: Outcome(mine, None, 0.0), **results}, probes)
@@ -285,7 +285,7 @@ def _all_at_once(
 
 
 def _along_each(
-    problem: Problem, operator: HessianOperator, names: list[str], along: list[Direction], routes: Comparison, progress: Tell
+    problem: Problem, operator: HessianOperator, names: list[str], along: list[Direction], routes: SideBySide, progress: Tell
 ) -> dict[str, Outcome | Unsupported]:
     """Compare products of the operator and the references one direction at a time; return the last of each reference.
 

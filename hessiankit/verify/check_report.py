@@ -13,7 +13,7 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, Table, table
-from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
+from hessiankit.verify.exact import ExactRow
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
 from hessiankit.verify.rows import FORMULAS, SAME_CALL, CheckRow
@@ -238,7 +238,12 @@ class CheckReport(Printed, WithDict):
         if self.identities.rows:
             yield Detail(self.identities.table_of_rows())
         if self.exact:
-            yield Detail(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2, prose=EXACT_HEADERS[:1]))
+            headers = ("formulas in exact arithmetic", "method", "entries", "chance to pass if wrong", "verdict")
+            rows = [
+                (f"{row.name} ({row.size})", f"exact {row.method}", str(row.entries), f"<= {row.chance:.0e}", row.verdict)
+                for row in self.exact
+            ]
+            yield Detail(table(headers, rows, left=2, prose=headers[:1]))
         for line in (
             "references:",
             *(f"  {line}" for line in self.health_lines()),

@@ -113,7 +113,7 @@ def examine(
     """
     seen = traits(problem)
     judge = Judge(tuple(problem.params), seen.precision, noise or rounding_noise(problem, results, seen.precision))
-    comparison = Comparison(problem, judge, AGREEMENT[seen.precision] if tolerance is None else tolerance)
+    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision] if tolerance is None else tolerance)
     comparison.add({n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 
@@ -161,7 +161,7 @@ class Case:
         return not self.failed and self.symmetric and self.resolves and self.group != UNDER_TEST
 
 
-class Comparison:
+class SideBySide:
     """Results of one problem side by side, over one or several sets of directions.
 
     Whole matrices are one set, along all unit vectors. Where no matrix fits, each direction is a set of its own, of which only

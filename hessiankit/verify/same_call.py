@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -80,7 +80,7 @@ class SameCall:
             """Compare with a healthy reference; with the dense closed form where references gave products."""
             if exact is not None:
                 name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
-                yield from self.whole_diagonal(diagonal, matrix, name, seconds)
+                yield from self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
 
         rows, why = self._attempt("operator", "gradient and operator", symmetric_operator, of_operator)
         diagonal_rows, why_not = self._attempt("diagonal", "the diagonal", self.exact_diagonal, of_diagonal)
@@ -95,7 +95,7 @@ class SameCall:
         elif exact is not None:
             before = time.perf_counter()
             diagonal = self.exact_diagonal()
-            rows += self.few_of_diagonal(diagonal, exact, time.perf_counter() - before)
+            rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - before)
         return rows, [left_out]
 
     def _row(self, name: str, error: float, seconds: float) -> CheckRow:
@@ -158,44 +158,34 @@ class SameCall:
                 f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
             )
 
-    def whole_diagonal(self, diagonal: Tensor, matrix: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a diagonal (P) with that of a matrix."""
-        gaps, sizes = (diagonal - matrix.diagonal()).abs(), torch.maximum(diagonal.abs(), matrix.diagonal().abs())
-        entries = {
-            n: (float(gaps[where].max()), max(float(sizes[where].max()), float(matrix[where, where].abs().max())))
-            for n, where in self.problem.slices.items()
-        }
-        yield from self._diagonal(entries, name, seconds)
-
-    def few_of_diagonal(self, diagonal: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a diagonal (P) with a reference's at ``ENTRIES`` random entries of each parameter."""
-        generator, entries = torch.Generator().manual_seed(0), dict[str, tuple[float, float]]()
-        places = {
-            n: where.start + torch.randint(where.stop - where.start, (ENTRIES,), generator=generator, device="cpu")
-            for n, where in self.problem.slices.items()
-        }
-        names = list(places)
-        for first in range(0, len(names), TOGETHER):
-            chunk = names[first : first + TOGETHER]
-            at = torch.cat([places[n] for n in chunk])
+    def _columns(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``ENTRIES`` random places (m) of each of some parameters, and a reference's products along those unit vectors."""
+        generator, where = torch.Generator().manual_seed(0), list(self.problem.slices.values())
+        drawn = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in where]
+        for first in range(0, len(drawn), TOGETHER):
+            at = torch.cat(drawn[first : first + TOGETHER]).to(self.problem.device)
             units = self.problem.theta.new_zeros(len(at), self.problem.size)
-            units[torch.arange(len(at), device="cpu"), at] = 1
-            products = REFERENCES[name].products(self.problem, units).unflatten(0, (-1, ENTRIES))
-            for n, columns in zip(chunk, products, strict=True):
-                where = self.problem.slices[n]  # of the diagonal block
-                gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES, device="cpu"), places[n]]).abs().max()
-                entries[n] = float(gap), max(float(diagonal[where].abs().max()), float(columns[:, where].abs().max()))
-        yield from self._diagonal(entries, name, seconds)
+            units[torch.arange(len(at), device=at.device), at] = 1
+            yield at, REFERENCES[name].products(self.problem, units)
 
-    def _diagonal(self, entries: Mapping[str, tuple[float, float]], name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a difference and a size for each parameter, beside the noise of the label that it belongs to."""
-        names = list(entries)
+    def diagonal(
+        self, diagonal: Tensor, columns: Iterable[tuple[Tensor, Tensor]], name: str, seconds: float
+    ) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) with columns (m, P) of a Hessian at some places (m).
+
+        The difference in each parameter is measured against its diagonal block, beside the noise of the label that it belongs to.
+        """
+        names = list(self.problem.slices)
         gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64, device="cpu") for _ in range(2))
-        cells = {
-            f"diagonal: {group}": [(names.index(n), b) for n in members] for b, (group, members) in enumerate(self.groups.items())
-        }
-        for a, b in (cell for members in cells.values() for cell in members):
-            gap[a, b], scale[a, b] = entries[names[a]]
+        label = {n: b for b, members in enumerate(self.groups.values()) for n in members}
+        for at, H in columns:
+            off = (diagonal[at] - H[torch.arange(len(at), device=at.device), at]).abs()
+            for a, (n, where) in enumerate(self.problem.slices.items()):
+                inside = (at >= where.start) & (at < where.stop)
+                if bool(inside.any()):
+                    gap[a, label[n]] = float(off[inside].max())
+                    scale[a, label[n]] = max(float(diagonal[where].abs().max()), float(H[inside, where].abs().max()))
+        cells = {f"diagonal: {group}": [(names.index(n), b) for n in of] for b, (group, of) in enumerate(self.groups.items())}
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 
