@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form
+from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
 from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import examine_identities
@@ -137,7 +137,8 @@ def check(
             options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, given, labels, options)  # refuses a module without parameters
             kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(given)}"
-            return replace(report, asked=f"{kinds}, {_dtype(block_or_module)}, seed {seed}{drawn}")
+            kind = method_of(next(block_or_module.parameters()).dtype)
+            return replace(report, asked=f"{kinds}, {kind}, seed {seed}{drawn}")
 
     try:
         return report_in(dtype)
@@ -167,8 +168,7 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     return finite == [True, False]
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of :func:`check`."""
 
     loss: Loss
@@ -184,14 +184,12 @@ class _Options:
 
 def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
     """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
-    start = time.perf_counter()
-    params = list(select("check", module, options.params))
-    known: dict[str, Tensor] = dict(module.named_parameters())
-    size = sum(known[name].numel() for name in params)
+    start, chosen = time.perf_counter(), select("check", module, options.params)
+    size = sum(p.numel() for p in chosen.values())
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
     entries = sum(x.numel() for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
     with one_thread() if size <= PRODUCTS and entries <= ENTRIES else nullcontext():
-        report = _compared(module, inputs, target, params, options, by_products=by_products)
+        report = _compared(module, inputs, target, list(chosen), options, by_products=by_products)
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -335,10 +333,6 @@ def _shapes(inputs: Any) -> str:
     if isinstance(inputs, Mapping):
         return ", ".join(f"{name} {_shapes(x)}" for name, x in inputs.items())
     return ", ".join(map(_shapes, inputs)) if isinstance(inputs, (tuple, list)) else str(inputs)
-
-
-def _dtype(module: nn.Module) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, Tensor]:
