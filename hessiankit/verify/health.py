@@ -77,7 +77,6 @@ def examine(
     problem: Problem,
     *,
     probes: Probes | None = None,
-    tolerance: float | None = None,
     noise: RoundingNoise | None = None,
 ) -> dict[str, Health]:
     """Test every result for symmetry and against the others.
@@ -88,15 +87,14 @@ def examine(
     consensus from groups other than its own. A result that is no reference (a closed form under test) is compared too,
     but never judges.
 
-    All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see
-    ``Judge``), within the tolerance of the arithmetic plus the two routes' estimates of their own error.
+    All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see ``Judge``), within
+    the tolerance of the lowest precision that the module computes in (float64: 1e-10, float32: 1e-4) plus the two routes'
+    estimates of their own error.
 
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
         problem: What was differentiated.
         probes: The directions of the products; a result with directions of its own is compared along those.
-        tolerance: Relative tolerance of a route without an error estimate; by default that of the lowest precision that
-            the module computes in (float64: 1e-10, float32: 1e-4).
         noise: The rounding errors of each block.
 
     Raises:
@@ -113,7 +111,7 @@ def examine(
     """
     seen = traits(problem)
     judge = Judge(tuple(problem.params), seen.precision, noise or rounding_noise(problem, results, seen.precision))
-    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision] if tolerance is None else tolerance)
+    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision])
     comparison.add({n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 

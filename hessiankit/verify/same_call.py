@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from hessiankit.verify.probes import Probes, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome
 from hessiankit.verify.rows import MODULE, CheckRow
+
+T = TypeVar("T")
 
 TOGETHER = 24
 """Parameters whose products are computed in one call."""
@@ -58,33 +60,23 @@ class SameCall:
     def of_matrix(self, closed: Hessian, probes: Probes | None) -> Rows:
         """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
         reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
-        notes: list[str] = []
-
-        def symmetric_operator() -> HessianOperator:
-            operator = operator_of(self.problem)
-            _ = operator.symmetry_error  # refuses what is not symmetric
-            return operator
-
-        def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
+        rows, remarks = [self.loss(closed.loss)], list[str]()
+        operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator, rows, remarks)
+        if operator is not None:
             gradients = list(self.gradient(operator.gradient, seconds))
             if not all(row.passed for row in gradients):
-                notes.extend(self.wrong_slope(operator.gradient))
-            yield from gradients
+                remarks += self.wrong_slope(operator.gradient)
+            rows += gradients
             if exact is not None:
                 few = probes or probe_directions(self.problem, 1, self.seed)
                 products = (operator @ few.V.T.to(operator.torch_dtype)).T
                 gaps = Layout(self.problem, few.owners).gaps(products, exact if probes else few.V.to(exact) @ exact.T)
-                yield from self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
-
-        def of_diagonal(diagonal: Tensor, seconds: float) -> Iterator[CheckRow]:
-            """Compare with a healthy reference; with the dense closed form where references gave products."""
-            if exact is not None:
-                name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
-                yield from self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
-
-        rows, why = self._attempt("operator", "gradient and operator", symmetric_operator, of_operator)
-        diagonal_rows, why_not = self._attempt("diagonal", "the diagonal", self.exact_diagonal, of_diagonal)
-        return [self.loss(closed.loss), *rows, *diagonal_rows], [*notes, *why, *why_not]
+                rows += self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
+        diagonal, seconds = self._attempt("diagonal", "the diagonal", self.exact_diagonal, rows, remarks)
+        if diagonal is not None and exact is not None:  # where references gave products, the dense closed form is compared with
+            name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
+            rows += self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
+        return rows, remarks
 
     def of_operator(self, operator: HessianOperator) -> Rows:
         """Compare loss, gradient and diagonal of the call that gave an operator."""
@@ -189,24 +181,27 @@ class SameCall:
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 
-    # Where a function may refuse --------------------------------------------------------------------------------------------
-
     def _attempt(
-        self, kind: str, words: str, make: Callable[[], Any], compare: Callable[[Any, float], Iterator[CheckRow]]
-    ) -> tuple[list[CheckRow], list[str]]:
-        """Return the rows of what a function gives, and why there are none.
+        self, kind: str, words: str, make: Callable[[], T], rows: list[CheckRow], remarks: list[str]
+    ) -> tuple[T | None, float]:
+        """Return what a function gives and its time, or None.
 
-        A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
+        A function that refuses the call although there is a Hessian is a failed row; one that only lacks the memory is a remark.
         """
         start = time.perf_counter()
         try:
-            found = make()
+            return make(), time.perf_counter() - start
         except OutOfMemoryError as reason:
-            return [], [f"no rows of {words}: {reason}"]
+            remarks.append(f"no rows of {words}: {reason}")
         except HessiankitError as reason:
-            row = self._row(kind, math.inf, time.perf_counter() - start)
-            return [row], [f"hessian_{kind} refuses the same call: {reason}"]
-        return list(compare(found, time.perf_counter() - start)), []
+            rows.append(self._row(kind, math.inf, time.perf_counter() - start))
+            remarks.append(f"hessian_{kind} refuses the same call: {reason}")
+        return None, 0.0
+
+    def _symmetric_operator(self) -> HessianOperator:
+        operator = operator_of(self.problem)
+        _ = operator.symmetry_error  # refuses what is not symmetric
+        return operator
 
     def exact_diagonal(self) -> Tensor:
         """Return the closed form of the diagonal, (P)."""
