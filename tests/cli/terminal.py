@@ -146,7 +146,7 @@ COMMANDS = {
     "$ papers list": "papers list --paper hybridnorm",
     "$ papers run": "papers run --id hybridnorm/eq1*",
     "$ papers show": "papers show hybridnorm/eq19",
-    "$ routes": "benchmarks routes --operation layer_norm",
+    "$ routes": "benchmarks routes --operation softmax",
     "$ papers placements": "papers placements --placement hybridnorm --sample 1 --out placements",
     "$ papers tune-lr": "papers tune-lr --quick --jobs 1 --seeds 2 --tuning-seeds 1 --grid 0.002 0.004 --text text.txt",
     "$ monitor": "monitor run.jsonl",

@@ -171,20 +171,6 @@ def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monke
     assert "cannot write locked: permission denied" in capsys.readouterr().err
 
 
-def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> None:
-    def full(path: Path, *_: object, **__: object) -> None:
-        with open(path, "w") as file:
-            file.write("{")
-        raise OSError(28, "No space left on device")
-
-    (here / "old.json").write_text("old")
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert main(["bounds", "--tokens", "2", "--json", "old.json"]) == exit_codes.USAGE
-    assert "bounds: cannot write old.json: No space left on device" in capsys.readouterr().err
-    assert (here / "old.json").read_text() == "old"
-    assert not list(here.glob("old.json.*"))
-
-
 AT_ONCE = [
     ("", "the following arguments are required: COMMAND; see hessiankit --help"),
     ("bounds --heads 0", "bounds: argument --heads: '0' is not a positive whole number"),

@@ -306,8 +306,3 @@ def test_a_tiny_block_that_is_wholly_wrong_is_no_rounding() -> None:
     assert not found["mine"].healthy
     assert found["mine"].worst_pair == ("b", "b")
     assert hk.check(TwoScales().double(), X, loss=None)
-
-
-def test_a_module_without_parameters_is_refused_in_words() -> None:
-    with pytest.raises(hk.InputError, match="no parameters"):
-        hk.check(nn.ReLU(), torch.randn(2, 3), torch.randn(2, 3))
