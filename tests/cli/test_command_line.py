@@ -42,13 +42,12 @@ def language(): return Transformer(256, 4, 8, 1, n_heads=1, causal=True, max_len
 def silent(): return nn.Identity()
 """
 QUICK = {
-    "study": "--quick",
     "sharpness": "--model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     "bounds": "--tokens 2 --d-model 2 --d-ff 2",
 }
 """Options that make the examples of a command quick; the last one counts."""
-AS_THEY_ARE = re.compile("--(all|exact)|study --quick")
-"""Examples that are not run: slow ones, and the one that tests/cli/test_study.py runs with the same options."""
+AS_THEY_ARE = re.compile("--(all|exact)|hessiankit study")
+"""Examples that are not run: slow ones, and those that tests/cli/test_study.py and test_terminal.py run."""
 
 
 def subparsers() -> dict[str, Parser]:
