@@ -131,12 +131,12 @@ def check(
     def report_in(dtype: torch.dtype | None) -> CheckReport:
         bar = progress_bar() if progress is None else nullcontext(progress)
         with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
-            given, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
+            data, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
             if dtype is not None:
-                given, labels = (cast(x, dtype) for x in (given, labels))
+                data, labels = (cast(x, dtype) for x in (data, labels))
             options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
-            report = _report(block_or_module, given, labels, options)  # refuses a module without parameters
-            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(given)}"
+            report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
+            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
             kind = method_of(next(block_or_module.parameters()).dtype)
             return replace(report, asked=f"{kinds}, {kind}, seed {seed}{drawn}")
 
@@ -158,9 +158,9 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     finite = []
     for kind in (None, dtype):
         with preserved(module, loss), converted((module, loss), kind):
-            given, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
+            data, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
             try:
-                problem = Problem(module, given, labels, loss)
+                problem = Problem(module, data, labels, loss)
                 with problem.at():
                     finite.append(bool(problem.call().isfinite()))
             except Exception:  # whatever a module may raise: the first error is the one to report

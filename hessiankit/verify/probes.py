@@ -111,8 +111,8 @@ class Direction:
 
 def directions(groups: Mapping[str, tuple[str, ...]], per_group: int, seed: int) -> list[Direction]:
     """Return directions on each group, and one on everything, which comes last."""
-    found = []
+    drawn = []
     for at, (label, names) in enumerate(groups.items()):
-        found += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
+        drawn += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
     everything = tuple(name for names in groups.values() for name in names)
-    return [*found, Direction(EVERYTHING, everything, 1000 * seed + 999)]
+    return [*drawn, Direction(EVERYTHING, everything, 1000 * seed + 999)]

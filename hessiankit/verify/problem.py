@@ -175,8 +175,8 @@ class Problem:
         loss, own = self.call(), list(self.own.values())
         if not loss.requires_grad:
             return [torch.zeros_like(p) for p in own]
-        found = torch.autograd.grad(loss, own, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, found, strict=True)]
+        gradients = torch.autograd.grad(loss, own, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, gradients, strict=True)]
 
     def flat_gradient(self) -> Tensor:
         """Return the gradient at ``params`` as one vector (P)."""
@@ -312,12 +312,12 @@ def _bags(
     ends = list(range(0, input.numel() + 1, input.shape[1])) if offsets is None else offsets.tolist()
     ends = ends if offsets is None or include_last_offset else [*ends, input.numel()]
     shares = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    found = []
+    bags = []
     for start, end in pairwise(ends):
         at = [k for k in range(start, end) if padding_idx is None or int(input.reshape(-1)[k]) != padding_idx % len(weight)]
         rows = weight[input.reshape(-1)[at]] if shares is None else weight[input.reshape(-1)[at]] * shares[at].unsqueeze(1)
-        found.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
-    return torch.stack(found)
+        bags.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
+    return torch.stack(bags)
 
 
 PLAIN: dict[Any, Callable[..., Any]] = {

@@ -31,10 +31,10 @@ class GradientGraph:
 
     def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
         self.loss, self.leaves = loss, leaves
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-        self.parts = {at: g for at, g in enumerate(found) if g is not None and g.requires_grad}
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        self.parts = {at: g for at, g in enumerate(gradients) if g is not None and g.requires_grad}
 
     def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
         """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""

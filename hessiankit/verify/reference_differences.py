@@ -144,8 +144,8 @@ def combined(odd: Sequence[Tensor], h: float) -> Tensor:
 
 def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:
     """Return the gradients (m, P) at points (P): the module's own parameters are moved, and the module is called as it is."""
-    found = []
+    gradients = []
     for point in points:
         with placed((problem.own[n], x.contiguous()) for n, x in problem.unflatten(point).items()):
-            found.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
-    return torch.stack(found)
+            gradients.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
+    return torch.stack(gradients)

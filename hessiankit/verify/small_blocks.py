@@ -42,11 +42,11 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     attention, norm = block.attention, block.norm_1
     if not _written(block) or not isinstance(norm, torch.nn.LayerNorm):
         return None
-    given = {letter(name): p.detach() for name, p in block.named_parameters()}
+    arrays = {letter(name): p.detach() for name, p in block.named_parameters()}
     length = x.shape[0]
     mask = x.new_full((length, length), -math.inf).triu(1)
     return PostNormBlockAt(
-        X=x, **given, mask=mask if attention.causal else None, eps=norm.eps, activation=block.feedforward.activation
+        X=x, **arrays, mask=mask if attention.causal else None, eps=norm.eps, activation=block.feedforward.activation
     )
 
 
