@@ -235,15 +235,7 @@ class SideBySide:
 
     def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str], seen: Traits) -> Health:
         judge = self.judge
-
-        def report(worst: Worst, deviation: float, healthy: bool, reason: str, alone: bool = False) -> Health:
-            symmetry, parameter = case.symmetry.error, worst.pair[0] if worst.pair else ""
-            numbers = (deviation, worst.pair, case.attainable, healthy, case.seconds)
-            return Health(case.name, case.group, symmetry, parameter, *numbers, reason, alone)
-
-        if case.failed:
-            return report(NOTHING, math.nan, False, f"unsupported: {case.note}")
-        others = [name for name in consensus if witnesses[name].group != case.group]
+        others = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
         compared = {name: self.gaps(case.name, name) for name in others}
         agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)
         # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
@@ -255,7 +247,9 @@ class SideBySide:
         defect = known_defect(case.group, seen)
         tail = f"; {defect}" if defect else ""
         alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
-        if alone:
+        if case.failed:
+            reason = f"unsupported: {case.note}"
+        elif alone:
             reason = "no other independent reference"
         elif not math.isfinite(case.symmetry.error) and case.symmetry is not NOTHING:
             reason = "not finite"
@@ -272,8 +266,10 @@ class SideBySide:
             reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
         if agrees and case.note:
             reason += f"; {case.note}"
+        pair = (deviation if others else case.symmetry).pair
         healthy = agrees and case.symmetric and case.resolves
-        return report(deviation if others else case.symmetry, deviation.error, healthy, reason, alone)
+        errors = (case.symmetry.error, pair[0] if pair else "", deviation.error, pair, case.attainable)
+        return Health(case.name, case.group, *errors, healthy, case.seconds, reason, alone)
 
 
 def _transposed(result: Outcome) -> Outcome:
@@ -312,14 +308,11 @@ def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tu
     >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab")})
     ('a', 'b')
     """
-    best: list[tuple[int, int, tuple[str, ...]]] = []
+    ranked: list[tuple[int, int, tuple[str, ...]]] = []
     for size in range(2, len(groups) + 1):
         for members in combinations(groups, size):
             count = len({_WITNESS.get(groups[name], groups[name]) for name in members})
             if count >= 2 and all(frozenset(pair) in agree for pair in combinations(members, 2)):
-                best.append((count, size, members))
-    if not best:
-        return ()
-    most = max((count, size) for count, size, _ in best)
-    top = [members for count, size, members in best if (count, size) == most]
+                ranked.append((count, size, members))
+    top = [members for count, size, members in ranked if (count, size) == max(ranked)[:2]]
     return top[0] if len(top) == 1 else ()
