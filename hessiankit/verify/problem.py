@@ -22,7 +22,7 @@ from hessiankit.engine.problem.calling import arguments, as_one_argument, read_o
 from hessiankit.engine.problem.state import Held
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
-from hessiankit.verify.in_place import converted, placed, preserved
+from hessiankit.verify.in_place import placed, preserved
 
 IGNORED_LABEL = -100
 
@@ -182,13 +182,6 @@ class Problem:
         """Return the gradient at ``params`` as one vector (P)."""
         with self.at():
             return torch.cat([g.reshape(-1) for g in self.gradient()])
-
-    def value_at(self, point: Mapping[str, Tensor]) -> float:
-        """Return the loss at other parameters; where they are of another dtype, everything is converted to it meanwhile."""
-        dtype = next(iter(point.values())).dtype
-        inputs, target = (x if dtype == self.dtype else cast(x, dtype) for x in (self.inputs, self.target))
-        with converted((self.module, self.loss), dtype), self.at(point):
-            return float(_call(self.module, inputs, target, self.loss).detach())
 
     @cached_property
     def value(self) -> float:

@@ -133,13 +133,12 @@ class SameCall:
         """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
         problem, theta = self.problem, self.problem.theta.double()
         along = generic(theta, 0) * theta.abs().max()
-        slope, unsure = central_differences(
-            lambda at: (
-                torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64, device="cpu"),
-            ),
-            (theta,),
-            (along,),
-        )
+
+        def loss(at: tuple[Tensor, ...]) -> tuple[Tensor]:
+            with problem.at(problem.unflatten(at[0].to(problem.dtype))):
+                return (problem.call().detach().double().cpu().reshape(1),)
+
+        slope, unsure = central_differences(loss, (theta,), (along,))
         if not slope or slope[0] is None or problem.dtype != torch.float64:
             return
         terms = [gradient.double() * along for gradient in (problem.flat_gradient(), mine)]
