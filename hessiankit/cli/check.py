@@ -44,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
 
     asked = asked_of(args)
     say(str(asked))
-    given = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
-    report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, **given)
+    options = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
+    report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, **options)
     numbers = {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
     finish(args, report, numbers)
     return int(not report)

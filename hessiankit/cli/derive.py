@@ -63,20 +63,20 @@ def run(args: argparse.Namespace) -> None:
         return
     torch.manual_seed(0)
     if args.what is None:
-        found = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
+        derivation = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
     else:
-        found = derive(args.what, wrt=args.wrt, loss=args.loss)
+        derivation = derive(args.what, wrt=args.wrt, loss=args.loss)
     if args.format == "text":
-        text = f"{found.table()}\n" + "".join(f"    python -m papers show {name}\n" for name in found.claims)
+        text = f"{derivation.table()}\n" + "".join(f"    python -m papers show {name}\n" for name in derivation.claims)
     elif args.format == "explain":
-        text = as_text(found.explain()) + "\n"
+        text = as_text(derivation.explain()) + "\n"
     else:
-        text = found.latex(document=True) if args.format == "latex" else found.json()
+        text = derivation.latex(document=True) if args.format == "latex" else derivation.json()
     if args.out is None:
         print(text, end="")
     write_text("derive", args.out, text)
     if args.json is not None:
-        write_json("derive", args.json, found.to_dict())
+        write_json("derive", args.json, derivation.to_dict())
 
 
 def _names() -> Iterator[str]:

@@ -63,25 +63,25 @@ def run(args: argparse.Namespace) -> int:
 
     asked = asked_of(args)
     say(str(asked))
-    given = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite, "resume": args.resume}
+    options = {"loss": asked.loss, "params": args.params, "out": args.out, "overwrite": args.overwrite, "resume": args.resume}
     try:
         with progress_bar() as tell:
-            given |= {"dry_run": True} if args.dry_run else {"progress": lambda done, total: tell("hessian", done, total)}
-            found = hessian(asked.model, asked.inputs, asked.target, **given)
+            options |= {"dry_run": True} if args.dry_run else {"progress": lambda done, total: tell("hessian", done, total)}
+            result = hessian(asked.model, asked.inputs, asked.target, **options)
     except KeyboardInterrupt:
         resumable = f"; --resume continues {args.out}" if args.out is not None and args.out.exists() else ""
         print(f"hessiankit: interrupted{resumable}", file=sys.stderr)
         return INTERRUPTED
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{str(error).rstrip('.')}; --dry-run says what it takes") from error
-    show(found, args.table)
+    show(result, args.table)
     if args.out is not None and not args.dry_run:
         say(f"wrote {args.out}")
-    if args.plot is not None and isinstance(found, Hessian):
-        picture = found.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
+    if args.plot is not None and isinstance(result, Hessian):
+        picture = result.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
         say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}: {picture.caption}")
     if args.json is not None:
-        kind = "hessian" if isinstance(found, Hessian) else "forecast"
-        own = {"seed": args.seed, "out": args.out, kind: found.to_dict(), "environment": environment()}
+        kind = "hessian" if isinstance(result, Hessian) else "forecast"
+        own = {"seed": args.seed, "out": args.out, kind: result.to_dict(), "environment": environment()}
         write_json("hessian", args.json, {**asked.to_dict(), **own})
-    return int(isinstance(found, Forecast) and not found.fits)
+    return int(isinstance(result, Forecast) and not result.fits)

@@ -81,21 +81,21 @@ def load_model(
     path = Path(source).expanduser()
     if source == "tiny":
         tiny = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
-        found = LoadedModel(tiny, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
+        loaded = LoadedModel(tiny, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
     elif path.exists():
         model, origin, tokenizer = _from_files(path, seed)
-        found = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)
+        loaded = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)
     elif ":" in source:
-        found = _from_function(source, seed)
+        loaded = _from_function(source, seed)
     else:
         raise InputError(f"{WHO}: {source!r} is not an existing path; expected {SOURCES} (nothing is downloaded)")
     try:
-        found.model.eval().to(device=device, dtype=dtype)
+        loaded.model.eval().to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError) as error:
         raise InputError(
             f"{WHO}: cannot put {source!r} on device={str(device)!r}: {one_line(error)}; name one that torch can use"
         ) from error
-    return found
+    return loaded
 
 
 def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:

@@ -46,10 +46,10 @@ def asked_of(args: argparse.Namespace) -> Asked:
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
     """Return the float64 block that the options describe."""
     layers = args.layer if args.layers is None else args.layers
-    given = {name: getattr(args, name) for name in ("placement", "norm", "activation", "bias", "causal", "rotary", "layer")}
-    given |= {"attention_bias": args.bias, "affine": not args.no_affine, "n_kv_heads": args.kv_heads, "n_layers": layers}
+    options = {name: getattr(args, name) for name in ("placement", "norm", "activation", "bias", "causal", "rotary", "layer")}
+    options |= {"attention_bias": args.bias, "affine": not args.no_affine, "n_kv_heads": args.kv_heads, "n_layers": layers}
     try:
-        return TransformerBlock(d_model, d_ff, args.heads, **given).double()
+        return TransformerBlock(d_model, d_ff, args.heads, **options).double()
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
 

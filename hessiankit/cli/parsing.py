@@ -66,12 +66,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse an option that is not known by the name of the command that was given it, with the nearest options."""
-        found, rest = super().parse_known_args(args, namespace)
+        known, rest = super().parse_known_args(args, namespace)
         if rest:
             options = [option for action in self._actions for option in action.option_strings]
             near = did_you_mean(rest[0].partition("=")[0], options) if rest[0].startswith("-") else ""
             self.error(f"unrecognized arguments: {' '.join(rest)}{near}")
-        return found, rest
+        return known, rest
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> None:
     say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
     few = inputs[:1, :FLOW_TOKENS]
     run_once(args, loaded.model, few)
-    given = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
+    measured = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
     drawn = {name: getattr(args, name) for name in ("draws", "micro_batch", "confidence", "histograms", "seed")}
     try:
         with progress_bar() as tell:
-            report = sharpness(loaded.model, inputs, targets, progress=tell, **given, **drawn)
+            report = sharpness(loaded.model, inputs, targets, progress=tell, **measured, **drawn)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    exact = sharpness(loaded.model, inputs, targets, exact=True, **given) if args.exact else None
+    exact = sharpness(loaded.model, inputs, targets, exact=True, **measured) if args.exact else None
     numbers = {
         "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
         **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
@@ -116,9 +116,9 @@ def run(args: argparse.Namespace) -> None:
         say(_beside(report, exact), whole=True)
 
 
-def _overrides(given: list[str] | None) -> dict[str, str] | None:
+def _overrides(texts: list[str] | None) -> dict[str, str] | None:
     """Return the types that are given by hand; the last ``=`` ends the expression."""
-    pairs = [text.rpartition("=") for text in given or ()]
+    pairs = [text.rpartition("=") for text in texts or ()]
     for expression, _, kind in pairs:
         if not expression or not kind:
             raise InputError(f"sharpness: --type {expression or kind!r}; expected REGEX=TYPE, such as 'router=Other'")

@@ -19,7 +19,7 @@ from hessiankit.support.kernels import kernels
 
 def environment(*names: str) -> dict[str, Any]:
     """Return the versions, the machine and the date that numbers were obtained with; all of it, or the entries of some names."""
-    found = {
+    facts = {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -34,7 +34,7 @@ def environment(*names: str) -> dict[str, Any]:
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "system": f"{platform.system()} {platform.machine()}",
     }
-    return {name: found[name] for name in found if not names or name in names}
+    return {name: facts[name] for name in facts if not names or name in names}
 
 
 @cache

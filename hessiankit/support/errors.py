@@ -62,9 +62,9 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
         begins = bool(a and b) and (a.startswith(b) or b.startswith(a))
         return SequenceMatcher(None, a, b).ratio() + BEGINS * begins
 
-    found = {other: alike(other) for other in known}
-    least = max(NEAR, BESIDE * max(found.values(), default=0.0))
-    return sorted((other for other in found if found[other] >= least), key=lambda other: -found[other])[:3]
+    likeness = {other: alike(other) for other in known}
+    least = max(NEAR, BESIDE * max(likeness.values(), default=0.0))
+    return sorted((other for other in likeness if likeness[other] >= least), key=lambda other: -likeness[other])[:3]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -69,8 +69,8 @@ def fill(page: str, sections: Mapping[str, str]) -> str:
     for name, text in sections.items():
         marked = f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
         pattern = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
-        found = pattern.search(page) is not None
-        page = pattern.sub(lambda _, new=marked: new, page) if found else f"{page.rstrip()}\n\n{marked}\n".lstrip()  # type: ignore[misc]
+        present = pattern.search(page) is not None
+        page = pattern.sub(lambda _, new=marked: new, page) if present else f"{page.rstrip()}\n\n{marked}\n".lstrip()  # type: ignore[misc]
     return page
 
 

@@ -26,10 +26,10 @@ def read_records(path: Path, decode: Callable[[Any], T]) -> Iterator[T]:
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in lines:
         try:
-            found = decode(json.loads(line))
+            record = decode(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        yield found
+        yield record
 
 
 def append_records(path: Path, *records: Mapping[str, Any]) -> None:
@@ -60,10 +60,10 @@ def append_lines(path: Path, content: bytes) -> None:
         if size and content:
             file.seek(size - 1)
             content = (b"" if file.read(1) == b"\n" else b"\n") + content
-        left = memoryview(content)
+        rest = memoryview(content)
         try:
-            while left:
-                left = left[file.write(left) :]
+            while rest:
+                rest = rest[file.write(rest) :]
             if content:
                 os.fsync(file.fileno())
         except OSError:

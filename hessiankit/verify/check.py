@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,19 +24,18 @@ from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.comparison import Judge, RoundingNoise, Route, cells_of_groups, cells_of_pairs, closed_form
+from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
 from hessiankit.verify.exact import check_exact_blocks
-from hessiankit.verify.health import SideBySide, examine, rounding_noise
+from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
-from hessiankit.verify.probes import Probes, directions, probe_directions, roles
+from hessiankit.verify.probes import Direction, Probes, directions, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
-from hessiankit.verify.products import CLOSED, Products
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
 from hessiankit.verify.rows import FORMULAS, CheckRow
-from hessiankit.verify.same_call import SameCall, by_operator, operator_of
+from hessiankit.verify.same_call import SameCall, by_operator
 from hessiankit.verify.small_blocks import formula_errors, twin_rows
-from hessiankit.verify.traits import STOPPED, Traits, traits
+from hessiankit.verify.traits import STOPPED, traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """Three references that share nothing."""
@@ -51,8 +50,6 @@ PRODUCTS = 5000
 """Beyond this many parameters no matrix is formed: products are compared, along generic directions on groups of parameters."""
 MATRIX = 20000
 """The same where ``directions`` are given."""
-DIAGONAL = 100_000
-"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left alone."""
 ENTRIES = 2**15
 """Inputs of at most so many entries are small: torch cuts an operation into as many for a thread (its grain size)."""
 
@@ -134,13 +131,14 @@ def check(
     def report_in(dtype: torch.dtype | None) -> CheckReport:
         bar = progress_bar() if progress is None else nullcontext(progress)
         with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
-            given, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
+            data, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
             if dtype is not None:
-                given, labels = (cast(x, dtype) for x in (given, labels))
+                data, labels = (cast(x, dtype) for x in (data, labels))
             options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
-            report = _report(block_or_module, given, labels, options)  # refuses a module without parameters
-            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(given)}"
-            return replace(report, asked=f"{kinds}, {_dtype(block_or_module)}, seed {seed}{drawn}")
+            report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
+            kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
+            kind = method_of(next(block_or_module.parameters()).dtype)
+            return replace(report, asked=f"{kinds}, {kind}, seed {seed}{drawn}")
 
     try:
         return report_in(dtype)
@@ -160,9 +158,9 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     finite = []
     for kind in (None, dtype):
         with preserved(module, loss), converted((module, loss), kind):
-            given, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
+            data, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
             try:
-                problem = Problem(module, given, labels, loss)
+                problem = Problem(module, data, labels, loss)
                 with problem.at():
                     finite.append(bool(problem.call().isfinite()))
             except Exception:  # whatever a module may raise: the first error is the one to report
@@ -170,8 +168,7 @@ def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Los
     return finite == [True, False]
 
 
-@dataclass(frozen=True)
-class _Options:
+class _Options(NamedTuple):
     """The options of :func:`check`."""
 
     loss: Loss
@@ -187,14 +184,12 @@ class _Options:
 
 def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
     """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
-    start = time.perf_counter()
-    params = list(select("check", module, options.params))
-    known: dict[str, Tensor] = dict(module.named_parameters())
-    size = sum(known[name].numel() for name in params)
+    start, chosen = time.perf_counter(), select("check", module, options.params)
+    size = sum(p.numel() for p in chosen.values())
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
     entries = sum(x.numel() for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
     with one_thread() if size <= PRODUCTS and entries <= ENTRIES else nullcontext():
-        report = _compared(module, inputs, target, params, options, by_products=by_products)
+        report = _compared(module, inputs, target, list(chosen), options, by_products=by_products)
     return replace(report, seconds=time.perf_counter() - start)
 
 
@@ -211,138 +206,116 @@ def _compared(
         closed = hessian(module, inputs, target, params=options.params, progress=tell, **common)
     known = dict(module.named_parameters())
     problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
-    found = traits(problem)
-    rtol = options.rtol if options.rtol is not None else TOLERANCE.get(found.precision, 1e-10)
+    seen = traits(problem)
+    rtol = options.rtol if options.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
+    own = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
+    names = list(options.against) if options.against is not None else list(AGAINST if own else INDEPENDENT)
     if isinstance(closed, HessianOperator):
-        report = _compared_products(problem, closed, found, rtol, options)
+        groups, per_group = roles(problem.params), options.directions or 1
+        along = directions(groups, per_group, options.seed)
+        comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
+        labels = {direction.label: direction for direction in reversed(along)}
+        judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, names, seen.precision, by_operator, labels))
+        routes = SideBySide(problem, judge, rtol)
+        probes, results = None, _along_each(problem, closed, names, along, routes, options.progress)
     else:
-        report = _compared_matrix(problem, closed, found, rtol, options)
+        groups, comparison = {name: (name,) for name in problem.params}, "every entry"
+        probes = _probes(problem, options)
+        if probes is not None:
+            comparison = f"{options.directions or 4} generic directions a parameter"
+        results = _all_at_once(problem, names, probes, options, more=options.against is None and not own)
+        judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, results, seen.precision, closed_form))
+        routes = SideBySide(problem, judge, AGREEMENT[seen.precision])
+        options.progress("agreement of the references", 0, 1)
+        mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
+        routes.add({CLOSED: Outcome(mine, None, 0.0), **results}, probes)
+    health = routes.health(results)
+    healthy = [name for name in results if health[name].healthy]
+    rows: list[CheckRow] = []
+    for done, name in enumerate(healthy):
+        options.progress(f"errors beside {name}", done, len(healthy))
+        gaps = routes.gaps(CLOSED, name)
+        cells = cells_of_groups(gaps, groups, judge.names) if by_products else cells_of_pairs(judge.names)
+        rows += judge.rows(gaps, rtol, name, health[name].seconds, cells)
+    options.progress("operator and diagonal", 0, 2)
+    exact = {n: x for n in healthy if isinstance(x := results[n], Outcome) and not REFERENCES[n].many_calls}
+    same = SameCall(problem, judge, rtol, groups, exact, options.seed)
+    others, remarks = same.of_operator(closed) if isinstance(closed, HessianOperator) else same.of_matrix(closed, probes)
+    if by_products:
+        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(remarks)}"]
+    rows += others
+    report = CheckReport(tuple(rows), tuple(health.values()), closed, rtol, comparison)
+    if isinstance(closed, Hessian):
+        report = _with_formulas(
+            replace(report, identities=examine_identities(problem, closed.matrix, rtol=rtol)), module, options
+        )
     moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
-    stopped = STOPPED.format(found.stopped_by) if found.stopped_by and moves else ""
+    stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""
     return replace(
         report,
-        remarks=tuple(remark for remark in (found.padding, stopped, *report.remarks) if remark),
-        lowered=f"{found.lowered_by} computes in {found.precision}" if options.rtol is None and found.lowered_by else "",
+        remarks=tuple(remark for remark in (seen.padding, stopped, *remarks) if remark),
+        lowered=f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else "",
     )
 
 
-def _compared_matrix(problem: Problem, closed: Hessian, found: Traits, rtol: float, options: _Options) -> CheckReport:
-    """Compare the matrix with the references, every entry or along directions on each parameter."""
-    module, seed = problem.module, options.seed
-    probes, few = None, None  # few: of central differences, each of whose directions costs dozens of calls
+def _probes(problem: Problem, options: _Options) -> Probes | None:
+    """Return the directions on each parameter along which the matrix is compared; None for every entry."""
     if options.directions or (options.directions is None and problem.size > WHOLE):
-        probes = probe_directions(problem, options.directions or 4, seed)
+        return probe_directions(problem, options.directions or 4, options.seed)
+    return None
+
+
+def _all_at_once(
+    problem: Problem, names: list[str], probes: Probes | None, options: _Options, *, more: bool
+) -> dict[str, Outcome | Unsupported]:
+    """Return matrices, or products along ``probes``; those of central differences along a direction on each parameter.
+
+    With ``more``, another forward mode takes part where torch has none of the gradient.
+    """
+    few = None  # each of their directions costs dozens of calls
     if options.directions is None:
-        few = probe_directions(problem, 1, seed) if probes is None else probes.first()
-    own = isinstance(module, (TransformerBlock, VisionTransformer))
-    names = tuple(options.against) if options.against is not None else AGAINST if own else INDEPENDENT
+        few = probe_directions(problem, 1, options.seed) if probes is None else probes.first()
     V = None if probes is None else probes.V
     results = run_references(problem, V, names, probes=few, progress=options.progress)
-    if options.against is None and not own and isinstance(results["jvp(grad)"], Unsupported):
+    if more and isinstance(results["jvp(grad)"], Unsupported):
         results |= run_references(problem, V, ["torch.func.hessian"], progress=options.progress)
-    noise = rounding_noise(results, problem, found.precision, {CLOSED: closed_form})
-    options.progress("agreement of the references", 0, 1)
-    health = examine(results, problem, probes=probes, noise=noise)
-    judge = Judge(tuple(problem.params), found.precision, noise)
-    healthy = {n: x for n, x in results.items() if isinstance(x, Outcome) and health[n].healthy}
-    along = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
-    beside = SideBySide(problem, {CLOSED: Outcome(along, None, 0.0), **results}, probes)
+    return results
+
+
+def _along_each(
+    problem: Problem, operator: HessianOperator, names: list[str], along: list[Direction], routes: SideBySide, progress: Tell
+) -> dict[str, Outcome | Unsupported]:
+    """Compare products of the operator and the references one direction at a time; return the last of each reference.
+
+    Only what one direction needs is in memory: a vector of the parameters' size for each result, and a graph. The last direction
+    is the one that central differences, which call the module many times, take as well.
+    """
+    results, left_out = dict[str, Outcome | Unsupported](), set[str]()
+    for done, direction in enumerate(along, 1):
+        V = direction.vector(problem)[None]
+        asked = [n for n in names if n not in left_out and (done == len(along) or not REFERENCES[n].many_calls)]
+        now = run_references(problem, V, asked)
+        left_out |= {name for name, result in now.items() if isinstance(result, Unsupported)}
+        mine = Outcome((operator @ V[0])[None], None, 0.0)
+        routes.add({CLOSED: mine, **now}, Probes(V, (direction.label,)))
+        results |= now
+        progress("products", done, len(along))
+    return {name: results[name] for name in names}
+
+
+def _with_formulas(report: CheckReport, module: nn.Module, options: _Options) -> CheckReport:
+    """Add the rows of the vec_r formulas and of a wider block, and those of exact arithmetic, where they are asked for."""
     rows: list[CheckRow] = []
-    for done, (name, outcome) in enumerate(healthy.items()):
-        options.progress(f"errors beside {name}", done, len(healthy))
-        rows += judge.rows(beside.gaps(CLOSED, name), rtol, name, outcome.seconds, cells_of_pairs(judge.names))
-    options.progress("operator and diagonal", 0, 2)
-    others, remarks = _same_call(problem, closed, judge, healthy, probes, rtol, seed)
-    rows += others
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
             options.progress("formulas, and a wider block", 1, 2)
             before = time.perf_counter()
-            errors = formula_errors(module, seed)
-            rows += twin_rows(module, seed)
+            errors = formula_errors(module, options.seed)
+            rows += twin_rows(module, options.seed)
             seconds = time.perf_counter() - before
             rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
-        exact = check_exact_blocks(module, seed=seed) if options.exact else ()
-    return CheckReport(
-        tuple(rows),
-        tuple(health.values()),
-        closed,
-        rtol,
-        "every entry" if probes is None else f"{options.directions or 4} generic directions a parameter",
-        remarks=tuple(remarks),
-        identities=examine_identities(problem, closed.matrix, rtol=rtol),
-        exact=exact,
-    )
-
-
-def _same_call(
-    problem: Problem,
-    closed: Hessian,
-    judge: Judge,
-    healthy: Mapping[str, Outcome],
-    probes: Probes | None,
-    rtol: float,
-    seed: int,
-) -> tuple[list[CheckRow], list[str]]:
-    """Compare loss, gradient, operator and diagonal of the same call; return the rows, and why some are missing or failed."""
-    same = SameCall(problem, judge, rtol, {name: (name,) for name in problem.params}, lambda: operator_of(problem))
-    reference, exact = next(((n, x.value) for n, x in healthy.items() if x.error is None), ("", None))
-    notes: list[str] = []
-
-    def symmetric_operator() -> HessianOperator:
-        operator = operator_of(problem)
-        _ = operator.symmetry_error  # refuses what is not symmetric
-        return operator
-
-    def of_operator(operator: HessianOperator, seconds: float) -> Iterator[CheckRow]:
-        gradients = list(same.gradient(operator.gradient, seconds))
-        if not all(row.passed for row in gradients):
-            notes.extend(same.wrong_slope(operator.gradient))
-        yield from gradients
-        if exact is not None:
-            few = probes or probe_directions(problem, 1, seed)
-            products = (operator @ few.V.T.to(operator.torch_dtype)).T
-            yield from same.products(products, exact if probes else few.V.to(exact) @ exact.T, few.owners, reference, seconds)
-
-    def of_diagonal(diagonal: Tensor, seconds: float) -> Iterator[CheckRow]:
-        """Compare with a healthy reference; with the dense closed form where references gave products."""
-        if exact is not None:
-            name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
-            yield from same.whole_diagonal(diagonal, matrix, name, seconds)
-
-    operator_rows, why = same.attempt("operator", "gradient and operator", symmetric_operator, of_operator)
-    diagonal_rows, why_not = same.attempt("diagonal", "the diagonal", same.exact_diagonal, of_diagonal)
-    return [same.loss(closed.loss), *operator_rows, *diagonal_rows], [*notes, *why, *why_not]
-
-
-def _compared_products(problem: Problem, operator: HessianOperator, found: Traits, rtol: float, options: _Options) -> CheckReport:
-    """Compare products with those of the references, along directions on groups of parameters."""
-    groups, per_group = roles(problem.params), options.directions or 1
-    names, along = tuple(options.against or INDEPENDENT), directions(groups, per_group, options.seed)
-    remake = lambda: operator_of(problem, block_size=1)  # noqa: E731
-    routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
-    routes[CLOSED] = by_operator
-    noise = RoundingNoise(problem, routes, torch.finfo(found.precision).eps, {d.label: d for d in reversed(along)})
-    judge = Judge(tuple(problem.params), found.precision, noise)
-    compare = Products(problem, operator, names, along, rtol, judge, options.progress)
-    compare.run()
-    health = compare.health(found)
-    rows: list[CheckRow] = []
-    for name in (name for name in names if health[name].healthy):
-        gaps = compare.gaps(CLOSED, name)
-        rows += judge.rows(gaps, rtol, name, health[name].seconds, cells_of_groups(gaps, groups, judge.names))
-    same = SameCall(problem, judge, rtol, groups, remake)
-    rows += [same.loss(operator.loss), *same.gradient(operator.gradient, 0.0)]
-    left_out = f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters"
-    exact = next((n for n in names if health[n].healthy and not REFERENCES[n].many_calls), None)
-    if problem.size > DIAGONAL:
-        left_out += f", hessian_diagonal not beyond {DIAGONAL:,}"
-    elif exact is not None:
-        before = time.perf_counter()
-        diagonal = same.exact_diagonal()
-        rows += same.few_of_diagonal(diagonal, exact, time.perf_counter() - before)
-    comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
-    return CheckReport(tuple(rows), tuple(health.values()), operator, rtol, comparison, remarks=(left_out,))
+        exact = check_exact_blocks(module, seed=options.seed) if options.exact else ()
+    return replace(report, rows=(*report.rows, *rows), exact=exact)
 
 
 def _named(loss: Loss) -> str:
@@ -360,10 +333,6 @@ def _shapes(inputs: Any) -> str:
     if isinstance(inputs, Mapping):
         return ", ".join(f"{name} {_shapes(x)}" for name, x in inputs.items())
     return ", ".join(map(_shapes, inputs)) if isinstance(inputs, (tuple, list)) else str(inputs)
-
-
-def _dtype(module: nn.Module) -> str:
-    return str(next(module.parameters()).dtype).removeprefix("torch.")
 
 
 def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, Tensor]:

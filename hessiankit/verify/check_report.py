@@ -13,7 +13,7 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, Table, table
-from hessiankit.verify.exact import EXACT_HEADERS, ExactRow, exact_cells
+from hessiankit.verify.exact import ExactRow
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
 from hessiankit.verify.rows import FORMULAS, SAME_CALL, CheckRow
@@ -98,8 +98,8 @@ class CheckReport(Printed, WithDict):
     def verdict(self) -> str:
         """The result in one line."""
         if len(self.healthy_groups) < 2:
-            alone = ", ".join(h.reference for h in self.health if h.alone)
-            seen = f"{alone} alone" if alone else f"only {len(self.healthy_groups)} independent healthy reference(s)"
+            unconfirmed = ", ".join(h.reference for h in self.health if h.alone)
+            seen = f"{unconfirmed} alone" if unconfirmed else f"only {len(self.healthy_groups)} independent healthy reference(s)"
             return (
                 f"NOT VERIFIED: {seen}, two independent ones are needed. "
                 "Name more references in against=..., or see their health for what broke them."
@@ -159,11 +159,11 @@ class CheckReport(Printed, WithDict):
         errors, references = self._by_pair()
         pairs = sorted(errors, key=lambda name: _worst(errors[name]), reverse=True)
         shown = pairs[:DRAWN]
-        found = {r: [errors[name][r].max_rel_error if r in errors[name] else math.nan for name in shown] for r in references}
+        bars = {r: [errors[name][r].max_rel_error if r in errors[name] else math.nan for name in shown] for r in references}
         title = self.verdict.partition(":")[0] + ("" if shown == pairs else f"; the {len(shown)} largest of {len(pairs)} pairs")
         labels = pair_labels(shown, _parameters(errors))
         axis = "largest difference, relative to the block's largest entry"
-        return row_chart("CheckReport.plot", labels, found, axis=axis, title=title, path=path, line=(self.rtol, "tolerance"))
+        return row_chart("CheckReport.plot", labels, bars, axis=axis, title=title, path=path, line=(self.rtol, "tolerance"))
 
     def _by_pair(self) -> tuple[dict[str, dict[str, CheckRow]], list[str]]:
         """Return the rows of the block pairs, by pair and reference, and the references."""
@@ -177,25 +177,25 @@ class CheckReport(Printed, WithDict):
         """Return the table of the block pairs: size, arithmetic, norms, and the error against each reference."""
         errors, references = self._by_pair()
         rows = []
-        for name, found in errors.items():
-            cells = [found[r].shown if r in found else "" for r in references]
+        for name, by_reference in errors.items():
+            cells = [by_reference[r].shown if r in by_reference else "" for r in references]
             if not isinstance(self.closed_form, Hessian):
                 rows.append((name, *cells))
                 continue
             i, j = name.split(" x ")
             size = "{} x {}".format(*self.closed_form.block(i, j).shape)
-            methods = "/".join(dict.fromkeys(row.method for row in found.values()))
+            methods = "/".join(dict.fromkeys(row.method for row in by_reference.values()))
             norms = (f"{self.closed_form.spectral_norm(i, j):.4g}", f"{self.closed_form.frobenius_norm(i, j):.4g}")
             rows.append((name, size, methods, *norms, *cells))
         own = ("size", "method", "||.||_2", "||.||_F") if isinstance(self.closed_form, Hessian) else ()
-        agree = [r for r in references if all(found[r].passed for found in errors.values() if r in found)]
+        agree = [r for r in references if all(of[r].passed for of in errors.values() if r in of)]
         return table(
             ("block pair", *own, *references),
             rows,
             left=3 if own else 1,
             names=_parameters(errors),
             drop=("method", "||.||_F", "size", *reversed(agree[1:]), "||.||_2"),
-            rank=[_worst(found) for found in errors.values()],
+            rank=[_worst(of) for of in errors.values()],
             ranked="largest error",
         )
 
@@ -207,10 +207,10 @@ class CheckReport(Printed, WithDict):
         ]
         lines += [f"note: {remark}" for remark in self.remarks]
         for kind, words in SAME_CALL.items():
-            found = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
-            if found:
-                worst = max(found, key=lambda row: row.max_rel_error)
-                failed = "" if all(row.passed for row in found) else " FAIL"
+            rows = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
+            if rows:
+                worst = max(rows, key=lambda row: row.max_rel_error)
+                failed = "" if all(row.passed for row in rows) else " FAIL"
                 agrees = f"agrees with {worst.reference} to {worst.max_rel_error:.1e}"
                 lines.append(f"{words}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
         formulas = [row.max_rel_error for row in self.rows if row.reference == FORMULAS]
@@ -223,14 +223,14 @@ class CheckReport(Printed, WithDict):
         return self.verdict
 
     def _parts(self) -> Iterator[Piece]:
-        found = self.closed_form
+        closed = self.closed_form
         title = f"{self.asked}; " if self.asked else ""
-        title += f"{found.shape[0] if isinstance(found, HessianOperator) else found.matrix.shape[0]:,} parameters"
-        title += f", closed form in {found.seconds:.2f} s" if isinstance(found, Hessian) else ", by products"
-        if found.fallbacks:
-            title += f"; differentiated automatically one by one: {', '.join(found.fallbacks)}"
-        if isinstance(found, Hessian) and found.unused:
-            title += f"; no effect on the loss: {', '.join(map(repr, found.unused))}"
+        title += f"{closed.shape[0] if isinstance(closed, HessianOperator) else closed.matrix.shape[0]:,} parameters"
+        title += f", closed form in {closed.seconds:.2f} s" if isinstance(closed, Hessian) else ", by products"
+        if closed.fallbacks:
+            title += f"; differentiated automatically one by one: {', '.join(closed.fallbacks)}"
+        if isinstance(closed, Hessian) and closed.unused:
+            title += f"; no effect on the loss: {', '.join(map(repr, closed.unused))}"
         yield title
         pairs = self.pair_table()
         if pairs.rows:
@@ -238,7 +238,12 @@ class CheckReport(Printed, WithDict):
         if self.identities.rows:
             yield Detail(self.identities.table_of_rows())
         if self.exact:
-            yield Detail(table(EXACT_HEADERS, map(exact_cells, self.exact), left=2, prose=EXACT_HEADERS[:1]))
+            headers = ("formulas in exact arithmetic", "method", "entries", "chance to pass if wrong", "verdict")
+            rows = [
+                (f"{row.name} ({row.size})", f"exact {row.method}", str(row.entries), f"<= {row.chance:.0e}", row.verdict)
+                for row in self.exact
+            ]
+            yield Detail(table(headers, rows, left=2, prose=headers[:1]))
         for line in (
             "references:",
             *(f"  {line}" for line in self.health_lines()),
@@ -250,8 +255,8 @@ class CheckReport(Printed, WithDict):
         yield self.verdict
 
 
-def _worst(found: Mapping[str, CheckRow]) -> float:
-    return max(row.max_rel_error if row.passed else math.inf for row in found.values())
+def _worst(rows: Mapping[str, CheckRow]) -> float:
+    return max(row.max_rel_error if row.passed else math.inf for row in rows.values())
 
 
 def _parameters(pairs: Iterable[str]) -> list[str]:

@@ -23,6 +23,9 @@ from hessiankit.verify.rows import ROUNDING, ZERO, CheckRow
 Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
 
+CLOSED = "closed form"
+"""The name of the result under test."""
+
 ULPS = 16.0
 """Size of the perturbation of the parameters, in units of the last place: roundings change, the Hessian does not."""
 
@@ -48,8 +51,8 @@ def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Probl
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
     """Return H V by the closed form, at the values of a problem."""
     with problem.at():
-        found = hessian(*problem.arguments, **problem.options)
-    return V.to(found.matrix) @ found.matrix
+        matrix = hessian(*problem.arguments, **problem.options).matrix
+    return V.to(matrix) @ matrix
 
 
 @dataclass(eq=False)
@@ -79,8 +82,10 @@ class RoundingNoise:
         It is symmetric where the labels are the parameters.
         """
         missing = [label for label in labels if label not in self._columns]
-        for some in [missing] if self.along is None else [[label] for label in missing]:  # of a large model one vector at a time
-            self._measure(some)
+        for labels_at_once in (
+            [missing] if self.along is None else [[label] for label in missing]
+        ):  # of a large model one vector at a time
+            self._measure(labels_at_once)
         columns = torch.stack([self._columns[label] for label in labels], 1)
         symmetric = tuple(labels) == tuple(self.problem.params)
         return torch.maximum(columns, columns.T) if symmetric else columns

@@ -62,21 +62,6 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class ExactOutcome:
-    """Result of a comparison.
-
-    Attributes:
-        mismatch: How the closed form differs, or None if every entry is equal.
-        entries: How many were compared.
-        degree: A bound on the degree of the numerators of the differences.
-    """
-
-    mismatch: str | None
-    entries: int
-    degree: int = 0
-
-
-@dataclass(frozen=True)
 class Comparison:
     """A closed form and the exact array that it must equal."""
 
@@ -84,19 +69,19 @@ class Comparison:
     closed: Matrix | Array
     expected: Array
 
-    def outcome(self) -> ExactOutcome:
-        """Compare every entry with ``==``."""
+    def mismatch(self) -> tuple[str | None, int]:
+        """Compare every entry with ``==``; return how they differ, if they do, and a bound on the degree of the differences."""
         closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
         reason = self._not_comparable(closed)
         if reason is not None:
-            return ExactOutcome(reason, self.expected.size)
+            return reason, 0
         pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
         wrong = [(c, e) for c, e in pairs if c != e]
         degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
         if not wrong:
-            return ExactOutcome(None, len(pairs), degree)
+            return None, degree
         first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
-        return ExactOutcome(f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", len(pairs), degree)
+        return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", degree
 
     def _not_comparable(self, closed: Any) -> str | None:
         """Say why an array cannot be compared with the expected one, or return None."""

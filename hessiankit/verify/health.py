@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
-from hessiankit.verify.comparison import NOTHING, RESOLVED, Gaps, Judge, Layout, RoundingNoise, Route, Worst
-from hessiankit.verify.probes import Probes, products_along
+from hessiankit.verify.comparison import CLOSED, NOTHING, RESOLVED, Gaps, Judge, Layout, RoundingNoise, Route, Worst, joined
+from hessiankit.verify.probes import Direction, Probes
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported
 from hessiankit.verify.traits import Traits, known_defect, traits
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.3}
+AGREEMENT = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 0.03, torch.bfloat16: 0.3}
 """Relative to the largest entry of a block, for routes without an error estimate of their own.
 
 Measured on transformer blocks: 2e-15 in float64, 2e-6 in float32.
@@ -76,7 +77,6 @@ def examine(
     problem: Problem,
     *,
     probes: Probes | None = None,
-    tolerance: float | None = None,
     noise: RoundingNoise | None = None,
 ) -> dict[str, Health]:
     """Test every result for symmetry and against the others.
@@ -87,15 +87,14 @@ def examine(
     consensus from groups other than its own. A result that is no reference (a closed form under test) is compared too,
     but never judges.
 
-    All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see
-    ``Judge``), within the tolerance of the arithmetic plus the two routes' estimates of their own error.
+    All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see ``Judge``), within
+    the tolerance of the lowest precision that the module computes in (float64: 1e-10, float32: 1e-4) plus the two routes'
+    estimates of their own error.
 
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
         problem: What was differentiated.
         probes: The directions of the products; a result with directions of its own is compared along those.
-        tolerance: Relative tolerance of a route without an error estimate; by default that of the lowest precision that
-            the module computes in (float64: 1e-10, float32: 1e-4).
         noise: The rounding errors of each block.
 
     Raises:
@@ -110,90 +109,25 @@ def examine(
     >>> [health.healthy for health in examine({**results, "mine": twice}, problem).values()]
     [True, True, False]
     """
-    found = traits(problem)
-    tolerance = TOLERANCE[found.precision] if tolerance is None else tolerance
-    judge = Judge(tuple(problem.params), found.precision, noise or rounding_noise(results, problem, found.precision))
-    outcomes = {n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}
-    beside = SideBySide(problem, outcomes, probes)
-    cases = {}
-    for name, result in outcomes.items():
-        if isinstance(result, Unsupported):
-            cases[name] = Case(name, tolerance=tolerance, failed=True, note=result.reason)
-            continue
-        V, layout, products, error = beside.of(name)
-        asymmetry = layout.asymmetry(products, error, V)
-        own = 0.0 if error is None else judge.attainable(error, layout.largest(products))
-        cases[name] = Case(
-            name,
-            tolerance,
-            max(tolerance, own),
-            judge.worst(asymmetry),
-            judge.within(asymmetry, tolerance),
-            result.seconds,
-            result.note,
-        )
-    return healths(cases, beside.gaps, judge, found)
+    seen = traits(problem)
+    judge = Judge(tuple(problem.params), seen.precision, noise or rounding_noise(problem, results, seen.precision))
+    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision])
+    comparison.add({n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
+    return comparison.health(results)
 
 
 def rounding_noise(
-    results: Mapping[str, Outcome | Tensor | Unsupported],
     problem: Problem,
+    names: Iterable[str],
     precision: torch.dtype,
-    others: Mapping[str, Route] | None = None,
+    closed: Route | None = None,
+    along: Mapping[str, Direction] | None = None,
 ) -> RoundingNoise:
-    """Return the rounding noise of the references that gave a result, and of other routes."""
-    ran = [n for n, x in results.items() if n in REFERENCES and not isinstance(x, Unsupported) and not REFERENCES[n].many_calls]
-    ran = ran or ["reverse-over-reverse"]
-    routes = {n: REFERENCES[n].products for n in ran} | dict(others or {})
-    return RoundingNoise(problem, routes, torch.finfo(precision).eps)
-
-
-class SideBySide:
-    """Results of one problem in common layouts: matrices, products along directions, or along some of these.
-
-    Args:
-        problem: What was differentiated.
-        outcomes: Name -> matrix (P, P), or products (k, P) where there are ``probes``.
-        probes: The directions; a result may have its own.
-    """
-
-    def __init__(self, problem: Problem, outcomes: Mapping[str, Outcome | Unsupported], probes: Probes | None) -> None:
-        self._layouts: dict[int, Layout] = {}
-        self._problem, self._own = problem, dict[str, Probes | None]()
-        self._products, self._errors = dict[str, Tensor](), dict[str, Tensor | None]()
-        for name, outcome in outcomes.items():
-            if isinstance(outcome, Unsupported):
-                continue
-            own = outcome.probes or probes
-            size = problem.size
-            expected = (size, size) if own is None else (len(own.owners), size)
-            if tuple(outcome.value.shape) != expected:
-                raise InputError(f"examine: '{name}' has shape {tuple(outcome.value.shape)}; expected {expected}.")
-            self._own[name] = own
-            self._products[name] = outcome.value.T if own is None else outcome.value
-            error = outcome.error.T if own is None and outcome.error is not None else outcome.error
-            self._errors[name] = None if error is None else self._layout(own).largest(error)
-
-    def of(self, name: str) -> tuple[Tensor | None, Layout, Tensor, Tensor | None]:
-        """Return a result's directions, its layout, its products, and the largest of its own errors in every cell."""
-        own = self._own[name]
-        return None if own is None else own.V, self._layout(own), self._products[name], self._errors[name]
-
-    def gaps(self, a: str, b: str) -> Gaps:
-        """Return two results side by side, along the directions of whichever has some, or fewer, else every entry."""
-        ours, theirs = self._own[a], self._own[b]
-        along = theirs if ours is None or (theirs is not None and theirs.rows is not None) else ours
-        both = []
-        for name, own in ((a, ours), (b, theirs)):
-            products = self._products[name]
-            both.append(products if own is along or along is None else products_along(products, own, along))
-        return self._layout(along).gaps(*both, self._errors[a], self._errors[b])
-
-    def _layout(self, probes: Probes | None) -> Layout:
-        return self._layouts.setdefault(id(probes), Layout(self._problem, None if probes is None else probes.owners))
-
-
-# Judgement --------------------------------------------------------------------------------------------------------------
+    """Return the rounding noise of references, those apart that call the module many times, and of the closed form."""
+    routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
+    routes = routes or {"reverse-over-reverse": REFERENCES["reverse-over-reverse"].products}
+    routes |= {} if closed is None else {CLOSED: closed}
+    return RoundingNoise(problem, routes, torch.finfo(precision).eps, along)
 
 
 @dataclass(frozen=True)
@@ -225,60 +159,133 @@ class Case:
         return not self.failed and self.symmetric and self.resolves and self.group != UNDER_TEST
 
 
-def healths(cases: Mapping[str, Case], gaps: Callable[[str, str], Gaps], judge: Judge, found: Traits) -> dict[str, Health]:
-    """Judge results against the consensus of the witnesses among them; ``gaps`` returns two of them side by side."""
-    witnesses = {name: case for name, case in cases.items() if case.judges}
-    agree = {frozenset((a, b)) for a, b in combinations(witnesses, 2) if judge.within(gaps(a, b), witnesses[a].tolerance)}
-    consensus = agreeing({name: case.group for name, case in witnesses.items()}, agree)
-    return {name: _health(case, witnesses, consensus, gaps, judge, found) for name, case in cases.items()}
+class SideBySide:
+    """Results of one problem side by side, over one or several sets of directions.
+
+    Whole matrices are one set, along all unit vectors. Where no matrix fits, each direction is a set of its own, of which only
+    the largest entries and differences of every cell are kept.
+
+    Args:
+        problem: What was differentiated.
+        judge: Which differences count.
+        tolerance: Relative tolerance of a route without an error estimate.
+    """
+
+    def __init__(self, problem: Problem, judge: Judge, tolerance: float) -> None:
+        self.problem, self.judge, self.tolerance = problem, judge, tolerance
+        self._cases: dict[str, Case] = {}
+        self._gaps: dict[frozenset[str], list[Gaps]] = defaultdict(list)
+
+    def add(self, results: Mapping[str, Outcome | Unsupported], probes: Probes | None = None) -> None:
+        """Compare results along the same directions with each other: matrices (P, P), or with ``probes`` products (k, P).
+
+        A result with directions of its own, some of these, is compared along those.
+
+        Raises:
+            InputError: A result of the wrong shape.
+        """
+        alike, apart = dict[str, Outcome](), dict[str, Outcome]()
+        for name, result in results.items():
+            if isinstance(result, Unsupported):
+                self._cases[name] = Case(name, self.tolerance, failed=True, note=result.reason)
+                continue
+            own, size = result.probes or probes, self.problem.size
+            expected = (size, size) if own is None else (len(own.owners), size)
+            if tuple(result.value.shape) != expected:
+                raise InputError(f"examine: '{name}' has shape {tuple(result.value.shape)}; expected {expected}.")
+            where = alike if own is probes else apart
+            where[name] = result if own is not None else _transposed(result)
+        self._compare({}, alike, probes)
+        for name, result in apart.items():
+            assert result.probes is not None
+            self._compare({n: _along(x, probes, result.probes) for n, x in alike.items()}, {name: result}, result.probes)
+
+    def _compare(self, known: Mapping[str, Outcome], new: Mapping[str, Outcome], probes: Probes | None) -> None:
+        """Compare new results with each other, and with those that are known."""
+        layout = Layout(self.problem, None if probes is None else probes.owners)
+        errors = {n: None if x.error is None else layout.largest(x.error) for n, x in {**known, **new}.items()}
+        for (a, first), (b, second) in [*product(known.items(), new.items()), *combinations(new.items(), 2)]:
+            self._gaps[frozenset((a, b))].append(layout.gaps(first.value, second.value, errors[a], errors[b]))
+        for name, result in new.items():
+            error = errors[name]
+            own = 0.0 if error is None else self.judge.attainable(error, layout.largest(result.value))
+            case = self._cases.get(name) or self._first(name, result, layout, probes, error)
+            self._cases[name] = replace(case, attainable=max(case.attainable, own), seconds=case.seconds + result.seconds)
+
+    def _first(self, name: str, result: Outcome, layout: Layout, probes: Probes | None, error: Tensor | None) -> Case:
+        """Return the case of a result: with its asymmetry where the directions lie on every parameter."""
+        case = Case(name, self.tolerance, self.tolerance, note=result.note)
+        if name == CLOSED or layout.labels != self.judge.names:
+            return replace(case, symmetric=True)
+        asymmetry = layout.asymmetry(result.value, error, None if probes is None else probes.V)
+        return replace(case, symmetry=self.judge.worst(asymmetry), symmetric=self.judge.within(asymmetry, self.tolerance))
+
+    def gaps(self, a: str, b: str) -> Gaps:
+        """Return two results side by side; the one that was added first is first."""
+        return joined(self._gaps[frozenset((a, b))])
+
+    def health(self, names: Iterable[str]) -> dict[str, Health]:
+        """Judge results against the consensus of the witnesses among them."""
+        cases = {name: self._cases[name] for name in names}
+        witnesses = {name: case for name, case in cases.items() if case.judges}
+        agree = {frozenset(ab) for ab in combinations(witnesses, 2) if self.judge.within(self.gaps(*ab), self.tolerance)}
+        consensus = agreeing({name: case.group for name, case in witnesses.items()}, agree)
+        seen = traits(self.problem)
+        return {name: self._health(case, witnesses, consensus, seen) for name, case in cases.items()}
+
+    def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str], seen: Traits) -> Health:
+        judge = self.judge
+        others = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
+        compared = {name: self.gaps(case.name, name) for name in others}
+        agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)
+        # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
+        nearest = min(others, key=lambda name: witnesses[name].attainable, default=None)
+        deviation = NOTHING if nearest is None else judge.worst(compared[nearest])
+        symmetry = (
+            case.symmetry if nearest is None else _turned(case.symmetry, judge.relative(compared[nearest], admitted=False), judge)
+        )
+        defect = known_defect(case.group, seen)
+        tail = f"; {defect}" if defect else ""
+        alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
+        if case.failed:
+            reason = f"unsupported: {case.note}"
+        elif alone:
+            reason = "no other independent reference"
+        elif not math.isfinite(case.symmetry.error) and case.symmetry is not NOTHING:
+            reason = "not finite"
+        elif not case.resolves:
+            reason = f"resolves some block to {case.attainable:.1e} only{'; ' if case.note else ''}{case.note}"
+        elif not case.symmetric:
+            reason = f"not symmetric ({symmetry}){tail}"
+        elif nearest is None:
+            reason = "not confirmed: no two independent references agree"
+        elif not agrees:
+            reason = f"disagrees with {nearest} ({deviation}){tail}"
+        else:
+            floor = f"; precision floor: {seen.lowered_by} computes in {seen.precision}" if seen.lowered_by else ""
+            reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
+        if agrees and case.note:
+            reason += f"; {case.note}"
+        pair = (deviation if others else case.symmetry).pair
+        healthy = agrees and case.symmetric and case.resolves
+        errors = (case.symmetry.error, pair[0] if pair else "", deviation.error, pair, case.attainable)
+        return Health(case.name, case.group, *errors, healthy, case.seconds, reason, alone)
 
 
-def _health(
-    case: Case,
-    witnesses: Mapping[str, Case],
-    consensus: Collection[str],
-    gaps: Callable[[str, str], Gaps],
-    judge: Judge,
-    found: Traits,
-) -> Health:
-    def report(worst: Worst, deviation: float, healthy: bool, reason: str, alone: bool = False) -> Health:
-        symmetry, parameter = case.symmetry.error, worst.pair[0] if worst.pair else ""
-        numbers = (deviation, worst.pair, case.attainable, healthy, case.seconds)
-        return Health(case.name, case.group, symmetry, parameter, *numbers, reason, alone)
+def _transposed(result: Outcome) -> Outcome:
+    """Return a matrix as products, one a row."""
+    return replace(result, value=result.value.T, error=None if result.error is None else result.error.T)
 
-    if case.failed:
-        return report(NOTHING, math.nan, False, f"unsupported: {case.note}")
-    others = [name for name in consensus if witnesses[name].group != case.group]
-    compared = {name: gaps(case.name, name) for name in others}
-    agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)
-    # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
-    nearest = min(others, key=lambda name: witnesses[name].attainable, default=None)
-    deviation = NOTHING if nearest is None else judge.worst(compared[nearest])
-    symmetry = (
-        case.symmetry if nearest is None else _turned(case.symmetry, judge.relative(compared[nearest], admitted=False), judge)
-    )
-    defect = known_defect(case.group, found)
-    tail = f"; {defect}" if defect else ""
-    alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
-    if alone:
-        reason = "no other independent reference"
-    elif not math.isfinite(case.symmetry.error) and case.symmetry is not NOTHING:
-        reason = "not finite"
-    elif not case.resolves:
-        reason = f"resolves some block to {case.attainable:.1e} only{'; ' if case.note else ''}{case.note}"
-    elif not case.symmetric:
-        reason = f"not symmetric ({symmetry}){tail}"
-    elif nearest is None:
-        reason = "not confirmed: no two independent references agree"
-    elif not agrees:
-        reason = f"disagrees with {nearest} ({deviation}){tail}"
-    else:
-        floor = f"; precision floor: {found.lowered_by} computes in {found.precision}" if found.lowered_by else ""
-        reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
-    if agrees and case.note:
-        reason += f"; {case.note}"
-    healthy = agrees and case.symmetric and case.resolves
-    return report(deviation if others else case.symmetry, deviation.error, healthy, reason, alone)
+
+def _along(result: Outcome, own: Probes | None, probes: Probes) -> Outcome:
+    """Return products along ``probes`` from those along every unit vector (``own`` None), or along more directions."""
+    if own is None:
+        error = None if result.error is None else probes.V.abs().to(result.error) @ result.error
+        return replace(result, value=probes.V.to(result.value) @ result.value, error=error)
+    if probes.rows is None:
+        raise InputError("examine: products along other directions; pass those of the others, or some of them.")
+    rows = list(probes.rows)
+    return replace(result, value=result.value[rows], error=None if result.error is None else result.error[rows])
 
 
 def _turned(symmetry: Worst, errors: Tensor, judge: Judge) -> Worst:
@@ -301,14 +308,11 @@ def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tu
     >>> agreeing({"a": "reverse", "b": "differences", "c": "reverse"}, {frozenset("ab")})
     ('a', 'b')
     """
-    best: list[tuple[int, int, tuple[str, ...]]] = []
+    ranked: list[tuple[int, int, tuple[str, ...]]] = []
     for size in range(2, len(groups) + 1):
         for members in combinations(groups, size):
             count = len({_WITNESS.get(groups[name], groups[name]) for name in members})
             if count >= 2 and all(frozenset(pair) in agree for pair in combinations(members, 2)):
-                best.append((count, size, members))
-    if not best:
-        return ()
-    most = max((count, size) for count, size, _ in best)
-    top = [members for count, size, members in best if (count, size) == most]
+                ranked.append((count, size, members))
+    top = [members for count, size, members in ranked if (count, size) == max(ranked)[:2]]
     return top[0] if len(top) == 1 else ()

@@ -157,11 +157,11 @@ def identities(
     >>> bool(report), [(row.family, row.name) for row in report.rows]
     (True, [('linear maps', '0.weight, 0.bias | 2.weight')])
     """
-    found = hessian(module, inputs, target, loss=loss, params=params)
-    values = {name: p.detach() for name, p in module.named_parameters() if name in found.slices}
+    closed = hessian(module, inputs, target, loss=loss, params=params)
+    values = {name: p.detach() for name, p in module.named_parameters() if name in closed.slices}
     problem = Problem(module, inputs, target, loss, values)
     tolerance = rtol if rtol is not None else 1e-10 if traits(problem).precision == torch.float64 else 1e-3
-    return examine_identities(problem, found.matrix, rtol=tolerance)
+    return examine_identities(problem, closed.matrix, rtol=tolerance)
 
 
 def examine_identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:

@@ -85,12 +85,12 @@ def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None
     >>> inside, layer.weight.dtype
     (torch.float64, torch.float32)
     """
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     for owner in owners if dtype is not None else ():
         if isinstance(owner, nn.Module):
-            found |= {id(x): x for x in _tensors(owner)}
+            tensors |= {id(x): x for x in _tensors(owner)}
     changed = []
-    for x in found.values():
+    for x in tensors.values():
         assert dtype is not None
         wanted = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
         if (x.is_floating_point() or x.is_complex()) and x.dtype != wanted:

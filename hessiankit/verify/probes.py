@@ -60,17 +60,6 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     return Probes(torch.stack(rows).to(problem.theta), tuple(owners))
 
 
-def products_along(products: Tensor, own: Probes | None, probes: Probes) -> Tensor:
-    """Return products (k, P) along ``probes`` from those along every unit vector (``own`` None) or along more directions."""
-    if own is None:
-        return probes.V.to(products) @ products
-    if own is probes:
-        return products
-    if probes.rows is None:
-        raise InputError("products_along: the products belong to other directions.")
-    return products[list(probes.rows)]
-
-
 MOST_GROUPS = 12
 EVERYTHING = "all parameters"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
@@ -122,8 +111,8 @@ class Direction:
 
 def directions(groups: Mapping[str, tuple[str, ...]], per_group: int, seed: int) -> list[Direction]:
     """Return directions on each group, and one on everything, which comes last."""
-    found = []
+    drawn = []
     for at, (label, names) in enumerate(groups.items()):
-        found += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
+        drawn += [Direction(label, names, 1000 * seed + 10 * at + k) for k in range(per_group)]
     everything = tuple(name for names in groups.values() for name in names)
-    return [*found, Direction(EVERYTHING, everything, 1000 * seed + 999)]
+    return [*drawn, Direction(EVERYTHING, everything, 1000 * seed + 999)]

@@ -22,7 +22,7 @@ from hessiankit.engine.problem.calling import arguments, as_one_argument, read_o
 from hessiankit.engine.problem.state import Held
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
-from hessiankit.verify.in_place import converted, placed, preserved
+from hessiankit.verify.in_place import placed, preserved
 
 IGNORED_LABEL = -100
 
@@ -175,20 +175,13 @@ class Problem:
         loss, own = self.call(), list(self.own.values())
         if not loss.requires_grad:
             return [torch.zeros_like(p) for p in own]
-        found = torch.autograd.grad(loss, own, allow_unused=True)
-        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, found, strict=True)]
+        gradients = torch.autograd.grad(loss, own, allow_unused=True)
+        return [torch.zeros_like(p) if g is None else g for p, g in zip(own, gradients, strict=True)]
 
     def flat_gradient(self) -> Tensor:
         """Return the gradient at ``params`` as one vector (P)."""
         with self.at():
             return torch.cat([g.reshape(-1) for g in self.gradient()])
-
-    def value_at(self, point: Mapping[str, Tensor]) -> float:
-        """Return the loss at other parameters; where they are of another dtype, everything is converted to it meanwhile."""
-        dtype = next(iter(point.values())).dtype
-        inputs, target = (x if dtype == self.dtype else cast(x, dtype) for x in (self.inputs, self.target))
-        with converted((self.module, self.loss), dtype), self.at(point):
-            return float(_call(self.module, inputs, target, self.loss).detach())
 
     @cached_property
     def value(self) -> float:
@@ -214,19 +207,12 @@ class Problem:
     def swapped_loss(self, values: Mapping[str, Tensor]) -> Tensor:
         """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any.
 
-        Where they are of another type than the problem (complex, for the complex-step derivative), everything floating
-        follows them: inputs, target, buffers and the fixed parameters.
-
         Raises:
             InputError: The outputs do not fit the target or the loss.
         """
         fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
         fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in values}
-        inputs, target = self.inputs, self.target
-        dtype = next(iter(values.values())).dtype
-        if dtype != self.dtype:
-            fixed, inputs, target = (cast(x, dtype) for x in (fixed, inputs, target))
 
         def module(*args: Any, **kwargs: Any) -> Any:
             return functional_call(self.module, {**fixed, **values}, args, kwargs)
@@ -235,7 +221,7 @@ class Problem:
         try:
             with plain_formulas(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
-                return _call(module, inputs, target, self.loss)
+                return _call(module, self.inputs, self.target, self.loss)
         finally:
             held.restore()
 
@@ -319,12 +305,12 @@ def _bags(
     ends = list(range(0, input.numel() + 1, input.shape[1])) if offsets is None else offsets.tolist()
     ends = ends if offsets is None or include_last_offset else [*ends, input.numel()]
     shares = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    found = []
+    bags = []
     for start, end in pairwise(ends):
         at = [k for k in range(start, end) if padding_idx is None or int(input.reshape(-1)[k]) != padding_idx % len(weight)]
         rows = weight[input.reshape(-1)[at]] if shares is None else weight[input.reshape(-1)[at]] * shares[at].unsqueeze(1)
-        found.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
-    return torch.stack(found)
+        bags.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
+    return torch.stack(bags)
 
 
 PLAIN: dict[Any, Callable[..., Any]] = {

@@ -1,10 +1,8 @@
-"""References by automatic differentiation, along the imaginary axis, and by other packages."""
+"""References by automatic differentiation, and by another package."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
-from hessiankit.verify.reference_base import FAILURES, Progress, Reference, Unsupported, in_chunks, typed_line
+from hessiankit.verify.reference_base import FAILURES, Progress, Unsupported, in_chunks, typed_line
 from hessiankit.verify.traits import NO_GRAD, traits
 
 
@@ -33,10 +31,10 @@ class GradientGraph:
 
     def __init__(self, loss: Tensor, leaves: Sequence[Tensor]) -> None:
         self.loss, self.leaves = loss, leaves
-        found: Sequence[Tensor | None] = [None] * len(leaves)
+        gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
-            found = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
-        self.parts = {at: g for at, g in enumerate(found) if g is not None and g.requires_grad}
+            gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        self.parts = {at: g for at, g in enumerate(gradients) if g is not None and g.requires_grad}
 
     def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
         """Return H v by leaf, for a direction v by leaf (None: zero); ``batched``: both with a first axis k."""
@@ -54,101 +52,70 @@ class GradientGraph:
         )
 
 
-class ReverseOverReverse(Reference):
-    """H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again.
+def reverse_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
+    """Return H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again.
 
     The module is called as it is, with its own parameters.
-
-    >>> from torch import nn
-    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    >>> x, t = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    >>> ReverseOverReverse().matrix(Problem(layer, x, t)).tolist()  # 2 x x^T
-    [[2.0, 4.0], [4.0, 8.0]]
     """
 
-    name = "reverse-over-reverse"
-    independent_group = "reverse"
+    def pull(rows: Tensor, batched: bool) -> Tensor:
+        lead = rows.shape[:-1]
+        v = [rows[..., problem.slices[n]].reshape(*lead, *p.shape) for n, p in problem.params.items()]
+        return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
 
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        def pull(rows: Tensor, batched: bool) -> Tensor:
-            lead = rows.shape[:-1]
-            v = [rows[..., problem.slices[n]].reshape(*lead, *p.shape) for n, p in problem.params.items()]
-            return torch.cat([x.reshape(*lead, -1) for x in graph.product(v, batched=batched)], -1)
-
-        with problem.at(), plain_formulas():
-            graph = GradientGraph(problem.call(), list(problem.own.values()))
-            if not graph.parts:
-                what = "gradient" if graph.loss.requires_grad else "loss"
-                return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
-            value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
-        return value, None, note
+    with problem.at(), plain_formulas():
+        graph = GradientGraph(problem.call(), list(problem.own.values()))
+        if not graph.parts:
+            what = "gradient" if graph.loss.requires_grad else "loss"
+            return torch.zeros_like(V), None, f"the {what} does not depend on the parameters"
+        value, note = in_chunks(lambda rows: pull(rows, True), lambda row: pull(row, False), V, chunk, progress)
+    return value, None, note
 
 
-class JvpOfGrad(Reference):
-    """H v = jvp(grad(f)): forward mode through one reverse sweep.
+def forward_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
+    """Return H v = jvp(grad(f)): forward mode through one reverse sweep.
 
-    The module is called as it is: for the time of a call its own parameters carry the direction as their tangent. Some
-    backward formulas of torch have no forward mode outside ``torch.func`` (silu, group_norm); there the parameters are
-    exchanged by name, if that gives the module's own loss and gradient.
+    The module is called as it is: for the time of a call copies in the place of its own parameters carry the direction as their
+    tangent. Some backward formulas of torch have no forward mode outside ``torch.func`` (silu, group_norm); there the parameters
+    are exchanged by name, if that gives the module's own loss and gradient.
     """
 
-    name = "jvp(grad)"
-    independent_group = "forward-over-reverse"
+    def push(v: Tensor) -> Tensor:
+        return torch.cat([x.reshape(-1) for x in _dual(problem, problem.unflatten(v))])
 
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        def push(v: Tensor) -> Tensor:
-            return torch.cat([x.reshape(-1) for x in self._dual(problem, problem.unflatten(v)).values()])
-
-        try:
-            with self._carrying(problem):
-                value, note = in_chunks(_vmap(push), push, V, chunk, progress)
-        except FAILURES as error:
-            gradient, why = self._exchanged(problem, error)
-
-            def forward(v: Tensor) -> Tensor:
-                found: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
-                return torch.cat([x.reshape(-1) for x in found.values()])
-
-            value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
-            note = "; ".join(filter(None, (why, note)))
-        return value, None, note
-
-    @staticmethod
-    @contextmanager
-    def _carrying(problem: Problem) -> Iterator[None]:
-        """Have copies in the place of the parameters: the storage of the user's own is never written into."""
+    try:
         with problem.at({n: p.clone() for n, p in problem.params.items()}), plain_formulas():
-            yield
-
-    @staticmethod
-    def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        own = problem.own
-        with forward_ad.dual_level():
-            # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
-            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
-                for n, v in direction.items():
-                    own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
-            with _StoppedByNoGrad():
-                gradient = problem.gradient()
-            found = [forward_ad.unpack_dual(g).tangent for g in gradient]
-        return {n: torch.zeros_like(p) if t is None else t for (n, p), t in zip(own.items(), found, strict=True)}
-
-    def _exchanged(self, problem: Problem, error: Exception) -> tuple[Callable[..., dict[str, Tensor]], str]:
-        """Return the gradient by name, for where dual numbers do not pass, and a note of why.
-
-        Raises:
-            Unsupported: It is not the module's own.
-        """
+            value, note = in_chunks(_vmap(push), push, V, chunk, progress)
+    except FAILURES as error:
         why = f"by torch.func, as dual numbers do not pass ({typed_line(error)})"
-        try:
-            fault = problem.swap_fault
-        except FAILURES as again:
-            raise self.unsupported(again) from again
+        fault = problem.swap_fault
         if traits(problem).stopped_by == NO_GRAD:
             fault = "there forward mode passes torch.no_grad, where torch's gradient stops"
         if fault:
-            raise Unsupported(self.name, f"{why}; {fault}") from error
-        return grad(problem.swapped_loss), why
+            raise Unsupported("jvp(grad)", f"{why}; {fault}") from error
+        gradient = grad(problem.swapped_loss)
+
+        def forward(v: Tensor) -> Tensor:
+            moved: dict[str, Tensor] = jvp(gradient, (problem.params,), (problem.unflatten(v),))[1]
+            return torch.cat([x.reshape(-1) for x in moved.values()])
+
+        value, note = in_chunks(vmap(forward), forward, V, chunk, progress)
+        note = "; ".join(filter(None, (why, note)))
+    return value, None, note
+
+
+def _dual(problem: Problem, direction: Mapping[str, Tensor]) -> list[Tensor]:
+    """Return the tangent of the gradient along a direction, by parameter."""
+    own = problem.own
+    with forward_ad.dual_level():
+        # No graph, but forward mode stays on; the tangents go with the level, and graphs of the user's stay valid.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(own.values())):
+            for n, v in direction.items():
+                own[n].copy_(forward_ad.make_dual(own[n].detach().clone(), v))
+        with _StoppedByNoGrad():
+            gradient = problem.gradient()
+        tangents = [forward_ad.unpack_dual(g).tangent for g in gradient]
+    return [torch.zeros_like(p) if t is None else t for p, t in zip(own.values(), tangents, strict=True)]
 
 
 class _StoppedByNoGrad(TorchFunctionMode):
@@ -164,143 +131,60 @@ class _StoppedByNoGrad(TorchFunctionMode):
         return forward_ad.unpack_dual(result).primal
 
 
-class FuncHessian(Reference):
-    """H v = jvp(jacrev(f)), one column of ``torch.func.hessian`` = jacfwd(jacrev(f)) for each basis direction.
+def functional(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
+    """Return H v = jvp(jacrev(f)), one column of ``torch.func.hessian`` = jacfwd(jacrev(f)) for each basis direction.
 
     It exchanges the parameters by name (``functional_call``). Through ``layer_norm`` with a gain torch loses a term on this
     route; ``examine`` shows it.
     """
 
-    name = "torch.func.hessian"
-    independent_group = "jacfwd(jacrev)"
+    def push(v: Tensor) -> Tensor:
+        return jvp(jacrev(problem.flat_loss), (problem.theta,), (v,))[1]
 
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        def push(v: Tensor) -> Tensor:
-            return jvp(jacrev(problem.flat_loss), (problem.theta,), (v,))[1]
-
-        if problem.swap_fault:
-            raise Unsupported(self.name, problem.swap_fault)
-        value, note = in_chunks(vmap(push), push, V, chunk, progress)
-        return value, None, note
+    if problem.swap_fault:
+        raise Unsupported("torch.func.hessian", problem.swap_fault)
+    value, note = in_chunks(vmap(push), push, V, chunk, progress)
+    return value, None, note
 
 
-_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-
-
-class ComplexStep(Reference):
-    """H v = Im g(theta + i h v) / h with h so small (1e-30 in float64) that the error h^2 is below rounding.
-
-    It exchanges the parameters by name (``functional_call``), and needs a loss that extends holomorphically, in operations
-    that torch has for complex numbers. Softmax, layer_norm, gelu and relu it has not; written out in exp, sqrt and division
-    they work. An operation that is complex but not holomorphic (abs, var, conj) would give wrong numbers silently, so the
-    first derivative is tested along a generic direction and along every given direction: Im f(theta + i h v) / h must
-    equal <g, v>.
-
-    Source: Squire and Trapp, Using complex variables to estimate derivatives of real functions, SIAM Review 40 (1998).
-    """
-
-    name = "complex-step"
-    independent_group = "differences"
-
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        if problem.dtype not in _COMPLEX:
-            raise Unsupported(self.name, f"torch has no complex type of {problem.dtype}")
-        if problem.swap_fault:
-            raise Unsupported(self.name, problem.swap_fault)
-        h = 1e-30 if problem.dtype == torch.float64 else 1e-12
-        slope = problem.flat_gradient()
-        gradient = self._gradient(problem)
-
-        def derivative(v: Tensor) -> Tensor:
-            value, g = gradient(torch.complex(problem.theta, h * v))
-            self._check_holomorphic(value.imag / h, slope, v)
-            return g.imag / h
-
-        generator = torch.Generator(device="cpu").manual_seed(0)
-        generic = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu").to(problem.theta)
-        try:
-            with warnings.catch_warnings():
-                # torch drops an imaginary part with a warning only; here that is the answer being lost.
-                warnings.filterwarnings("error", message=".*discards the imaginary part.*")
-                derivative(generic)
-                products = []
-                for v in V:
-                    products.append(derivative(v))
-                    progress(len(products), len(V))
-        except UserWarning as error:
-            raise self.unsupported(error) from error
-        return torch.stack(products) if products else torch.zeros_like(V), None, ""
-
-    @staticmethod
-    def _gradient(problem: Problem) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Return the loss and its complex derivative at a complex point."""
-
-        def evaluate(point: Tensor) -> tuple[Tensor, Tensor]:
-            point = point.requires_grad_()
-            loss = problem.flat_loss(point)
-            if not loss.is_complex():
-                raise RuntimeError("the loss of complex parameters is real, so an operation dropped the imaginary part")
-            # torch returns the conjugate of the derivative of a holomorphic function.
-            (g,) = torch.autograd.grad(loss, point, torch.ones_like(loss))
-            return loss.detach(), g.conj()
-
-        return evaluate
-
-    def _check_holomorphic(self, along: Tensor, slope: Tensor, v: Tensor) -> None:
-        scale = torch.dot(slope.abs(), v.abs())
-        tolerance = 1e6 * torch.finfo(slope.dtype).eps * scale
-        difference = (along - torch.dot(slope, v)).abs()
-        if difference > tolerance:
-            raise Unsupported(
-                self.name,
-                f"the loss is not holomorphic in this module's operations (its directional derivative is off by "
-                f"{(difference / scale).item():.1e}); abs, var, std, norm and conj of a complex number are not",
-            )
-
-
-class Curvlinops(Reference):
-    """``curvlinops.HessianLinearOperator`` on the module with torch's own loss of the same name, reduction "mean".
+def curvlinops(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
+    """Return products of ``curvlinops.HessianLinearOperator`` with torch's own loss of the same name, reduction "mean".
 
     It exchanges the parameters by name (``functional_call``). The whole batch is handed over as one, so that the package's
     weighting of batches plays no part.
     """
+    try:
+        from curvlinops import HessianLinearOperator
+    except ImportError as error:
+        raise Unsupported("curvlinops", "the package is not installed (docs/howto/install.md says how)") from error
+    losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
+    if not isinstance(problem.loss, str) or problem.target is None:
+        raise Unsupported("curvlinops", "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
+    known = dict(problem.module.named_parameters())
+    if buffers := [name for name in problem.params if name not in known]:
+        raise Unsupported("curvlinops", f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
 
-    name = "curvlinops"
-    independent_group = "jacfwd(jacrev)"
+    target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
+    with problem.at(), plain_formulas():
+        operator = HessianLinearOperator(
+            _OneBatch(problem.module, problem.loss),
+            losses[problem.loss],
+            list(problem.own.values()),
+            [({"inputs": problem.inputs}, target)],
+            check_deterministic=False,
+            batch_size_fn=lambda batch: 1,
+        )
+        gradient, loss = operator.gradient_and_loss()
+        flat = torch.cat([g.detach().reshape(-1) for g in gradient])
+        # Its products exchange the parameters by name, its gradient does not.
+        if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
+            raise Unsupported("curvlinops", fault)
 
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        try:
-            from curvlinops import HessianLinearOperator
-        except ImportError as error:
-            raise Unsupported(self.name, "the package is not installed (docs/howto/install.md says how)") from error
-        losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
-        if not isinstance(problem.loss, str) or problem.target is None:
-            raise Unsupported(self.name, "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
-        known = dict(problem.module.named_parameters())
-        if buffers := [name for name in problem.params if name not in known]:
-            raise Unsupported(self.name, f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
+        def multiply(rows: Tensor) -> Tensor:
+            return (operator @ rows.T).T
 
-        target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
-        with problem.at(), plain_formulas():
-            operator = HessianLinearOperator(
-                _OneBatch(problem.module, problem.loss),
-                losses[problem.loss],
-                list(problem.own.values()),
-                [({"inputs": problem.inputs}, target)],
-                check_deterministic=False,
-                batch_size_fn=lambda batch: 1,
-            )
-            gradient, loss = operator.gradient_and_loss()
-            flat = torch.cat([g.detach().reshape(-1) for g in gradient])
-            # Its products exchange the parameters by name, its gradient does not.
-            if fault := problem.difference("the package", float(loss.detach()), flat) or problem.swap_fault:
-                raise Unsupported(self.name, fault)
-
-            def multiply(rows: Tensor) -> Tensor:
-                return (operator @ rows.T).T
-
-            value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
-        return value, None, note
+        value, note = in_chunks(multiply, lambda row: multiply(row[None])[0], V, chunk, progress)
+    return value, None, note
 
 
 class _OneBatch(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ FAILURES = (RuntimeError, NotImplementedError, TypeError)
 """Exceptions of differentiation that cannot take an operation."""
 
 MEMORY_BUDGET = 2**30
-"""Bytes that the directions pushed together may take by default."""
+"""Bytes that the directions pushed together may take."""
 
 CHUNK_RANGE = (1, 48)
 """Fewest and most directions pushed together: wider batches leave the caches and run slower."""
@@ -34,8 +33,8 @@ CHUNK_RANGE = (1, 48)
 class Unsupported(HessiankitError):
     """A reference cannot be computed for this problem; ``reason`` says why. It is a result as well as an exception.
 
-    >>> print(Unsupported("complex-step", "relu has no complex form"))
-    complex-step: unsupported: relu has no complex form
+    >>> print(Unsupported("curvlinops", "the package is not installed"))
+    curvlinops: unsupported: the package is not installed
     """
 
     def __init__(self, reference: str, reason: str) -> None:
@@ -63,78 +62,70 @@ class Outcome:
     probes: Probes | None = None
 
 
-class Reference(ABC):
+RouteFunction: TypeAlias = "Callable[[Problem, Tensor, int, Progress], tuple[Tensor, Tensor | None, str]]"
+"""(problem, directions (k, P), how many are pushed together, progress) -> H V (k, P), the route's own estimate of its error, of
+the same shape or None, and a note; ``FAILURES`` may be raised."""
+
+
+@dataclass(frozen=True)
+class Reference:
     """A route to the exact Hessian: products H V for a batch of directions, or all columns.
 
-    Two references of one ``independent_group`` share a differentiation path and hence its defects: they count as one
-    witness.
+    Attributes:
+        name: As in ``against=``.
+        independent_group: Two references of one group share a differentiation path and hence its defects: they count as one
+            witness.
+        route: The function.
+        many_calls: Whether a direction costs dozens of calls of the module, so that a few directions have to do.
     """
 
     name: str
     independent_group: str
-    many_calls = False
-    """Whether a direction costs dozens of calls of the module, so that a few directions have to do."""
-
-    @abstractmethod
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        """Return H V (k, P), the route's own error estimate of the same shape or None, and a note; ``FAILURES`` may be raised."""
+    route: RouteFunction
+    many_calls: bool = False
 
     def measure(
-        self,
-        problem: Problem,
-        V: Tensor | None = None,
-        *,
-        chunk: int | None = None,
-        memory: int = MEMORY_BUDGET,
-        progress: Progress | None = None,
+        self, problem: Problem, V: Tensor | None = None, *, chunk: int | None = None, progress: Progress | None = None
     ) -> Outcome:
         """Return H V, or H where ``V`` is None, with the route's own error estimate and the time taken.
 
         Args:
             problem: The loss to differentiate.
             V: Directions, one a row: (k, P).
-            chunk: How many directions are pushed together; chosen from ``memory`` when None.
-            memory: Bytes that the directions pushed together may take.
+            chunk: How many directions are pushed together; None: as many as ``MEMORY_BUDGET`` allows.
             progress: Called with (done, in all) after every chunk.
 
         Raises:
             Unsupported: The route does not exist for this problem.
             InputError: The problem or the directions cannot be used.
         """
-        try:
-            _ = problem.value  # refuses a loss that is random or not finite, before any work
-            chunk = chunk or directions_at_once(problem, memory)
-        except FAILURES as failure:
-            raise self.unsupported(failure) from failure
         directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
         if directions.ndim != 2 or directions.shape[1] != problem.size:
             raise InputError(f"{self.name}: directions have shape {tuple(directions.shape)}; expected (k, {problem.size}).")
         directions = directions.to(problem.theta)
-        load_forward_mode()
-        start = time.perf_counter()
         try:
+            _ = problem.value  # refuses a loss that is random or not finite, before any work
+            chunk = chunk or (directions_at_once(problem) if len(directions) > 1 else 1)
+            load_forward_mode()
+            start = time.perf_counter()
             with torch.enable_grad():
-                value, error, note = self._products(problem, directions, chunk, progress or silent)
+                value, error, note = self.route(problem, directions, chunk, progress or silent)
         except FAILURES as failure:
-            raise self.unsupported(failure) from failure
+            hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(failure)), "")
+            raise Unsupported(self.name, typed_line(failure) + hint) from failure
         if V is None:
             value, error = value.T, None if error is None else error.T
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
         return Outcome(value.detach(), error, time.perf_counter() - start, note)
 
-    def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
+    def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
-        return self.measure(problem, V, chunk=chunk, progress=progress).value
+        return self.measure(problem, V, chunk=chunk).value
 
-    def matrix(self, problem: Problem, *, chunk: int | None = None, progress: Progress | None = None) -> Tensor:
+    def matrix(self, problem: Problem) -> Tensor:
         """Return the Hessian (P, P); column j is the derivative of the gradient along parameter j."""
-        return self.measure(problem, chunk=chunk, progress=progress).value
-
-    def unsupported(self, error: Exception) -> Unsupported:
-        """Turn an exception of the differentiation library into a result with a reason and, where known, a remedy."""
-        hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(error)), "")
-        return Unsupported(self.name, typed_line(error) + hint)
+        return self.measure(problem).value
 
 
 _HINTS = {
@@ -183,12 +174,12 @@ def typed_line(error: Exception) -> str:
     return f"{type(error).__name__}: {line if len(line) <= 200 else line[:200].rsplit(' ', 1)[0] + ' ...'}"
 
 
-def directions_at_once(problem: Problem, memory: int = MEMORY_BUDGET) -> int:
+def directions_at_once(problem: Problem) -> int:
     """Return how many directions fit together."""
     low, high = CHUNK_RANGE
     with problem.at(), plain_formulas():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
-    return max(low, min(high, memory // need))
+    return max(low, min(high, MEMORY_BUDGET // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:
@@ -217,6 +208,6 @@ class _Allocations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation."""
         result = func(*args, **(kwargs or {}))
-        made = () if func.is_view else (x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor))
-        self.bytes += sum(x.numel() * x.element_size() for x in made)
+        new = () if func.is_view else (x for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, Tensor))
+        self.bytes += sum(x.numel() * x.element_size() for x in new)
         return result

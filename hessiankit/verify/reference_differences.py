@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hessiankit.verify.in_place import placed
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_base import Progress, Reference, Unsupported
+from hessiankit.verify.reference_base import Progress, Unsupported
 from hessiankit.verify.traits import traits
 
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
@@ -26,8 +26,8 @@ UNRESOLVED = 1e-3
 SAFETY = 4.0
 
 
-class CentralDifferences(Reference):
-    """H v = (g(theta + h v) - g(theta - h v)) / 2h to eighth order, at the best of a ladder of steps.
+def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor, str]:
+    """Return H v = (g(theta + h v) - g(theta - h v)) / 2h to eighth order, at the best of a ladder of steps.
 
     g is the module's own gradient, of the user's call, with the user's parameters moved in place.
 
@@ -39,33 +39,26 @@ class CentralDifferences(Reference):
     difference large and growing; the step is then halved until the stencil fits between the kinks. Where it never does,
     because a pre-activation is zero, the estimate stays large and says so.
     """
-
-    name = "central-differences"
-    independent_group = "differences"
-    many_calls = True
-
-    def _products(self, problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor | None, str]:
-        precision = traits(problem).precision
-        if precision not in HALVINGS:
-            raise Unsupported(self.name, f"the module computes in {precision}, too coarse for differences")
-        lengths = V.norm(dim=1, keepdim=True)
-        units = V / torch.where(lengths > 0, lengths, 1)
-        found: list[_Settled] = []
-        with problem.at():
-            noise = gradient_noise(problem, precision)
-            for unit in units:
-                found.append(_best_step(problem, unit, precision, noise))
-                progress(len(found), len(V))
-        if not found:
-            return torch.zeros_like(V), torch.zeros_like(V), ""
-        notes, kinks = [], [one.kink for one in found if one.kink]
-        lost = sum(not one.resolved for one in found)
-        if kinks:
-            notes.append(f"kinks near the point: {len(kinks)} of {len(V)} directions needed steps down to {min(kinks):.0e}")
-        if lost:
-            notes.append(f"a kink at the point itself: along {lost} of {len(V)} directions the gradient has no derivative")
-        values, errors = torch.stack([one.value for one in found]), torch.stack([one.error for one in found])
-        return values * lengths, errors * lengths, "; ".join(notes)
+    precision = traits(problem).precision
+    if precision not in HALVINGS:
+        raise Unsupported("central-differences", f"the module computes in {precision}, too coarse for differences")
+    lengths = V.norm(dim=1, keepdim=True)
+    settled: list[_Settled] = []
+    with problem.at():
+        noise = gradient_noise(problem, precision)
+        for unit in V / torch.where(lengths > 0, lengths, 1):
+            settled.append(_best_step(problem, unit, precision, noise))
+            progress(len(settled), len(V))
+    if not settled:
+        return torch.zeros_like(V), torch.zeros_like(V), ""
+    notes, kinks = [], [one.kink for one in settled if one.kink]
+    lost = sum(not one.resolved for one in settled)
+    if kinks:
+        notes.append(f"kinks near the point: {len(kinks)} of {len(V)} directions needed steps down to {min(kinks):.0e}")
+    if lost:
+        notes.append(f"a kink at the point itself: along {lost} of {len(V)} directions the gradient has no derivative")
+    values, errors = torch.stack([one.value for one in settled]), torch.stack([one.error for one in settled])
+    return values * lengths, errors * lengths, "; ".join(notes)
 
 
 class _Settled(NamedTuple):
@@ -151,8 +144,8 @@ def combined(odd: Sequence[Tensor], h: float) -> Tensor:
 
 def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:
     """Return the gradients (m, P) at points (P): the module's own parameters are moved, and the module is called as it is."""
-    found = []
+    gradients = []
     for point in points:
         with placed((problem.own[n], x.contiguous()) for n, x in problem.unflatten(point).items()):
-            found.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
-    return torch.stack(found)
+            gradients.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
+    return torch.stack(gradients)

@@ -10,14 +10,20 @@ from torch import Tensor
 from hessiankit.support.errors import InputError
 from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.reference_automatic import ComplexStep, Curvlinops, FuncHessian, JvpOfGrad, ReverseOverReverse
+from hessiankit.verify.reference_automatic import curvlinops, forward_over_reverse, functional, reverse_over_reverse
 from hessiankit.verify.reference_base import Outcome, Progress, Reference, Unsupported
-from hessiankit.verify.reference_differences import CentralDifferences
+from hessiankit.verify.reference_differences import central
 
 __all__ = ["REFERENCES", "Outcome", "Progress", "Reference", "Unsupported", "run_references"]
 
-_ROUTES = (ReverseOverReverse(), JvpOfGrad(), CentralDifferences(), ComplexStep(), FuncHessian(), Curvlinops())
-REFERENCES: dict[str, Reference] = {reference.name: reference for reference in _ROUTES}
+_TABLE = (
+    Reference("reverse-over-reverse", "reverse", reverse_over_reverse),
+    Reference("jvp(grad)", "forward-over-reverse", forward_over_reverse),
+    Reference("central-differences", "differences", central, many_calls=True),
+    Reference("torch.func.hessian", "jacfwd(jacrev)", functional),
+    Reference("curvlinops", "jacfwd(jacrev)", curvlinops),
+)
+REFERENCES: dict[str, Reference] = {reference.name: reference for reference in _TABLE}
 
 
 def run_references(
@@ -43,7 +49,7 @@ def run_references(
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     >>> x, t = torch.tensor([[1.0, 2.0]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
-    >>> results = run_references(Problem(layer, x, t), names=["jvp(grad)", "complex-step"])
+    >>> results = run_references(Problem(layer, x, t), names=["jvp(grad)", "reverse-over-reverse"])
     >>> [outcome.value.tolist() for outcome in results.values()]  # 2 x x^T
     [[[2.0, 4.0], [4.0, 8.0]], [[2.0, 4.0], [4.0, 8.0]]]
     """

@@ -108,8 +108,8 @@ class Residue:
         return pow(self.value, (P - 1) // 2, P) in (0, 1)
 
     def __eq__(self, other: object) -> bool:
-        found = other if isinstance(other, Residue) else _residue(other)
-        return found is not None and self.value == found.value
+        residue = other if isinstance(other, Residue) else _residue(other)
+        return residue is not None and self.value == residue.value
 
     def __hash__(self) -> int:
         return self.value

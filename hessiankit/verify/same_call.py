@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import central_differences, generic
 from hessiankit.verify.comparison import FLOOR, PERTURBATIONS, SAFETY, Gaps, Judge, Layout, cells_of_labels, method_of, perturbed
+from hessiankit.verify.probes import Probes, probe_directions
 from hessiankit.verify.problem import Problem
-from hessiankit.verify.references import REFERENCES
+from hessiankit.verify.references import REFERENCES, Outcome
 from hessiankit.verify.rows import MODULE, CheckRow
+
+T = TypeVar("T")
 
 TOGETHER = 24
 """Parameters whose products are computed in one call."""
 ENTRIES = 2
 """Entries of each parameter at which the diagonal of a large module is compared, each by a product along a unit vector."""
+
+
+DIAGONAL = 100_000
+"""Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left out."""
+
+Rows: TypeAlias = "tuple[list[CheckRow], list[str]]"
+"""Rows, and remarks: why some are missing or failed."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +46,49 @@ class SameCall:
         judge: Which differences count.
         rtol: The tolerance.
         groups: Name of a row -> the parameters whose worst it is.
-        make_operator: Makes the operator at the parameters as they are now.
+        healthy: References without an error of their own, and their results.
+        seed: Of directions.
     """
 
     problem: Problem
     judge: Judge
     rtol: float
     groups: Mapping[str, Sequence[str]]
-    make_operator: Callable[[], HessianOperator]
+    healthy: Mapping[str, Outcome]
+    seed: int
+
+    def of_matrix(self, closed: Hessian, probes: Probes | None) -> Rows:
+        """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
+        reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
+        rows, remarks = [self.loss(closed.loss)], list[str]()
+        operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator, rows, remarks)
+        if operator is not None:
+            gradients = list(self.gradient(operator.gradient, seconds))
+            if not all(row.passed for row in gradients):
+                remarks += self.wrong_slope(operator.gradient)
+            rows += gradients
+            if exact is not None:
+                few = probes or probe_directions(self.problem, 1, self.seed)
+                products = (operator @ few.V.T.to(operator.torch_dtype)).T
+                gaps = Layout(self.problem, few.owners).gaps(products, exact if probes else few.V.to(exact) @ exact.T)
+                rows += self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
+        diagonal, seconds = self._attempt("diagonal", "the diagonal", self.exact_diagonal, rows, remarks)
+        if diagonal is not None and exact is not None:  # where references gave products, the dense closed form is compared with
+            name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
+            rows += self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
+        return rows, remarks
+
+    def of_operator(self, operator: HessianOperator) -> Rows:
+        """Compare loss, gradient and diagonal of the call that gave an operator."""
+        rows, left_out = [self.loss(operator.loss), *self.gradient(operator.gradient, 0.0)], ""
+        exact = next(iter(self.healthy), None)
+        if self.problem.size > DIAGONAL:
+            left_out = f", hessian_diagonal not beyond {DIAGONAL:,}"
+        elif exact is not None:
+            before = time.perf_counter()
+            diagonal = self.exact_diagonal()
+            rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - before)
+        return rows, [left_out]
 
     def _row(self, name: str, error: float, seconds: float) -> CheckRow:
         return CheckRow(name, MODULE, error, error <= self.rtol, seconds, method_of(self.judge.precision))
@@ -78,7 +124,7 @@ class SameCall:
         for _ in range(PERTURBATIONS):
             near = perturbed(problem, self.judge.eps, generator)
             with near.at():
-                there = near.flat_gradient(), self.make_operator().gradient
+                there = near.flat_gradient(), operator_of(near, block_size=1).gradient
             for before, after in zip(here, there, strict=True):
                 change = torch.maximum(change, (after - before).abs())
         return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
@@ -87,13 +133,12 @@ class SameCall:
         """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
         problem, theta = self.problem, self.problem.theta.double()
         along = generic(theta, 0) * theta.abs().max()
-        slope, unsure = central_differences(
-            lambda at: (
-                torch.tensor([problem.value_at(problem.unflatten(at[0].to(problem.dtype)))], dtype=torch.float64, device="cpu"),
-            ),
-            (theta,),
-            (along,),
-        )
+
+        def loss(at: tuple[Tensor, ...]) -> tuple[Tensor]:
+            with problem.at(problem.unflatten(at[0].to(problem.dtype))):
+                return (problem.call().detach().double().cpu().reshape(1),)
+
+        slope, unsure = central_differences(loss, (theta,), (along,))
         if not slope or slope[0] is None or problem.dtype != torch.float64:
             return
         terms = [gradient.double() * along for gradient in (problem.flat_gradient(), mine)]
@@ -104,72 +149,58 @@ class SameCall:
                 f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
             )
 
-    def products(
-        self, products: Tensor, reference: Tensor, owners: Sequence[str], name: str, seconds: float
-    ) -> Iterator[CheckRow]:
-        """Compare products (k, P) of the operator with a reference's, label by label."""
-        gaps = Layout(self.problem, owners).gaps(products, reference)
-        yield from self.judge.rows(gaps, self.rtol, name, seconds, cells_of_labels("operator", gaps))
-
-    def whole_diagonal(self, diagonal: Tensor, matrix: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a diagonal (P) with that of a matrix."""
-        gaps, sizes = (diagonal - matrix.diagonal()).abs(), torch.maximum(diagonal.abs(), matrix.diagonal().abs())
-        entries = {
-            n: (float(gaps[where].max()), max(float(sizes[where].max()), float(matrix[where, where].abs().max())))
-            for n, where in self.problem.slices.items()
-        }
-        yield from self._diagonal(entries, name, seconds)
-
-    def few_of_diagonal(self, diagonal: Tensor, name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a diagonal (P) with a reference's at ``ENTRIES`` random entries of each parameter."""
-        generator, entries = torch.Generator().manual_seed(0), dict[str, tuple[float, float]]()
-        places = {
-            n: where.start + torch.randint(where.stop - where.start, (ENTRIES,), generator=generator, device="cpu")
-            for n, where in self.problem.slices.items()
-        }
-        names = list(places)
-        for first in range(0, len(names), TOGETHER):
-            chunk = names[first : first + TOGETHER]
-            at = torch.cat([places[n] for n in chunk])
+    def _columns(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield ``ENTRIES`` random places (m) of each of some parameters, and a reference's products along those unit vectors."""
+        generator, where = torch.Generator().manual_seed(0), list(self.problem.slices.values())
+        drawn = [w.start + torch.randint(w.stop - w.start, (ENTRIES,), generator=generator, device="cpu") for w in where]
+        for first in range(0, len(drawn), TOGETHER):
+            at = torch.cat(drawn[first : first + TOGETHER]).to(self.problem.device)
             units = self.problem.theta.new_zeros(len(at), self.problem.size)
-            units[torch.arange(len(at), device="cpu"), at] = 1
-            products = REFERENCES[name].products(self.problem, units).unflatten(0, (-1, ENTRIES))
-            for n, columns in zip(chunk, products, strict=True):
-                where = self.problem.slices[n]  # of the diagonal block
-                gap = (diagonal[places[n]] - columns[torch.arange(ENTRIES, device="cpu"), places[n]]).abs().max()
-                entries[n] = float(gap), max(float(diagonal[where].abs().max()), float(columns[:, where].abs().max()))
-        yield from self._diagonal(entries, name, seconds)
+            units[torch.arange(len(at), device=at.device), at] = 1
+            yield at, REFERENCES[name].products(self.problem, units)
 
-    def _diagonal(self, entries: Mapping[str, tuple[float, float]], name: str, seconds: float) -> Iterator[CheckRow]:
-        """Compare a difference and a size for each parameter, beside the noise of the label that it belongs to."""
-        names = list(entries)
+    def diagonal(
+        self, diagonal: Tensor, columns: Iterable[tuple[Tensor, Tensor]], name: str, seconds: float
+    ) -> Iterator[CheckRow]:
+        """Compare a diagonal (P) with columns (m, P) of a Hessian at some places (m).
+
+        The difference in each parameter is measured against its diagonal block, beside the noise of the label that it belongs to.
+        """
+        names = list(self.problem.slices)
         gap, scale = (torch.zeros(len(names), len(self.groups), dtype=torch.float64, device="cpu") for _ in range(2))
-        cells = {
-            f"diagonal: {group}": [(names.index(n), b) for n in members] for b, (group, members) in enumerate(self.groups.items())
-        }
-        for a, b in (cell for members in cells.values() for cell in members):
-            gap[a, b], scale[a, b] = entries[names[a]]
+        label = {n: b for b, members in enumerate(self.groups.values()) for n in members}
+        for at, H in columns:
+            off = (diagonal[at] - H[torch.arange(len(at), device=at.device), at]).abs()
+            for a, (n, where) in enumerate(self.problem.slices.items()):
+                inside = (at >= where.start) & (at < where.stop)
+                if bool(inside.any()):
+                    gap[a, label[n]] = float(off[inside].max())
+                    scale[a, label[n]] = max(float(diagonal[where].abs().max()), float(H[inside, where].abs().max()))
+        cells = {f"diagonal: {group}": [(names.index(n), b) for n in of] for b, (group, of) in enumerate(self.groups.items())}
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 
-    # Where a function may refuse --------------------------------------------------------------------------------------------
+    def _attempt(
+        self, kind: str, words: str, make: Callable[[], T], rows: list[CheckRow], remarks: list[str]
+    ) -> tuple[T | None, float]:
+        """Return what a function gives and its time, or None.
 
-    def attempt(
-        self, kind: str, words: str, make: Callable[[], Any], compare: Callable[[Any, float], Iterator[CheckRow]]
-    ) -> tuple[list[CheckRow], list[str]]:
-        """Return the rows of what a function gives, and why there are none.
-
-        A function that refuses the call although there is a Hessian fails; one that only lacks the memory is left out.
+        A function that refuses the call although there is a Hessian is a failed row; one that only lacks the memory is a remark.
         """
         start = time.perf_counter()
         try:
-            found = make()
+            return make(), time.perf_counter() - start
         except OutOfMemoryError as reason:
-            return [], [f"no rows of {words}: {reason}"]
+            remarks.append(f"no rows of {words}: {reason}")
         except HessiankitError as reason:
-            row = self._row(kind, math.inf, time.perf_counter() - start)
-            return [row], [f"hessian_{kind} refuses the same call: {reason}"]
-        return list(compare(found, time.perf_counter() - start)), []
+            rows.append(self._row(kind, math.inf, time.perf_counter() - start))
+            remarks.append(f"hessian_{kind} refuses the same call: {reason}")
+        return None, 0.0
+
+    def _symmetric_operator(self) -> HessianOperator:
+        operator = operator_of(self.problem)
+        _ = operator.symmetry_error  # refuses what is not symmetric
+        return operator
 
     def exact_diagonal(self) -> Tensor:
         """Return the closed form of the diagonal, (P)."""

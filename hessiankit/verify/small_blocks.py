@@ -40,20 +40,12 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     They are written for the post-norm block with LayerNorm, one head and no attention biases.
     """
     attention, norm = block.attention, block.norm_1
-    if not _written(block) or not isinstance(norm, torch.nn.LayerNorm):
-        return None
-    given = {letter(name): p.detach() for name, p in block.named_parameters()}
-    length = x.shape[0]
-    mask = x.new_full((length, length), -math.inf).triu(1)
-    return PostNormBlockAt(
-        X=x, **given, mask=mask if attention.causal else None, eps=norm.eps, activation=block.feedforward.activation
-    )
-
-
-def _written(block: TransformerBlock) -> bool:
-    attention = block.attention
     plain = attention.n_heads == 1 and not attention.rotary and all(getattr(attention, b) is None for b in ("b_Q", "b_O"))
-    return block.placement == "post" and plain and block.feedforward.W_G is None
+    if block.placement != "post" or not plain or block.feedforward.W_G is not None or not isinstance(norm, torch.nn.LayerNorm):
+        return None
+    arrays = {letter(name): p.detach() for name, p in block.named_parameters()}
+    mask = x.new_full((len(x), len(x)), -math.inf).triu(1) if attention.causal else None
+    return PostNormBlockAt(X=x, **arrays, mask=mask, eps=norm.eps, activation=block.feedforward.activation)
 
 
 def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
@@ -61,18 +53,16 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
 
     It is relative to the largest entry of each block pair; empty where no formulas are written.
     """
-    if not _written(block):
-        return {}
     generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
     eps = float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
-    x, target = (
-        torch.randn(TINY["length"], TINY["width"], generator=generator, dtype=torch.float64, device="cpu") for _ in range(2)
-    )
+    x, target = draw(TINY["length"], TINY["width"]), draw(TINY["length"], TINY["width"])
     for p in twin.parameters():
-        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu") * 0.7 + (
-            0.5 if p.ndim == 1 else 0.0
-        )
+        p.data = draw(*p.shape) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
     point = point_of(twin, x)
     if point is None:
         return {}

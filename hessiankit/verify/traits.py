@@ -64,9 +64,9 @@ def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = Non
     return padding_idx is not None and bool((tokens == padding_idx % len(weight)).any())
 
 
-def known_defect(group: str, found: Traits) -> str:
+def known_defect(group: str, seen: Traits) -> str:
     """Return the known defect of a group of references that a module of these traits runs into, or ""."""
-    if group == "jacfwd(jacrev)" and found.layer_norm_gain:
+    if group == "jacfwd(jacrev)" and seen.layer_norm_gain:
         return "known torch defect: the derivative through layer_norm with a gain loses a term (pytorch issues 196700, 198017)"
     return ""
 

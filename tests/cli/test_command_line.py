@@ -42,13 +42,12 @@ def language(): return Transformer(256, 4, 8, 1, n_heads=1, causal=True, max_len
 def silent(): return nn.Identity()
 """
 QUICK = {
-    "study": "--quick",
     "sharpness": "--model my_models:language --text notes.txt --batch 2 --length 8 --draws 2",
     "bounds": "--tokens 2 --d-model 2 --d-ff 2",
 }
 """Options that make the examples of a command quick; the last one counts."""
-AS_THEY_ARE = re.compile("--(all|exact)|study --quick")
-"""Examples that are not run: slow ones, and the one that tests/cli/test_study.py runs with the same options."""
+AS_THEY_ARE = re.compile("--(all|exact)|hessiankit study")
+"""Examples that are not run: slow ones, and those that tests/cli/test_study.py and test_terminal.py run."""
 
 
 def subparsers() -> dict[str, Parser]:
@@ -169,20 +168,6 @@ def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monke
     monkeypatch.setattr(os, "access", lambda *_: False)  # whoever runs the tests may write anywhere
     assert main(["bounds", "--json", "locked"]) == exit_codes.USAGE
     assert "cannot write locked: permission denied" in capsys.readouterr().err
-
-
-def test_a_full_disk_leaves_the_old_file(here: Path, capsys, monkeypatch) -> None:
-    def full(path: Path, *_: object, **__: object) -> None:
-        with open(path, "w") as file:
-            file.write("{")
-        raise OSError(28, "No space left on device")
-
-    (here / "old.json").write_text("old")
-    monkeypatch.setattr(Path, "write_bytes", full)
-    assert main(["bounds", "--tokens", "2", "--json", "old.json"]) == exit_codes.USAGE
-    assert "bounds: cannot write old.json: No space left on device" in capsys.readouterr().err
-    assert (here / "old.json").read_text() == "old"
-    assert not list(here.glob("old.json.*"))
 
 
 AT_ONCE = [

@@ -55,93 +55,67 @@ X = torch.zeros(3, 4)
 NAN = torch.full((3, 4), float("nan"))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"wrt": "valu"}, "derive: wrt='valu' is not known; did you mean 'value'"),
-        ({"wrt": ("query", "output")}, "wrt='output' is not known.*hoose one of query, key, value, up, down"),
-        ({"wrt": ("query", "key", "value")}, "is not one or two names; pass one for a Jacobian"),
-        ({"wrt": ()}, "is not one or two names"),
-        ({"wrt": (1, 2)}, "is not one or two names"),
-        ({"inputs": torch.zeros(3, 5)}, r"inputs have shape \(3, 5\).*pass \(L, 4\)"),
-        ({"inputs": torch.zeros(2, 3, 4)}, r"inputs have shape \(2, 3, 4\); a formula is of one sequence"),
-        ({"inputs": torch.zeros(0, 4)}, r"inputs have shape \(0, 4\)"),
-        ({"inputs": torch.zeros(3, 4, dtype=torch.long)}, "inputs are torch.int64; pass a tensor of floating point"),
-        ({"inputs": [[0.0] * 4]}, "inputs are list; pass a tensor"),
-        ({"inputs": NAN}, "inputs hold NaN or infinite entries"),
-        ({"length": 0}, "length=0, expected at least 1"),
-        ({"loss": "mae"}, "loss='mae' is not known"),
-        ({"target": X}, "there is a target and no loss"),
-        ({"loss": "mse", "target": torch.zeros(3, 5)}, r"the target is torch.float32 \(3, 5\); mse needs"),
-        ({"loss": "mse", "target": torch.zeros(2, 3, 4)}, r"the target is torch.float32 \(2, 3, 4\); mse needs"),
-        ({"loss": "mse", "target": NAN}, "mse needs finite numbers"),
-        ({"loss": "mse", "target": [0.0]}, "the target is a list; pass a tensor"),
-        ({"loss": "cross_entropy", "target": torch.tensor([0, 4, 1])}, "labels run from 0 to 4.*pass labels from 0 to 3"),
-        ({"loss": "cross_entropy", "target": torch.tensor([0, -1, 1])}, "labels run from -1 to 1"),
-        ({"loss": "cross_entropy", "target": torch.tensor([0, 1])}, r"torch.int64 \(2,\); cross_entropy needs 3 integers"),
-        ({"loss": "cross_entropy", "target": torch.zeros(3)}, "torch.float32.*cross_entropy needs 3 integers"),
-    ],
-)
-def test_what_cannot_be_used(options, message):
-    with pytest.raises(InputError, match=message) as caught:
-        derive(BLOCK, **options)
-    assert "\n" not in str(caught.value)
+REFUSED = [
+    # of a block
+    (BLOCK, {"wrt": "valu"}, "derive: wrt='valu' is not known; did you mean 'value'"),
+    (BLOCK, {"wrt": ("query", "output")}, "wrt='output' is not known.*hoose one of query, key, value, up, down"),
+    (BLOCK, {"wrt": ("query", "key", "value")}, "is not one or two names; pass one for a Jacobian"),
+    (BLOCK, {"wrt": ()}, "is not one or two names"),
+    (BLOCK, {"wrt": (1, 2)}, "is not one or two names"),
+    (BLOCK, {"inputs": torch.zeros(3, 5)}, r"inputs have shape \(3, 5\).*pass \(L, 4\)"),
+    (BLOCK, {"inputs": torch.zeros(2, 3, 4)}, r"inputs have shape \(2, 3, 4\); a formula is of one sequence"),
+    (BLOCK, {"inputs": torch.zeros(0, 4)}, r"inputs have shape \(0, 4\)"),
+    (BLOCK, {"inputs": torch.zeros(3, 4, dtype=torch.long)}, "inputs are torch.int64; pass a tensor of floating point"),
+    (BLOCK, {"inputs": [[0.0] * 4]}, "inputs are list; pass a tensor"),
+    (BLOCK, {"inputs": NAN}, "inputs hold NaN or infinite entries"),
+    (BLOCK, {"length": 0}, "length=0, expected at least 1"),
+    (BLOCK, {"loss": "mae"}, "loss='mae' is not known"),
+    (BLOCK, {"target": X}, "there is a target and no loss"),
+    (BLOCK, {"loss": "mse", "target": torch.zeros(3, 5)}, r"the target is torch.float32 \(3, 5\); mse needs"),
+    (BLOCK, {"loss": "mse", "target": torch.zeros(2, 3, 4)}, r"the target is torch.float32 \(2, 3, 4\); mse needs"),
+    (BLOCK, {"loss": "mse", "target": NAN}, "mse needs finite numbers"),
+    (BLOCK, {"loss": "mse", "target": [0.0]}, "the target is a list; pass a tensor"),
+    (BLOCK, {"loss": "cross_entropy", "target": torch.tensor([0, 4, 1])}, "labels run from 0 to 4.*pass labels from 0 to 3"),
+    (BLOCK, {"loss": "cross_entropy", "target": torch.tensor([0, -1, 1])}, "labels run from -1 to 1"),
+    (BLOCK, {"loss": "cross_entropy", "target": torch.tensor([0, 1])}, r"torch.int64 \(2,\); cross_entropy needs 3 integers"),
+    (BLOCK, {"loss": "cross_entropy", "target": torch.zeros(3)}, "torch.float32.*cross_entropy needs 3 integers"),
+    # what has no closed form by itself
+    (
+        nn.Sequential(nn.Linear(4, 4)),
+        {},
+        "Sequential as it is set has no closed form by itself; pass a hessiankit.TransformerBlock",
+    ),
+    (nn.Softmax(dim=0), {}, "Softmax as it is set has no closed form"),
+    (nn.MSELoss(reduction="sum"), {}, "MSELoss as it is set has no closed form"),
+    (nn.CrossEntropyLoss(torch.ones(3)), {}, "CrossEntropyLoss as it is set has no closed form"),
+    (nn.CrossEntropyLoss(label_smoothing=0.1), {}, "CrossEntropyLoss as it is set has no closed form"),
+    (nn.CrossEntropyLoss(ignore_index=1), {}, "CrossEntropyLoss as it is set has no closed form"),
+    (nn.Embedding(5, 2, max_norm=1.0), {}, "Embedding as it is set has no closed form"),
+    (nn.LayerNorm((2, 3)), {}, "LayerNorm over 2 axes"),
+    (3, {}, "got int; pass a module, the name of a chapter or a statement"),
+    ("layernrm", {}, "what='layernrm' is not known; did you mean 'layernorm'"),
+    ("curvature-gap/thm33", {}, "did you mean 'curvature-gap/thm3'"),
+    ("thm3", {}, "did you mean 'curvature-gap/thm3'?"),
+    (Transformer(11, 8, 16, 2, 2), {}, r"a Transformer is a stack.*pass one of them, such as model.blocks\[0\]"),
+    (VisionTransformer(4, 16, 10, d_model=4, d_ff=5), {}, "a VisionTransformer is a stack"),
+    # of a chapter or a statement
+    (nn.Embedding(5, 2), {"inputs": torch.zeros(3)}, r"inputs are torch.float32 \(3,\); an embedding takes integer tokens"),
+    (nn.Embedding(5, 2), {"inputs": torch.tensor([0, 5])}, "tokens run from 0 to 5; this embedding has rows 0 to 4"),
+    (nn.Embedding(5, 2), {"inputs": torch.zeros(0, dtype=torch.long)}, "an embedding takes integer tokens"),
+    (nn.Embedding(5, 2), {"inputs": [0, 1]}, "inputs are list; an embedding takes integer tokens"),
+    ("embedding", {"length": 0}, "length=0, expected at least 1"),
+    ("mse", {"loss": "mse"}, "loss='mse' of 'mse', which is a loss itself; drop loss="),
+    ("linear", {"target": torch.zeros(3, 6)}, "there is a target and no loss"),
+    ("cross_entropy", {"target": torch.zeros(3)}, "cross_entropy needs 3 integers"),
+    (nn.LayerNorm(4, eps=0.0), {"inputs": torch.ones(3, 4)}, "derive: LayerNormAt: the scale of row 0 is 0"),
+    (TransformerBlock(1, 2, placement="kv-post", eps=0.0), {}, "derive: LayerNormAt: the scale of row 0 is 0"),
+    ("curvature-gap/thm6", {}, r"a statement that is no derivative: papers.claims\(id=...\)"),
+]
+"""What is derived, options, and what the refusal says."""
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
-        (
-            nn.Sequential(nn.Linear(4, 4)),
-            "Sequential as it is set has no closed form by itself; pass a hessiankit.TransformerBlock",
-        ),
-        (nn.Softmax(dim=0), "Softmax as it is set has no closed form"),
-        (nn.MSELoss(reduction="sum"), "MSELoss as it is set has no closed form"),
-        (nn.CrossEntropyLoss(torch.ones(3)), "CrossEntropyLoss as it is set has no closed form"),
-        (nn.CrossEntropyLoss(label_smoothing=0.1), "CrossEntropyLoss as it is set has no closed form"),
-        (nn.CrossEntropyLoss(ignore_index=1), "CrossEntropyLoss as it is set has no closed form"),
-        (nn.Embedding(5, 2, max_norm=1.0), "Embedding as it is set has no closed form"),
-        (nn.LayerNorm((2, 3)), "LayerNorm over 2 axes"),
-        (3, "got int; pass a module, the name of a chapter or a statement"),
-        ("layernrm", "what='layernrm' is not known; did you mean 'layernorm'"),
-        ("curvature-gap/thm33", "did you mean 'curvature-gap/thm3'"),
-        ("thm3", "did you mean 'curvature-gap/thm3'?"),
-        (Transformer(11, 8, 16, 2, 2), r"a Transformer is a stack.*pass one of them, such as model.blocks\[0\]"),
-        (VisionTransformer(4, 16, 10, d_model=4, d_ff=5), "a VisionTransformer is a stack"),
-    ],
-)
-def test_what_is_no_block(module, message):
-    with pytest.raises(InputError, match=message):
-        derive(module)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "message"),
-    [
-        (torch.zeros(3), r"inputs are torch.float32 \(3,\); an embedding takes integer tokens"),
-        (torch.tensor([0, 5]), "tokens run from 0 to 5; this embedding has rows 0 to 4"),
-        (torch.zeros(0, dtype=torch.long), "an embedding takes integer tokens"),
-        ([0, 1], "inputs are list; an embedding takes integer tokens"),
-    ],
-)
-def test_tokens_that_cannot_be_used(tokens, message):
-    with pytest.raises(InputError, match=message):
-        derive(nn.Embedding(5, 2), inputs=tokens)
-
-
-@pytest.mark.parametrize(
-    ("what", "options", "message"),
-    [
-        ("embedding", {"length": 0}, "length=0, expected at least 1"),
-        ("mse", {"loss": "mse"}, "loss='mse' of 'mse', which is a loss itself; drop loss="),
-        ("linear", {"target": torch.zeros(3, 6)}, "there is a target and no loss"),
-        ("cross_entropy", {"target": torch.zeros(3)}, "cross_entropy needs 3 integers"),
-        (nn.LayerNorm(4, eps=0.0), {"inputs": torch.ones(3, 4)}, "derive: LayerNormAt: the scale of row 0 is 0"),
-        (TransformerBlock(1, 2, placement="kv-post", eps=0.0), {}, "derive: LayerNormAt: the scale of row 0 is 0"),
-        ("curvature-gap/thm6", {}, r"a statement that is no derivative: papers.claims\(id=...\)"),
-    ],
-)
-def test_a_chapter_refuses(what, options, message):
+@pytest.mark.parametrize(("what", "options", "message"), REFUSED)
+def test_what_cannot_be_used(what, options, message):
     with pytest.raises(InputError, match=message) as caught:
         derive(what, **options)
     assert "\n" not in str(caught.value)

@@ -75,16 +75,6 @@ def test_a_seed_decides_all() -> None:
     assert values[0] == values[1] != values[2]
 
 
-def test_a_hugging_face_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
-    config = {"model_type": "gpt2", "vocab_size": 256, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
-    Path("config.json").write_text(json.dumps({**config, "bos_token_id": 0, "eos_token_id": 0}))
-    run("--model", ".", "--text", "text.txt", "--per", "sequence")
-    printed = capsys.readouterr().out
-    assert "without weights: parameters drawn with seed 0" in printed
-    assert "mean over 2 sequences" in printed
-
-
 def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     run("--model", "small_models:odd", "--text", "text.txt", "--type", r"^1\.=FFN", "--type", r"^2\.=Head")
     assert "Head" in capsys.readouterr().out
@@ -93,11 +83,9 @@ def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--text", "no-such-text"], "neither 'stdlib' nor an existing path"),
         (["--length", "17"], "the sequence has 17 tokens and there are 16 learned positions"),
         (["--type", "router"], "expected REGEX=TYPE"),
         (["--type", "router=MoE"], "MoE"),
-        (["--model", "small"], "is not an existing path"),
     ],
 )
 def test_errors(given: list[str], message: str) -> None:

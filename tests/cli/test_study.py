@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from hessiankit.cli.main import main
 from hessiankit.cli.study import block_table, digits, patchify, split
 from hessiankit.support.errors import InputError
 from hessiankit.verify.check import check
+from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.rows import CheckRow
 
 
@@ -59,15 +62,41 @@ def test_a_table_without_a_healthy_reference() -> None:
     assert "weight x bias" in str(block_table({"mse": (alone, alone)}))
 
 
-def test_disagreement_is_exit_code_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study of one loss, whose Hessians are one, and wrong."""
     wrong = CheckRow("head.W_C x head.W_C", "made up", 1.0, passed=False, seconds=0.0)
-    monkeypatch.setattr(
-        sys.modules["hessiankit.verify.check"],
-        "check",
-        lambda *given, **options: dataclasses.replace(check(*given, **options), rows=(wrong,)),
-    )
+    reports: list[CheckReport] = []
+
+    def once(*data: Any, **options: Any) -> CheckReport:
+        if not reports:
+            reports.append(dataclasses.replace(check(*data, **options), rows=(wrong,)))
+        return reports[0]
+
+    monkeypatch.setattr(sys.modules["hessiankit.verify.check"], "check", once)
     monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
+
+
+@pytest.mark.usefixtures("one_disagreement")
+def test_disagreement_is_exit_code_one(tmp_path: Path) -> None:
     assert main(["study", "--quick", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.usefixtures("one_disagreement")
+def test_numbers_are_written_before_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, content: bytes) -> int:
+        if ".png" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, content)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    assert main(["study", "--quick", "--out", str(tmp_path)]) == 2
+    assert "hessian_mse.png: No space left" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
 def test_unwritable_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

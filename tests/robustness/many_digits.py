@@ -1,31 +1,176 @@
 """Columns of the Hessian of a module's loss in 400 digits, and what storing every number in float64 would do to them.
 
-The module's own operations are read from torch, before they are taken apart, and evaluated on arrays of mpmath numbers; a tape
-gives the gradient, and a difference of two gradients a column. Nothing is shared with hessiankit.
+The module's own operations are read from torch, before they are taken apart, and evaluated on arrays of numbers that keep a tape; a
+difference of two gradients is a column. Several hundred digits forgive every cancellation, so that operations are written in the
+plainest way. Nothing is shared with hessiankit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mpmath as mp
 import numpy as np
 import torch
-from digit_operations import COMPUTED, Array, Pull, cross_entropy, exact, rearrange, squared_error, taken
 from torch import Tensor, nn
 from torch.fx import Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 DIGITS, STEP = 400, "1e-120"
 HALF_ULP = 2.0**-53
+Array = np.ndarray[Any, Any]
+"""Of ``Number`` or, where nothing depends on parameters or inputs, of mpmath's own."""
+
+
+class Number:
+    """A number of mpmath with its derivatives in those that it was computed from; ``stored`` ones pass a moved adjoint on."""
+
+    __slots__ = ("adjoint", "parents", "stored", "value")
+    tape: list[Number] = []  # noqa: RUF012
+
+    def __init__(self, value: Any, *parents: tuple[Number, Any], stored: bool = False) -> None:
+        self.value, self.parents, self.stored, self.adjoint = value, parents, stored, None
+        self.tape.append(self)
+
+    def __add__(self, other: Any) -> Number:
+        if isinstance(other, Number):
+            return Number(self.value + other.value, (self, 1), (other, 1))
+        return Number(self.value + mp.mpf(other), (self, 1))
+
+    def __mul__(self, other: Any) -> Number:
+        if isinstance(other, Number):
+            return Number(self.value * other.value, (self, other.value), (other, self.value))
+        return Number(self.value * mp.mpf(other), (self, mp.mpf(other)))
+
+    __radd__, __rmul__ = __add__, __mul__
+
+    def __neg__(self) -> Number:
+        return self * -1
+
+    def __sub__(self, other: Any) -> Number:
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Number:
+        return -self + other
+
+    def __truediv__(self, other: Any) -> Number:
+        return self * (1 / other)
+
+    def __rtruediv__(self, other: Any) -> Number:
+        return self.apply(lambda x: 1 / x, lambda x: -1 / x**2) * other
+
+    def apply(self, f: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Number:
+        """Return a function of the number."""
+        return Number(f(self.value), (self, slope(self.value)))
+
+
+def exact(x: Tensor, lift: Callable[[Any], Any] = mp.mpf) -> Array:
+    """The numbers of a float64 tensor, as they are."""
+    out = np.empty(x.numel(), dtype=object)
+    out[:] = [lift(mp.mpf(v)) for v in x.detach().double().reshape(-1).tolist()]
+    return out.reshape(tuple(x.shape))
+
+
+def value(x: Any) -> Any:
+    return x.value if isinstance(x, Number) else x
+
+
+def each(f: Callable[[Any], Any]) -> Callable[..., Array]:
+    """A function of every entry; further arguments of torch's are left aside."""
+    return lambda x, *_, **__: np.asarray(np.frompyfunc(f, 1, 1)(x))
+
+
+def elementary(f: Callable[[Any], Any], slope: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda x: x.apply(f, slope) if isinstance(x, Number) else f(x)
+
+
+exp = elementary(mp.exp, mp.exp)
+log = elementary(mp.log, lambda x: 1 / x)
+sqrt = elementary(mp.sqrt, lambda x: 1 / (2 * mp.sqrt(x)))
+erfc = elementary(mp.erfc, lambda x: -2 / mp.sqrt(mp.pi) * mp.exp(-x * x))
+
+
+# Operations of torch ----------------------------------------------------------------------------------------------------
+
+
+def linear(x: Array, W: Array, b: Array | None = None) -> Array:
+    return x @ W.T if b is None else x @ W.T + b
+
+
+def normalise(x: Array, gain: Array | None, shift: Array | None, eps: float, *, centred: bool) -> Array:
+    def mean(t: Array) -> Array:
+        return t.sum(-1, keepdims=True) / x.shape[-1]
+
+    m = x - mean(x) if centred else x
+    y = m / each(sqrt)(mean(m * m) + mp.mpf(eps))
+    y = y if gain is None else y * gain
+    return y if shift is None else y + shift
+
+
+def layer_norm(x: Array, shape: Any, gain: Any = None, shift: Any = None, eps: float = 1e-5, *_: Any) -> Array:
+    return normalise(x, gain, shift, eps, centred=True)
+
+
+def rms_norm(x: Array, shape: Any, gain: Any = None, eps: float | None = None) -> Array:
+    return normalise(x, gain, None, torch.finfo(torch.float64).eps if eps is None else eps, centred=False)
+
+
+def softmax(x: Array, dim: int, *_: Any) -> Array:
+    assert dim in (-1, x.ndim - 1)
+    e = each(exp)(x - each(value)(x).max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def logistic(x: Any) -> Any:
+    return 1 / (1 + exp(-x))
+
+
+def gelu(x: Array, approximate: str = "none") -> Array:
+    if approximate == "none":
+        return each(lambda v: v * erfc(-v / mp.sqrt(2)) / 2)(x)
+    k, c = mp.sqrt(2 / mp.pi), mp.mpf("0.044715")
+    return each(lambda v: v * logistic((v + v * v * v * c) * (2 * k)))(x)  # (1 + tanh(u / 2)) / 2 is the logistic function of u
+
+
+COMPUTED: dict[str, Callable[..., Array]] = {
+    "mul": lambda a, b: a * b, "div": lambda a, b: a / mp.mpf(b), "add": lambda a, b: a + b, "neg": lambda a: -a,
+    "matmul": lambda a, b: a @ b, "linear": linear, "layer_norm": layer_norm, "rms_norm": rms_norm, "softmax": softmax, "gelu": gelu,
+    "tanh": each(lambda v: 1 - 2 / (1 + exp(2 * v))), "silu": each(lambda v: v * logistic(v)), "sigmoid": each(logistic),
+    "softplus": each(lambda v: v if value(v) > 20 else log(1 + exp(v))),
+}  # fmt: skip
+
+
+def squared_error(z: Array, target: Tensor) -> Any:
+    r = z - exact(target)
+    return (r * r).sum() / z.size
+
+
+def cross_entropy(z: Array, labels: Tensor) -> Any:
+    rows = softmax(z.reshape(-1, z.shape[-1]), -1)
+    return -each(log)(rows[np.arange(len(rows)), labels.numpy().reshape(-1)]).sum() / len(rows)
+
+
+def rearrange(operation: Callable[..., Any], operands: list[Array], *rest: Any, **options: Any) -> Any:
+    """Apply one of torch's operations that move entries about; what it returns holds the operands' entries, or is a list of such.
+
+    It is applied to the numbers 0, 1, 2, ... of the entries of all operands, one after the other; -1 stands for minus infinity.
+    """
+    starts = np.cumsum([0, *(x.size for x in operands)])
+    numbered = [torch.arange(x.size).reshape(x.shape) + int(at) for x, at in zip(operands, starts, strict=False)]
+    moved = operation(numbered if len(numbered) > 1 else numbered[0], *rest, **options)
+    entries = np.array([*(v for x in operands for v in x.reshape(-1)), mp.mpf("-inf")], dtype=object)
+    return entries[moved.numpy()] if isinstance(moved, Tensor) else [entries[part.numpy()] for part in moved]
+
+
+# The tape of a module ---------------------------------------------------------------------------------------------------
 
 
 class ManyDigits:
     """The loss of a module, as a function of its parameters.
 
     Args:
-        module: Of operations that ``digit_operations`` knows, or that only move entries about.
+        module: Of operations that are ``COMPUTED`` here, or that only move entries about.
         inputs: One tensor.
         target: As ``hk.hessian`` takes it.
         loss: "mse" or "cross_entropy".
@@ -38,9 +183,8 @@ class ManyDigits:
                 lambda *at: torch.func.functional_call(module, dict(zip(names, at, strict=False)), at[-1:]), pre_dispatch=True
             )
             self.graph = run(*self.leaves).graph
-        (self.output,) = self.graph.output_node().all_input_nodes
-        self.loss = squared_error if loss == "mse" else cross_entropy
-        self.target: Any = exact(target) if loss == "mse" else target.numpy()
+        self.loss, self.target = squared_error if loss == "mse" else cross_entropy, target
+        self.slopes: dict[int | None, tuple[list[Any], list[Any]]] = {}  # at the point itself
 
     def column(self, k: int, *, rounded: int | None = None) -> Tensor:
         """Return the derivative of the gradient by entry k of all parameters, one after the other.
@@ -52,104 +196,71 @@ class ManyDigits:
                 changes is lost to any method that keeps these numbers in float64; what it does not change is not.
         """
         with mp.workdps(DIGITS):
-            here = _Run(self, k, mp.mpf(0), rounded)
-            slope, h = here.gradient(), mp.mpf(STEP)
-            ahead = _Run(self, k, h, rounded, here.seen).gradient()
-            return torch.tensor([float(v) for v in (ahead - slope) / h], dtype=torch.float64)
+            if rounded not in self.slopes:
+                here = _Run(rounded, None)
+                self.slopes[rounded] = here.gradient(self, k, mp.mpf(0)), here.seen
+            (slope, seen), h = self.slopes[rounded], mp.mpf(STEP)
+            ahead = _Run(rounded, iter(seen)).gradient(self, k, h)
+            return torch.tensor([float((b - a) / h) for a, b in zip(slope, ahead, strict=True)], dtype=torch.float64)
 
 
 class _Run:
-    """One evaluation and its tape; ``base`` are the numbers that were stored in a run without the step, in their order."""
+    """One evaluation; ``base`` are the numbers that were stored in a run without the step, in their order."""
 
-    def __init__(self, what: ManyDigits, k: int, step: Any, rounded: int | None, base: list[Array] | None = None) -> None:
-        self.seen: list[Array] = []
-        self.base = None if base is None else iter(base)
-        self.what = what
-        self.random = None if rounded is None else np.random.default_rng(rounded)
-        self.values: dict[Node, Any] = {}
-        self.tape: list[tuple[Node, list[Node], Pull]] = []
-        self.inputs = [node for node in what.graph.nodes if node.op == "placeholder"]
-        for node, leaf in zip(self.inputs, what.leaves, strict=True):
-            self.values[node] = exact(leaf)
-        start = 0
-        for node in self.inputs[:-1]:
-            value = self.values[node].reshape(-1)
-            if start <= k < start + value.size:
-                value[k - start] += step
-            start += value.size
+    def __init__(self, rounded: int | None, base: Iterator[Any] | None) -> None:
+        self.seen: list[Any] = []
+        self.base, self.random = base, None if rounded is None else np.random.default_rng(rounded)
 
-    def gradient(self) -> Array:
-        for node in self.what.graph.nodes:
+    def gradient(self, of: ManyDigits, k: int, step: Any) -> list[Any]:
+        Number.tape = []
+        leaves = [exact(leaf, Number) for leaf in of.leaves]
+        parameters = [x for leaf in leaves[:-1] for x in leaf.reshape(-1)]
+        parameters[k].value += step
+        values = dict(zip((node for node in of.graph.nodes if node.op == "placeholder"), leaves, strict=True))
+        for node in of.graph.nodes:
             if node.op == "call_function":
-                self._apply(node)
-        output = self.what.output
-        _, pull = self.what.loss(self._stored(self.values[output]), self.what.target)
-        adjoints: dict[Node, Array] = {output: self._stored(pull(mp.mpf(1))[0])}
-        for node, operands, pull in reversed(self.tape):
-            if node in adjoints:
-                for operand, w in zip(operands, pull(adjoints[node]), strict=True):
-                    adjoints[operand] = adjoints.get(operand, 0) + self._stored(w)
-        zeros = {n: np.full(self.values[n].shape, mp.mpf(0)) for n in self.inputs[:-1]}
-        return np.concatenate([np.asarray(adjoints.get(n, zero)).reshape(-1) for n, zero in zeros.items()])
+                values[node] = self._apply(node, torch.fx.map_arg((node.args, node.kwargs), values.__getitem__))
+        (output,) = of.graph.output_node().all_input_nodes
+        loss = of.loss(self._stored(values[output], of_adjoint=True), of.target)
+        loss.adjoint = mp.mpf(1)
+        for number in reversed(Number.tape):
+            if number.adjoint is not None:
+                w = self._moved(number.adjoint) if number.stored else number.adjoint
+                for parent, slope in number.parents:
+                    parent.adjoint = w * slope if parent.adjoint is None else parent.adjoint + w * slope
+        return [mp.mpf(0) if x.adjoint is None else x.adjoint for x in parameters]
 
-    def _stored(self, x: Any) -> Any:
+    def _apply(self, node: Node, given: tuple[Any, dict[str, Any]]) -> Any:
+        """Evaluate one operation; what depends neither on parameters nor on the inputs stays torch's."""
+        (first, *rest), options = given
+        kind = str(getattr(node.target, "__name__", "")).split(".")[0]
+        if kind == "getitem":
+            return first[rest[0]]
+        if not any(isinstance(a, np.ndarray) for a in [first, *rest, *(first if isinstance(first, (list, tuple)) else ())]):
+            assert callable(node.target)
+            return node.target(first, *rest, **options)
+        if kind in COMPUTED:
+            operands = [exact(a) if isinstance(a, Tensor) else a for a in (first, *rest)]
+            return self._stored(COMPUTED[kind](*(self._stored(a, of_adjoint=True) for a in operands), **options))
+        if kind == "masked_fill":
+            assert rest[1] == -torch.inf
+            rest = [rest[0], -1]
+        operation: Any = (lambda x, *_, **__: x) if kind == "to" else node.target
+        return rearrange(operation, list(first) if isinstance(first, (list, tuple)) else [first], *rest, **options)
+
+    def _stored(self, x: Any, *, of_adjoint: bool = False) -> Any:
         if self.random is None or not isinstance(x, np.ndarray):
             return x
-        own, of_tangent = (1 + self.random.uniform(-HALF_ULP, HALF_ULP, x.shape).astype(object) for _ in range(2))
+        return each(
+            lambda v: Number(self._moved(v.value), (v, 1), stored=of_adjoint) if isinstance(v, Number) else self._moved(v)
+        )(x)
+
+    def _moved(self, x: Any) -> Any:
+        if self.random is None or x == mp.mpf("-inf"):
+            return x
+        own, of_tangent = 1 + self.random.uniform(-HALF_ULP, HALF_ULP, 2)
         if self.base is None:
             self.seen.append(x)
             return x * own
         before = next(self.base)
-        return np.where(before == mp.mpf("-inf"), x, before * own + (x - before) * of_tangent)
-
-    def _apply(self, node: Node) -> None:
-        """Evaluate one operation; what depends neither on parameters nor on the inputs stays torch's."""
-        arguments = [self._value(a) for a in node.args]
-        kind = str(getattr(node.target, "__name__", "")).split(".")[0]
-        first, rest = arguments[0], arguments[1:]
-        if kind == "getitem" and isinstance(first, _Parts):
-            self._take(node, first.nodes, first.positions[rest[0]], first.starts)
-        elif not any(isinstance(a, np.ndarray) for a in [*arguments, *(first if isinstance(first, list) else [])]):
-            assert callable(node.target)
-            self.values[node] = node.target(*arguments, **node.kwargs)
-        elif kind in COMPUTED:
-            arguments = [exact(a) if isinstance(a, Tensor) else a for a in arguments]
-            out, pull = COMPUTED[kind](*(self._stored(a) for a in arguments), **node.kwargs)
-            self.values[node] = self._stored(out)
-            moving = [isinstance(a, Node) for a in node.args]
-            nodes = [n for n in node.args if isinstance(n, Node)]
-            assert all(isinstance(arguments[i], np.ndarray) == m for i, m in enumerate(moving))
-            self.tape.append((node, nodes, pull))
-        else:
-            self._rearrange(node, kind, first, rest)
-
-    def _rearrange(self, node: Node, kind: str, first: Any, rest: list[Any]) -> None:
-        nodes = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else [node.args[0]]
-        operands = first if isinstance(first, list) else [first]
-        if kind == "masked_fill":
-            assert rest[1] == -torch.inf
-            rest = [rest[0], -1]
-        if kind == "to":
-            rest = []
-        operation: Callable[..., Any] = (lambda x: x) if kind == "to" else node.target  # type: ignore[assignment]
-        positions, starts = rearrange(operation, operands, *rest, **node.kwargs)
-        if isinstance(positions, Tensor):
-            self._take(node, nodes, positions, starts)
-        else:
-            self.values[node] = _Parts(nodes, positions, starts)
-
-    def _take(self, node: Node, nodes: list[Any], positions: Tensor, starts: Any) -> None:
-        self.values[node], pull = taken([self.values[n] for n in nodes], positions, starts)
-        self.tape.append((node, nodes, pull))
-
-    def _value(self, a: Any) -> Any:
-        if isinstance(a, (list, tuple)) and any(isinstance(v, Node) for v in a):
-            return [self.values[v] for v in a]
-        return self.values[a] if isinstance(a, Node) else a
-
-
-class _Parts:
-    """What an operation with several results took from where."""
-
-    def __init__(self, nodes: list[Any], positions: Any, starts: Any) -> None:
-        self.nodes, self.positions, self.starts = nodes, positions, starts
+        return before * own + (x - before) * of_tangent

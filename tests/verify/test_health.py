@@ -152,7 +152,7 @@ def test_an_error_planted_in_any_block_is_found_there(probed, symmetric):
     problem = head(norm=HandWrittenNorm)
     probes = probe_directions(problem, per_block=1) if probed else None
     matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
-    noise = rounding_noise({"reverse-over-reverse": matrix}, problem, torch.float64)
+    noise = rounding_noise(problem, ["reverse-over-reverse"], torch.float64)
     alive = [name for name in problem.params if name != "k.bias"]
     for i in alive:
         for j in alive:
@@ -198,7 +198,7 @@ def test_only_independent_references_judge():
 def test_the_majority_is_counted_by_groups():
     problem, matrix = written_out()
     wrong = scaled_block(matrix, problem, "1.weight", "1.weight", 1.5)
-    results = {"torch.func.hessian": wrong, "curvlinops": wrong, "reverse-over-reverse": matrix, "complex-step": matrix}
+    results = {"torch.func.hessian": wrong, "curvlinops": wrong, "reverse-over-reverse": matrix, "central-differences": matrix}
     health = examine(results, problem)
     assert [report.healthy for report in health.values()] == [False, False, True, True]
     assert "disagrees with reverse-over-reverse" in health["curvlinops"].reason
@@ -208,11 +208,11 @@ def test_results_that_are_missing_or_not_finite_are_reported():
     problem, matrix = written_out()
     broken = matrix.clone()
     broken[3, 30] = math.nan
-    missing = Unsupported("complex-step", "relu")
-    results = {"reverse-over-reverse": matrix, "jvp(grad)": matrix, "torch.func.hessian": broken, "complex-step": missing}
+    missing = Unsupported("curvlinops", "relu")
+    results = {"reverse-over-reverse": matrix, "jvp(grad)": matrix, "torch.func.hessian": broken, "curvlinops": missing}
     health = examine(results, problem)
     assert str(health["torch.func.hessian"]) == "torch.func.hessian: unhealthy: not finite"
-    assert str(health["complex-step"]) == "complex-step: unhealthy: unsupported: relu"
+    assert str(health["curvlinops"]) == "curvlinops: unhealthy: unsupported: relu"
     assert health["jvp(grad)"].healthy
 
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from reference_cases import RIGHT, Attention, HandWrittenNorm, draw, relative
+from reference_cases import RIGHT, Attention, draw, relative
 from torch import nn
 
 from hessiankit.support.errors import InputError
@@ -83,30 +83,6 @@ def test_cross_entropy_with_unlabelled_tokens(name):
     assert relative(REFERENCES[name].matrix(Problem(module, x, labels, "cross_entropy")), H) < 1e-11
 
 
-def test_complex_step_through_a_hand_written_norm():
-    torch.manual_seed(0)
-    problem = Problem(nn.Sequential(nn.Linear(4, 3), HandWrittenNorm(3)).double(), draw(5, 4), draw(5, 3))
-    expected = REFERENCES["reverse-over-reverse"].matrix(problem)
-    assert relative(REFERENCES["complex-step"].matrix(problem), expected) < 1e-13
-
-
-class Spread(nn.Module):
-    """Real-analytic, and not holomorphic as torch computes it: the variance of complex numbers is real."""
-
-    def forward(self, y):
-        return y / (1 + y.var(-1, keepdim=True))
-
-
-@pytest.mark.parametrize(
-    ("layer", "reason"),
-    [(nn.LayerNorm(3), "LayerNorm"), (nn.ReLU(), "clamp|relu"), (nn.Softmax(-1), "softmax"), (Spread(), "not holomorphic")],
-)
-def test_complex_step_says_which_operation_it_lacks(layer, reason):
-    problem = Problem(nn.Sequential(nn.Linear(4, 3), layer).double(), draw(5, 4), draw(5, 3))
-    with pytest.raises(Unsupported, match=reason):
-        REFERENCES["complex-step"].matrix(problem)
-
-
 @pytest.mark.parametrize(
     ("activation", "last", "rows", "note", "bound"),
     [(nn.GELU(), (nn.LayerNorm(3),), 8, "", 1e-10), (nn.ReLU(), (), 40, "kinks near the point", 1e-9)],
@@ -121,16 +97,6 @@ def test_differences_report_an_error_that_covers_the_true_one(activation, last, 
     assert (note in outcome.note) if note else outcome.note == ""
     assert "at the point itself" not in outcome.note
     assert note or float(outcome.error.max() / exact.abs().max()) < bound
-
-
-def test_differences_admit_a_kink_at_the_point_itself():
-    module = network(nn.ReLU())
-    nn.init.zeros_(module[0].bias)
-    x = draw(5, 4)
-    x[0] = 0  # every pre-activation of this row is exactly zero
-    outcome = REFERENCES["central-differences"].measure(Problem(module, x, draw(5, 3)))
-    assert "a kink at the point itself: along 6 of" in outcome.note
-    assert float(outcome.error.max() / outcome.value.abs().max()) > 0.1
 
 
 def test_gradient_noise_is_of_the_size_of_rounding():
