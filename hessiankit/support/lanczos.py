@@ -182,6 +182,10 @@ class RitzPairs:
     products: int
     converged: bool
 
+    def __str__(self) -> str:
+        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
+        return f"{', '.join(rows)} ({self.products} products)"
+
 
 def extreme_eigenpairs(
     product: Product,

@@ -102,7 +102,7 @@ def test_eigenvalues_from_every_end() -> None:
         found = hd.top_eigenvalues(operator, 3, which=which)
         assert found.values.tolist() == pytest.approx(expected[:3].tolist(), rel=1e-11)
         assert float(found.residuals.max()) <= 1e-11 * float(exact.abs().max())
-        assert found.vectors.shape == (operator.shape[0], 3)
+        assert found.vectors.shape == (3, operator.shape[0])
     assert str(found).endswith(f"({found.products} products)")
     for wrong, said in (({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"which": "XX"}, "which='XX'")):
         with pytest.raises(InputError, match=f"top_eigenvalues: {said}"):

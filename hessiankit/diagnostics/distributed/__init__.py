@@ -1,12 +1,11 @@
 """Curvature of a model whose data, or whose parameters, are spread over several processes (torch.distributed)."""
 
 from hessiankit.diagnostics.distributed.measure import sharpness
-from hessiankit.diagnostics.distributed.operator import DistributedOperator, Eigenvalues, hessian_operator, top_eigenvalues
+from hessiankit.diagnostics.distributed.operator import DistributedOperator, hessian_operator, top_eigenvalues
 from hessiankit.diagnostics.distributed.ranks import Peer, RankError, init
 
 __all__ = [
     "DistributedOperator",
-    "Eigenvalues",
     "Peer",
     "RankError",
     "hessian_operator",

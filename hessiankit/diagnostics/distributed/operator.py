@@ -7,17 +7,15 @@ processors, stop after different numbers of products, and deadlock.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from scipy.sparse.linalg import ArpackError, ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
@@ -33,6 +31,7 @@ from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs
 
 WHO = "hessian_operator"
 
@@ -218,49 +217,26 @@ def _named(loss: Loss) -> str:
 
 
 LANCZOS = "top_eigenvalues"
-ENDS: dict[str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
-    "LA": np.negative,
-    "SA": np.positive,
-    "LM": lambda values: -np.abs(values),
-}
-"""What the eigenvalues are sorted by, for each end of the spectrum."""
-
-
-@dataclass(frozen=True)
-class Eigenvalues:
-    """Eigenvalues with residuals: a symmetric matrix has an eigenvalue within ``residuals[i]`` of ``values[i]``.
-
-    Attributes:
-        values: From the largest down (``which="SA"``: from the smallest up; ``"LM"``: by size), (k,).
-        residuals: ``|H v - value v|`` of the unit vectors v, (k,).
-        vectors: The unit vectors, (P, k).
-        products: How many products with the operator it took.
-    """
-
-    values: Tensor
-    residuals: Tensor
-    vectors: Tensor
-    products: int
-
-    def __str__(self) -> str:
-        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
-        return f"{', '.join(rows)} ({self.products} products)"
+ENDS = ("LA", "SA", "LM")
+EXACT, ROUGH = 1e-12, 1e-4
+"""Relative residuals that are asked for by default, in float64 and in other types."""
 
 
 def top_eigenvalues(
-    operator: HessianOperator, k: int = 1, *, which: str = "LA", tol: float = 0.0, max_restarts: int | None = None, seed: int = 0
-) -> Eigenvalues:
-    """Return the ``k`` largest eigenvalues of an operator by ARPACK's Lanczos iteration, to every rank the same bits.
+    operator: HessianOperator, k: int = 1, *, which: str = "LA", tol: float | None = None, max_products: int = 1000, seed: int = 0
+) -> RitzPairs:
+    """Return the ``k`` largest eigenvalues of an operator with their vectors, to every rank the same bits.
 
-    The iteration is in double precision, whatever the operator's dtype. Memory on rank 0: about 2 k + 20 vectors.
+    By the Lanczos iteration of :func:`hessiankit.spectrum`, on rank 0. Memory there: about 2 k + 20 vectors.
 
     Args:
         operator: Of :func:`hessiankit.diagnostics.distributed.hessian_operator`, on every rank of it; or of
             :func:`hessiankit.hessian_operator`.
         k: How many; fewer than there are parameters.
-        which: ``"LA"``, the largest; ``"SA"``, the smallest; ``"LM"``, the largest in absolute value.
-        tol: Relative accuracy; 0 is that of double precision.
-        max_restarts: Restarts of the iteration; by default 10 P.
+        which: ``"LA"``, the largest, in descending order; ``"SA"``, the smallest, in ascending order; ``"LM"``, those of largest
+            absolute value, by that.
+        tol: Of the residuals, relative to the largest absolute value; by default 1e-12 in float64 and 1e-4 in other types.
+        max_products: Products with the operator at most.
         seed: Of the first vector.
 
     Raises:
@@ -276,7 +252,7 @@ def top_eigenvalues(
     4.0
     """
     ranks = Ranks(LANCZOS, operator.ranks.group) if isinstance(operator, DistributedOperator) else Ranks(LANCZOS, alone=True)
-    size = operator.shape[0]
+    size, dtype = operator.shape[0], operator.torch_dtype
 
     def check() -> None:
         check_name(LANCZOS, "which", which, ENDS)
@@ -284,40 +260,40 @@ def top_eigenvalues(
             raise InputError(f"{LANCZOS}: k={k}, and the operator is {size} x {size}; expected 1 to {size - 1}")
 
     ranks.together(check)
-    ranks.agree(k=k, which=which, tol=tol, max_restarts=max_restarts, seed=seed)
+    ranks.agree(k=k, which=which, tol=tol, max_products=max_products, seed=seed)
     if ranks.rank:
         return _follow(ranks, operator)
-    products = 0
 
-    def multiply(vectors: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        nonlocal products
-        given = torch.from_numpy(np.ascontiguousarray(vectors)).to(operator.device, operator.torch_dtype)
-        products += 1 if given.ndim == 1 else given.shape[1]
-        ranks.broadcast(given.cpu())
-        return (operator @ given).to("cpu", torch.float64).numpy()
+    def multiply(vectors: Tensor) -> Tensor:
+        ranks.broadcast(vectors.cpu())
+        return operator @ vectors
 
-    start = np.random.default_rng(seed).standard_normal(size)
-    double = LinearOperator(operator.shape, matvec=lambda v: multiply(v.reshape(-1)), dtype=np.dtype(np.float64))
+    start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(operator.device, dtype)
+    bottom = 0 if which == "LA" else k
+    top = 0 if which == "SA" else min(k, size - bottom)
+    tol = tol or (EXACT if dtype == torch.float64 else ROUGH)
     try:
-        values, vectors = eigsh(double, k=k, which=which, tol=tol, v0=start, maxiter=max_restarts)
-        off = np.linalg.norm(multiply(vectors) - vectors * values, axis=0)
-    except ArpackError as error:
-        line = f"ARPACK stopped after {products} products: {error}"
-        if isinstance(error, ArpackNoConvergence):
-            line = f"{len(error.eigenvalues)} of {k} eigenvalues converged in {products} products; raise max_restarts or tol"
-        ranks.broadcast(line)
-        raise InputError(f"{LANCZOS}: {line}") from error
-    order = np.argsort(ENDS[which](values), kind="stable")
-    found, residuals, basis = (torch.from_numpy(x) for x in (values[order], off[order], vectors[:, order].copy()))
-    result: Eigenvalues = ranks.broadcast(Eigenvalues(found, residuals, basis, products))
+        pairs = extreme_eigenpairs(
+            multiply, start, top=top, bottom=bottom, tol=tol, most=max_products, basis=2 * (top + bottom) + 20
+        )
+        if not pairs.converged:
+            worst = f"{float(pairs.residuals.max()):.1e} after {pairs.products} products"
+            raise InputError(f"{LANCZOS}: a residual is {worst}; raise max_products or tol")
+    except InputError as error:
+        ranks.broadcast(str(error))
+        raise
+    keys = {"LA": -pairs.values, "SA": pairs.values, "LM": -pairs.values.abs()}
+    order = keys[which].argsort(stable=True)[:k]
+    found = replace(pairs, values=pairs.values[order], vectors=pairs.vectors.cpu()[order], residuals=pairs.residuals[order])
+    result: RitzPairs = ranks.broadcast(found)
     return result
 
 
-def _follow(ranks: Ranks, operator: HessianOperator) -> Eigenvalues:
+def _follow(ranks: Ranks, operator: HessianOperator) -> RitzPairs:
     """Multiply by what rank 0 sends, until it sends the result or an error."""
     while isinstance(message := ranks.broadcast(None), Tensor):
         operator @ message.to(operator.device)
     if isinstance(message, str):
-        raise InputError(f"{LANCZOS}: {message}")
-    result: Eigenvalues = message
+        raise InputError(message)
+    result: RitzPairs = message
     return result
