@@ -323,3 +323,21 @@ def test_sections_of_curvature_are_those_of_the_functions(tmp_path):
         assert abs(found["eigenvalues"][k] - float(value)) <= found["residuals"][k] + 1e-9 * float(values[-1])
     own = hk.approximations(model, batches, loss="cross_entropy", against="ggn", of=["kfac"])
     assert record["approximations"]["by_name"]["kfac"]["frobenius"]["value"] == own["kfac"].measures.frobenius.value
+
+
+def test_a_measurement_of_ones_own(tmp_path):
+    def largest(model, batches, step):
+        assert not model.training
+        assert batches
+        return {"entry": max(float(p.detach().abs().max()) for p in model.parameters()), "step": step}
+
+    model = small()
+    monitor = Monitor(model, pair(), tmp_path / "log.jsonl", sharpness=False, own={"largest": largest})
+    line = monitor.measure(3)
+    assert line["largest"] == {"entry": max(float(p.detach().abs().max()) for p in model.parameters()), "step": 3}
+    assert json.loads((tmp_path / "log.jsonl").read_text().splitlines()[0])["options"]["largest"] == "own"
+    with pytest.raises(hk.InputError, match="own='loss' is the name of another part of a line"):
+        Monitor(model, pair(), tmp_path / "b.jsonl", own={"loss": largest})
+    failing = Monitor(model, pair(), tmp_path / "c.jsonl", own={"mine": lambda *_: 1 / 0})
+    with pytest.raises(hk.InputError, match=r"mine at step 0 failed: ZeroDivisionError.*mend your function"):
+        failing.measure(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ ON_ERROR = ("raise", "record")
 LONG = 10.0
 """Seconds of a measurement from which a line on standard error says what took them."""
 Section = Callable[[nn.Module, list[Any], int], Any]
+TAKEN = ("step", "seconds", "time", "extra", "errors", "share", "seed")
+"""Names in a line or a header that are not those of sections."""
 
 
 class Monitor:
@@ -109,6 +111,7 @@ class Monitor:
         spectrum: int = 0,
         approximations: Sequence[str] = (),
         hessian: bool = False,
+        own: Mapping[str, Section] | None = None,
         share: float | None = None,
         draws: int = 4,
         seed: int = 0,
@@ -145,6 +148,8 @@ class Monitor:
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
                 :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
             hessian: Whether to take norms of the exact Hessian by block type; for small models.
+            own: Measurements of your own by name: functions of the model in evaluation mode, its batches (arguments and labels)
+                and the step, which return plain numbers, or lists or dicts of them.
             share: Measurements may take this share of the time since the first step, measurements included. The first is whole;
                 from then on those sections are measured whose last time says that they fit, with one whole measurement kept in
                 reserve for a forced one at the end; what was measured longest ago comes first, and while it waits for room
@@ -203,8 +208,8 @@ class Monitor:
             add("eigenvalue", measurements.eigenvalue, searched, seed=seed, last={} if warm_starts else None, **find)
         if optimizer is not None and preconditioned:
             of = {**searched, "optimizer": type(optimizer).__name__}
-            own: dict[str, Any] = {"optimizer": optimizer, "last": {} if warm_starts else None}
-            add("preconditioned", measurements.eigenvalue, of, seed=seed, **own, **find)
+            metric: dict[str, Any] = {"optimizer": optimizer, "last": {} if warm_starts else None}
+            add("preconditioned", measurements.eigenvalue, of, seed=seed, **metric, **find)
         if optimizer is not None and critical:
             steps = {"optimizer": type(optimizer).__name__, "passes": PASSES}
             add("critical", measurements.critical, steps, optimizer=optimizer, passes=PASSES)
@@ -217,6 +222,11 @@ class Monitor:
             add("approximations", measurements.approximated, names, of=names, products=20, seed=seed)
         if hessian:
             add("hessian", measurements.hessian_norms, True, parts=self.parts)
+        self._own = dict(own or {})
+        for name, measure in self._own.items():
+            if name in (*self._sections, *TAKEN):
+                raise InputError(f"{WHO}: own={name!r} is the name of another part of a line; choose another")
+            add(name, measure, "own")
         if share is not None:
             options["share"] = share
         self._share, self._spent, self._skipped = share, 0.0, list[int]()
@@ -344,10 +354,14 @@ class Monitor:
         self._write(record)
         if failed and self._on_error == "raise":
             name, text = next(iter(failed.items()))
-            without = "()" if name == "depth" else "False"
+            out = (
+                "mend your function"
+                if name in self._own
+                else f"leave this out with {name}={'()' if name == 'depth' else 'False'}"
+            )
             raise InputError(
-                f"{WHO}: {name} at step {step} failed: {text}. The rest of the measurement is in {self.path}; leave this "
-                f"out with {name}={without}, or pass on_error='record' to go on"
+                f"{WHO}: {name} at step {step} failed: {text}. The rest of the measurement is in {self.path}; {out}, "
+                "or pass on_error='record' to go on"
             ) from first
         return record
 
