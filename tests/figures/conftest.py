@@ -1,12 +1,15 @@
-"""Pictures of a few pixels: what they show is tested, and to draw them in full takes longer than the numbers."""
+"""Figures in few pixels, each drawn once: what they show is tested, and to draw them in full takes longer than the numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 
 import pytest
+from figure_sizes import CURVATURE, DIGITS, RUNS, SHARPNESS
 
-from figures import _kit
+from figures import _digits, _kit, _sharpness_runs
 
 DPI = _kit.DPI
 
@@ -21,3 +24,22 @@ def few_pixels() -> Iterator[None]:
 @pytest.fixture
 def all_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_kit, "DPI", DPI)
+
+
+@pytest.fixture(scope="session")
+def drawn(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Path]]:
+    """Draw a figure, once for all tests and in one folder, where figures find each other's runs; return its files by their ends."""
+    out, made = tmp_path_factory.mktemp("figures"), dict[str, dict[str, Path]]()
+
+    def draw(name: str) -> dict[str, Path]:
+        if name not in made:
+            module = import_module(f"figures.{name}")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_digits, "QUICK", DIGITS)
+                patch.setattr(_sharpness_runs, "_SMALLER", SHARPNESS)
+                for attribute, value in {**RUNS, **CURVATURE}[name].patches(module).items():
+                    patch.setattr(module, attribute, value)
+                made[name] = {path.name.removeprefix(name): path for path in module.draw(out, quick=True)}
+        return made[name]
+
+    return draw

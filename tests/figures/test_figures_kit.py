@@ -1,7 +1,8 @@
-"""What figures share: files, kept answers, training runs, and the command that draws them."""
+"""What figures share: files, kept answers, of which damaged ones are made anew, training runs, and the command that draws them."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from collections.abc import Callable
@@ -11,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from figure_files import SMALL
+import torch
+from figure_sizes import RUN
 
 from figures import __main__ as command
 from figures import _kit, _session
 from figures._kit import cached, page, save, style, write_json, write_rows
 from figures._runs import byte_run
+from figures._store import NOTHING, keep, put, recall
 from hessiankit.support.errors import InputError
 from papers.experiments.tuning.experiment import RunSpec, Setting, run
 
@@ -32,7 +35,7 @@ def test_rows_need_the_same_keys_and_somewhere_to_go(tmp_path: Path) -> None:
 
 
 def test_json_has_no_infinite_number(tmp_path: Path) -> None:
-    path = write_json(tmp_path / "deep" / "t.json", {"loss": math.inf, "spec": SMALL})
+    path = write_json(tmp_path / "deep" / "t.json", {"loss": math.inf, "spec": RUN})
     found = json.loads(path.read_text(), parse_constant=pytest.fail)
     assert found["loss"] is None
     assert found["spec"]["kept"] == [5]
@@ -46,11 +49,11 @@ def test_an_answer_is_kept_until_its_key_or_the_code_changes(tmp_path: Path, mon
         made.append(len(made))
         return {"made": len(made), "pair": (1, 2)}
 
-    first = cached(tmp_path, "x", SMALL, make)
-    assert first == cached(tmp_path, "x", SMALL, make) == {"made": 1, "pair": [1, 2]}
-    assert cached(tmp_path, "x", replace(SMALL, seed=1), make)["made"] == 2
+    first = cached(tmp_path, "x", RUN, make)
+    assert first == cached(tmp_path, "x", RUN, make) == {"made": 1, "pair": [1, 2]}
+    assert cached(tmp_path, "x", replace(RUN, seed=1), make)["made"] == 2
     monkeypatch.setattr(_kit, "code_version", lambda *names: "other code")
-    assert cached(tmp_path, "x", SMALL, make)["made"] == 3
+    assert cached(tmp_path, "x", RUN, make)["made"] == 3
 
 
 def test_pictures_have_the_same_bytes_each_time(tmp_path: Path) -> None:
@@ -69,18 +72,87 @@ def test_pictures_have_the_same_bytes_each_time(tmp_path: Path) -> None:
 
 def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
     setting = Setting(steps=12, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
-    found, reference = byte_run(SMALL, tmp_path), run(RunSpec(setting, 0.01))
+    found, reference = byte_run(RUN, tmp_path), run(RunSpec(setting, 0.01))
     assert found.steps == reference.steps == (0, 4, 8, 12)
     assert found.losses == reference.losses
     assert len(found.train_losses) == 12
 
 
 def test_a_run_that_diverges_says_so(tmp_path: Path) -> None:
-    found = byte_run(replace(SMALL, lr=1e30, every=0, kept=()), tmp_path)
+    found = byte_run(replace(RUN, lr=1e30, every=0, kept=()), tmp_path)
     assert found.diverged
     assert found.losses[-1] == math.inf
     assert len(found.losses) == 4
-    assert not byte_run(replace(SMALL, every=0), tmp_path).diverged
+    assert not byte_run(replace(RUN, every=0), tmp_path).diverged
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda content: content[:-9],
+    "empty": lambda content: b"",
+    "one bit": lambda content: content[:200] + bytes([content[200] ^ 1]) + content[201:],
+    "other content": lambda content: b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_answer_is_set_aside_and_made_anew(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+    (path,) = tmp_path.glob("cache/*")
+    damaged = DAMAGE[how](path.read_bytes())
+    for attempt in (f"{path.name}.damaged", f"{path.name}.damaged-2"):
+        path.write_bytes(damaged)
+        assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+        assert path.with_name(attempt).read_bytes() == damaged
+        said = capsys.readouterr().err
+        assert said.startswith(f"figures: {path} is damaged: ")
+        assert said.endswith(f"; it is now {attempt}, and is made anew\n")
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 1 / 0) == 6
+
+
+def test_an_answer_to_another_question_is_set_aside_where_its_name_is_of_one_alone(tmp_path: Path) -> None:
+    keep(tmp_path / "a.pt", {"n": 4}, 7)
+    assert recall(tmp_path / "a.pt", {"n": 3}, exclusive=False) is NOTHING
+    assert recall(tmp_path / "a.pt", {"n": 4}) == 7
+    assert recall(tmp_path / "a.pt", {"n": 3}) is NOTHING
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt.damaged"]
+
+
+def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.pt").mkdir()
+    with pytest.raises(InputError, match=r"^figures: cannot read .*a\.pt: Is a directory; remove it, or pass another folder"):
+        recall(tmp_path / "a.pt", 1)
+    keep(tmp_path / "b.pt", 1, "before")
+
+    def full(self: Path, content: bytes) -> int:
+        with self.open("wb") as file:
+            file.write(content[:3])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InputError, match=r"^figures: cannot write .*b\.pt: No space left on device; pass another folder"):
+        put(tmp_path / "b.pt", b"after")
+    assert recall(tmp_path / "b.pt", 1) == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pt", "b.pt"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
+def test_a_run_does_not_mind_where_it_is_called_and_is_made_anew_where_its_file_is_damaged(
+    context: Callable[[], Any], tmp_path: Path
+) -> None:
+    whole = byte_run(RUN, tmp_path / "whole")
+    with context():
+        assert byte_run(RUN, tmp_path).losses == whole.losses
+    path = byte_run(RUN, tmp_path).folder / "run.pt"
+    path.write_bytes(path.read_bytes()[:-20])
+    again = byte_run(RUN, tmp_path)
+    (path.parent / "monitor.jsonl").write_text("?")  # which the run's file holds too
+    kept = byte_run(RUN, tmp_path, tell=lambda *_: pytest.fail("trained again"))
+    for made in (again, kept):
+        assert (made.losses, made.train_losses) == (whole.losses, whole.train_losses)
+        assert all(torch.equal(p, q) for p, q in zip(made.model(5).parameters(), whole.model(5).parameters(), strict=True))
+        assert made.log is not None
+        assert made.log.steps.tolist() == whole.log.steps.tolist()
 
 
 @pytest.fixture
