@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 import hessiankit as hk
+from hessiankit.cli.parsing import INTERRUPTED
 from hessiankit.support.environment import code_version
+from papers.__main__ import main
 from papers.experiments import placement_grid
 from papers.experiments.placement_grid import cases
 from papers.experiments.tuning import store
@@ -125,15 +127,30 @@ def test_a_full_disk(what, tmp_path, monkeypatch):
     assert again(path, monkeypatch) == []
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[1]\n", b'"text"\nnull\n3\n'])
-def test_lines_of_something_else_are_passed_over(content, tmp_path, monkeypatch):
-    path = tmp_path / "cases.jsonl"
-    path.write_bytes(content)
-    if content.startswith(b"\xff"):
-        with pytest.raises(hk.InputError, match=r"cases.jsonl cannot be used"):
-            placement_grid.run_grid(CASES, path)
-    else:
-        assert grid_again(path, monkeypatch) == CASES
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [("placements --placement post --sample 4", (placement_grid, "run_case")), ("tune-lr --quick --jobs 1", (store, "run"))],
+)
+def test_ctrl_c_keeps_what_is_done(command, where, tmp_path, monkeypatch, capsys):
+    """The third piece of work is interrupted, its line cut off; the same command begins with it again."""
+    seen, result = [], {"run_case": finished, "run": ran}[where[1]]
+
+    def stop_at_third(one: Any) -> Any:
+        seen.append(one)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return result(one)
+
+    monkeypatch.setattr(*where, stop_at_third)
+    asked = [*command.split(), "--out", str(tmp_path)]
+    assert main(asked) == INTERRUPTED
+    assert "interrupted" in capsys.readouterr().err
+    (path,) = tmp_path.glob("*.jsonl")
+    assert path.read_text().count("\n") == 2
+    path.write_text(path.read_text() + '{"case": {"placem')
+    if command.startswith("placements"):
+        assert main(asked) == 0
+        assert seen == [*CASES[:3], *CASES[2:]]
 
 
 def test_places_that_cannot_be_written(tmp_path):

@@ -85,22 +85,18 @@ class TestProperty7:
 
 
 class TestProperties8To12:
-    def test_sums_products_kronecker_products_and_transposes(self) -> None:
-        generator = torch.Generator().manual_seed(5)
-        A, B, C = (torch.randn(3, n, generator=generator, dtype=F64) for n in (4, 4, 5))
+    def test_each_is_the_bound_of_an_expression(self) -> None:
+        """Which is tested by itself: sums, products, Kronecker products, transposes, block diagonals; ones by their sizes."""
+        A, B, C = (torch.randn(3, n, generator=torch.Generator().manual_seed(5), dtype=F64) for n in (4, 4, 5))
         a, b, c = Dense(A), Dense(B), Dense(C)
-        assert norms.matrix_norm(A + B) <= norms.sum_norm_bound(a, b)
-        assert norms.matrix_norm(A.T @ C) <= norms.product_norm_bound(a.T, c)
-        assert norms.matrix_norm(torch.kron(A, C)) == pytest.approx(norms.kronecker_norm(a, c), rel=1e-13)
-        assert norms.matrix_norm(A.T) == pytest.approx(norms.transpose_norm(a), rel=1e-13)
-        assert (a + b).norm_bound() == norms.sum_norm_bound(a, b)
-        assert (a.T @ c).norm_bound() == pytest.approx(norms.product_norm_bound(a.T, c), rel=1e-15)
-        assert kron(a, c).norm_bound() == norms.kronecker_norm(a, c)
-
-    @pytest.mark.parametrize(("m", "n"), [(5, 5), (3, 7), (1, 4)])
-    def test_ones(self, m: int, n: int) -> None:
-        assert norms.ones_norm(m, n) == pytest.approx(float(torch.linalg.matrix_norm(torch.ones(m, n, dtype=F64), 2)), rel=1e-14)
-        assert norms.ones_norm(m) == m
+        assert norms.sum_norm_bound(a, b) == (a + b).norm_bound()
+        assert norms.product_norm_bound(a.T, c) == pytest.approx((a.T @ c).norm_bound(), rel=1e-15)
+        assert norms.kronecker_norm(a, c) == kron(a, c).norm_bound()
+        assert norms.transpose_norm(a) == pytest.approx(norms.matrix_norm(A.T), rel=1e-13)
+        assert norms.block_diagonal_norm([a.norm_bound(), c.norm_bound()]) == BlockDiagonal([a, c]).norm_bound()
+        assert norms.block_diagonal_norm([]) == 0
+        for m, n in ((5, 5), (3, 7), (1, 4)):
+            assert norms.ones_norm(m, n) == pytest.approx(Ones(m, n).norm_bound(), rel=1e-14)
 
 
 class TestProperty11:
@@ -123,14 +119,6 @@ class TestProperty11:
         bound = norms.block_norm_bound(norms.block_norms(A, [4, 4], [4, 4, 4]))
         assert norms.matrix_norm(A) == pytest.approx(bound, rel=1e-14)
         assert bound < 0.55 * norms.block_norm_bound_printed(C)
-
-    def test_block_diagonal(self) -> None:
-        generator = torch.Generator().manual_seed(4)
-        blocks = [torch.randn(m, n, generator=generator, dtype=F64) for m, n in [(2, 3), (4, 1), (3, 3)]]
-        true = norms.matrix_norm(torch.block_diag(*blocks))
-        assert norms.block_diagonal_norm(norms.matrix_norm(block) for block in blocks) == pytest.approx(true, rel=1e-14)
-        assert BlockDiagonal([Dense(block) for block in blocks]).norm_bound() == pytest.approx(true, rel=1e-14)
-        assert norms.block_diagonal_norm([]) == 0
 
     @pytest.mark.parametrize("bad", [[1.0, 2.0], [[1.0, -2.0]]])
     def test_norms_are_nonnegative_matrices(self, bad: list[float]) -> None:

@@ -1,18 +1,101 @@
-"""Verdicts and tables from runs made by hand: what they say is what the intervals allow."""
+"""Comparisons of learning rates: intervals, verdicts and the search, on runs made by hand, so that the answers are known."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from hessiankit.support.errors import InputError
 from papers.experiments.tuning.comparison import Pilot, TuningComparison
 from papers.experiments.tuning.comparison_report import TuneReport, draw, section, write_page
 from papers.experiments.tuning.experiment import PAPER, RunResult, RunSpec, Setting
-from papers.experiments.tuning.sweep import Arm, SearchResult, at_baseline_lr
-from papers.experiments.tuning.verdict import judge, summary
+from papers.experiments.tuning.sweep import Arm, SearchResult, at_baseline_lr, sweep, together
+from papers.experiments.tuning.verdict import (
+    first_step,
+    judge,
+    mean_interval,
+    paired_difference,
+    relative_steps,
+    simultaneous,
+    summary,
+)
+
+# Intervals
+
+
+def test_interval_by_hand():
+    # mean 3, s^2 = (4 + 1 + 0 + 1 + 4) / 4 = 2.5; Student's 97.5 % quantile of 4 degrees of freedom is 2.776445 (tables)
+    found = mean_interval([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert found.value == 3
+    assert found.half_width == pytest.approx(2.776445105 * math.sqrt(2.5 / 5), rel=1e-9)
+
+
+def test_interval_covers_as_often_as_it_says():
+    """5000 samples of 4: the count of intervals that hold the mean is binomial; with the normal quantile it would be 85 %."""
+    samples = np.random.default_rng(0).normal(7.0, 3.0, (5000, 4))
+    for confidence in (0.8, 0.95):
+        covered = sum(mean_interval(row.tolist(), confidence).holds(7.0) for row in samples) / 5000
+        assert abs(covered - confidence) < 4 * math.sqrt(confidence * (1 - confidence) / 5000)
+
+
+def test_pairs_cancel_what_they_share():
+    shared = [0.0, 10.0, -7.0, 3.0]
+    baseline = [2.0 + s for s in shared]
+    values = [2.5 + s + e for s, e in zip(shared, (0.1, -0.1, 0.1, -0.1), strict=True)]
+    found = paired_difference(values, baseline)
+    # differences .6, .4, .6, .4: mean .5, s^2 = .04 / 3, quantile of 3 degrees 3.182446
+    assert found.value == pytest.approx(0.5)
+    assert found.half_width == pytest.approx(3.182446305 * math.sqrt(0.04 / 3 / 4), rel=1e-9)
+    assert mean_interval(values).half_width > 10
+    with pytest.raises(InputError, match="4 values and 3 of the baseline"):
+        paired_difference(values, baseline[:3])
+
+
+def test_what_has_no_interval():
+    assert mean_interval([2.0]).holds(1e300)
+    assert str(mean_interval([2.0])) == "2.000"
+    for values in ([], [1.0, math.nan], [math.inf]):
+        with pytest.raises(InputError, match="expected one or more, all finite"):
+            mean_interval(values)
+    with pytest.raises(InputError, match="confidence=95"):
+        mean_interval([1.0, 2.0], 95)
+
+
+def test_first_step():
+    steps, losses = [0, 100, 200, 300], [5.0, 3.0, 3.5, 2.0]
+    assert first_step(steps, losses, 4.0) == 50
+    assert first_step(steps, losses, 3.0) == 100
+    assert first_step(steps, losses, 2.5) == pytest.approx(200 + 100 * 1.0 / 1.5)
+    assert first_step(steps, losses, 1.9) is None
+    assert first_step(steps, losses, 6.0) == 0
+    assert first_step(steps, [5.0, math.inf, math.inf, 2.0], 4.0) == 300  # nothing is drawn through what is not finite
+
+
+def test_relative_steps_are_reciprocal():
+    steps = [0, 100, 200, 300, 400]
+    fast, slow = [5.0, 3.0, 2.5, 2.2, 2.0], [5.0, 4.0, 3.2, 2.7, 2.5]
+    assert relative_steps(steps, fast, slow) == 0.5  # 2.5 at step 200 rather than 400
+    assert relative_steps(steps, slow, fast) == 2.0
+    assert relative_steps(steps, slow, slow) == 1.0
+    assert relative_steps(steps, [5.0, 4.0, math.inf, math.inf, math.inf], slow) is None
+
+
+def test_geometric_mean_and_simultaneous_confidence():
+    logs = [math.log(0.5), math.log(2.0)]
+    found = mean_interval(logs).exponential()
+    assert found.value == pytest.approx(1.0)
+    assert found.low * found.high == pytest.approx(1.0)
+    assert simultaneous(0.9, 2) == pytest.approx(0.95)
+    assert simultaneous(0.9, 0) == 0.9
+
+
+# Verdicts
+
 
 SETTING = Setting(steps=20, layers=1, d_model=8, heads=2, length=8, windows=4)
 SHARED = (2.0, 2.3, 1.8, 2.1, 2.2)
@@ -35,18 +118,9 @@ WEAK = arm_of("weak", [-0.10, -0.04, -0.09, -0.03, -0.02])
 LOST = arm_of("lost", [0.0, 0.1, 8.0, math.inf, 0.0])
 
 
-def test_differences_by_hand():
-    rows = judge([BASE, WORSE])
-    # deviations .01, -.01, 0, .02, -.02: s^2 = .001 / 4, quantile of 4 degrees 2.776445
-    assert rows[1].difference.value == pytest.approx(0.3)
-    assert rows[1].difference.half_width == pytest.approx(2.776445105 * math.sqrt(0.001 / 4 / 5), rel=1e-8)
-    assert rows[1].loss.half_width > 10 * rows[1].difference.half_width  # what the seeds share is in the one and not the other
-    assert rows[0].difference is None
-    assert rows[0].verdict == "the baseline"
-
-
 def test_verdicts():
     rows = judge([BASE, WORSE, BETTER, SAME, WEAK, LOST])
+    assert rows[0].verdict == "the baseline"
     assert [row.verdict for row in rows[1:]] == [
         "worse by 0.300 ± 0.020",
         "better by 0.300 ± 0.020",
@@ -60,11 +134,10 @@ def test_verdicts():
     assert summary(rows) == (
         "Beside AdamW tuned to lr 0.01: better: better; worse: worse; diverged: lost; not resolved: same, weak."
     )
-
-
-def test_a_wider_error_takes_the_verdict_back():
-    assert judge([BASE, WEAK])[1].verdict == "better by 0.056 ± 0.045"
     assert judge([BASE, WEAK], confidence=0.99)[1].verdict.startswith("no difference resolved")
+    rows = judge([LOST, BASE])
+    assert rows[1].verdict == "nothing to compare with: the baseline diverged"
+    assert rows[1].reached[3] is None
 
 
 def test_steps_to_equal_loss():
@@ -86,12 +159,6 @@ def test_one_seed_says_nothing_of_its_error():
     assert row.verdict == "one seed: difference +0.310, nothing is known of its error"
     assert row.to_dict()["difference"] == {"value": pytest.approx(0.31), "low": None, "high": None, "confidence": 0.95}
     assert summary(judge(one)).endswith("better: none; worse: none; not resolved: worse.")
-
-
-def test_a_baseline_that_diverges_is_no_baseline():
-    rows = judge([LOST, BASE])
-    assert rows[1].verdict == "nothing to compare with: the baseline diverged"
-    assert rows[1].reached[3] is None
 
 
 def report_of(arms) -> TuneReport:
@@ -139,3 +206,105 @@ def test_controls_have_the_factor_of_the_parameters():
     ]
     assert arms[0].ratios == (("Emb", 10.0), ("FFN", 6.0), ("QK", 8.0), ("VO", 4.0))
     assert str(arms[1]) == "Blockwise measured at AdamW's lr: lr 0.004 (Emb x2)"
+
+
+# The search
+
+GRID = [1e-3, 2e-3, 4e-3, 8e-3]
+START = RunSpec(Setting(), 0.0)
+
+
+class Counter:
+    """Stands for the runs: a loss by learning rate and seed, and what was asked for."""
+
+    def __init__(self, loss: Callable[[float, int], float]) -> None:
+        self.loss, self.asked = loss, []
+
+    def __call__(self, specs: list[RunSpec]) -> dict[RunSpec, RunResult]:
+        self.asked.append(specs)
+        return {s: RunResult(s, (0, 9), (5.0, self.loss(s.lr, s.seed)), 0.0) for s in specs}
+
+    @property
+    def runs(self) -> set[RunSpec]:
+        return {spec for specs in self.asked for spec in specs}
+
+
+def parabola(best: float, noise: float = 0.0) -> Callable[[float, int], float]:
+    return lambda lr, seed: 2 + 0.1 * math.log2(lr / best) ** 2 + noise * math.sin(1000 * lr + seed)
+
+
+@pytest.mark.parametrize(("best", "found"), [(2.1e-3, 2e-3), (2.7e-3, 2.83e-3), (5.6e-3, 5.66e-3), (1.5e-3, 1.41e-3)])
+def test_the_optimum_is_refined_inside_the_grid(best, found):
+    (result,) = together([sweep("x", START, GRID, [7, 8, 9])], counter := Counter(parabola(best)))
+    assert result.best == found
+    assert result.inside
+    assert not result.extended
+    assert set(result.means) >= {found}
+    assert all(len(result.losses[lr]) == 3 for lr in result.means)
+    assert len(counter.runs) <= 16
+
+
+@pytest.mark.parametrize("best", [1.3e-4, 0.06])
+def test_a_grid_that_ends_too_early_grows(best):
+    (result,) = together([sweep("x", START, GRID, [7, 8])], Counter(parabola(best)))
+    assert result.inside
+    assert result.extended
+    assert abs(math.log2(result.best / best)) < 0.3
+    assert "grid extended by" in str(result)
+
+
+def test_rates_are_met_again_and_not_run_twice():
+    """sqrt 2 twice is 2: steps that come back to the coarse grid use its runs."""
+    together([sweep("x", START, GRID, [7, 8])], counter := Counter(parabola(7.5e-3)))
+    lrs = sorted({spec.lr for spec in counter.runs})
+    assert min(b / a for a, b in itertools.pairwise(lrs)) > 1.3
+
+
+def test_one_seed_does_not_decide():
+    """Seed 7 alone prefers 8e-3; over all the seeds 4e-3 is better, and the search moves there."""
+
+    def loss(lr, seed):
+        return parabola(4e-3)(lr, seed) - (0.5 if seed == 7 and lr > 7e-3 else 0.0) + (0.5 if seed != 7 and lr > 7e-3 else 0.0)
+
+    (result,) = together([sweep("x", START, GRID, [7, 8, 9])], Counter(loss))
+    assert result.best == 4e-3
+    assert result.inside
+
+
+def test_divergence_is_no_optimum():
+    def loss(lr, seed):
+        return math.inf if lr > 3e-3 else parabola(8e-3)(lr, seed)
+
+    (result,) = together([sweep("x", START, GRID, [7])], Counter(loss))
+    assert result.best == 2.83e-3
+    assert math.isinf(result.losses[4e-3][7])
+    with pytest.raises(InputError, match="diverges at every learning rate"):
+        together([sweep("x", START, GRID, [7])], Counter(lambda lr, seed: math.inf))
+
+
+def test_an_optimum_without_an_end_is_said_to_be_none():
+    (result,) = together([sweep("x", START, GRID, [7])], Counter(lambda lr, seed: 2 - lr / 1000))
+    assert not result.inside
+    assert "NOT inside the grid" in str(result)
+
+
+def test_searches_together_find_what_they_find_alone():
+    asking = [parabola(3e-3), parabola(9e-3)]
+    alone = [together([sweep("x", START, GRID, [7, 8])], Counter(loss))[0] for loss in asking]
+    ratios = [(), (("Emb", 10.0),)]
+    both = Counter(lambda lr, seed: 0.0)
+
+    def answer(specs):
+        both.asked.append(specs)
+        return {s: RunResult(s, (0, 9), (5.0, asking[ratios.index(s.ratios)](s.lr, s.seed)), 0.0) for s in specs}
+
+    found = together([sweep("x", RunSpec(Setting(), 0.0, r), GRID, [7, 8]) for r in ratios], answer)
+    assert [one.best for one in found] == [one.best for one in alone]
+    assert [one.losses for one in found] == [one.losses for one in alone]
+    assert len(both.asked[0]) == 8  # one list for both
+
+
+@pytest.mark.parametrize("grid", [[1e-3], [2e-3, 1e-3], [0.0, 1e-3], [1e-3, 1e-3], [1e-3, math.nan]])
+def test_grids_that_cannot_be_searched(grid):
+    with pytest.raises(InputError, match="two or more learning rates, positive and rising"):
+        together([sweep("x", START, grid, [7])], Counter(parabola(1e-3)))
