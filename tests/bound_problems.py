@@ -1,8 +1,7 @@
 """Random problems to hold bounds against, and their exact Hessians by autograd twice: attention and the post-norm block.
 
-The three kinds are those of the slack table: ``init`` (weights N(0, 1/d_in), standard normal tokens and target), ``large``
-(weights 3 times that, the target is the output with 10 % noise) and ``trained`` (400 steps of Adam on 6 samples of a noisy
-teacher; the Hessian is of single samples). The functions use nothing of ``derivations``.
+The two kinds are ``init`` (weights N(0, 1/d_in), standard normal tokens and target) and ``large`` (weights 3 times that, the target
+is the output with 10 % noise). The functions use nothing of ``derivations``.
 """
 
 from __future__ import annotations
@@ -45,17 +44,17 @@ def post_block(
     X: Tensor,
     w: dict[str, Tensor],
     *,
-    eps: float = 0.0,
+    eps: float | tuple[float, float] = 0.0,
     norm: str = "layernorm",
     act: Callable[[Tensor], Tensor] = torch.relu,
     fixed: dict[str, Tensor] | None = None,
     mask: Tensor | None = None,
     heads: int = 1,
 ) -> Tensor:
-    f = fixed or {}
-    Y = normalised(X + attention(X, w, mask, heads), eps, norm) * f.get("gamma_1", 1.0) + f.get("beta_1", 0.0)
+    f, (first, last) = fixed or w, eps if isinstance(eps, tuple) else (eps, eps)
+    Y = normalised(X + attention(X, w, mask, heads), first, norm) * f.get("gamma_1", 1.0) + f.get("beta_1", 0.0)
     S = Y + act(Y @ w["W_1"] + f.get("b_1", 0.0)) @ w["W_2"] + f.get("b_2", 0.0)
-    return normalised(S, eps, norm) * f.get("gamma_2", 1.0) + f.get("beta_2", 0.0)
+    return normalised(S, last, norm) * f.get("gamma_2", 1.0) + f.get("beta_2", 0.0)
 
 
 def hessian_blocks(f: Callable[..., Tensor], problem: Problem) -> dict[tuple[str, str], Tensor]:
@@ -88,16 +87,13 @@ def draw_weights(L: int, d: int, d_K: int, d_ff: int | None, generator: torch.Ge
     return {name: torch.randn(*s, generator=generator, dtype=F64) / math.sqrt(s[0]) for name, s in shapes.items()}
 
 
-def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0, steps: int = 400) -> Iterator[Problem]:
-    """Yield problems: "init", "large" or "trained" in so many steps. The sizes come in turn; with d_ff they are for the block."""
+def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: int = 0) -> Iterator[Problem]:
+    """Yield problems, "init" or "large". The sizes come in turn; with d_ff they are for the block."""
     for n in range(count):
         L, d, d_K, *rest = sizes[n % len(sizes)]
         g = torch.Generator().manual_seed(1000 * seed + n)
         weights = draw_weights(L, d, d_K, rest[0] if rest else None, g)
         f = post_block if rest else attention
-        if kind == "trained":
-            yield _trained(f, weights, L, d, g, steps)
-            continue
         X = torch.randn(L, d, generator=g, dtype=F64)
         if kind == "init":
             yield Problem(X, weights, torch.randn(L, d, generator=g, dtype=F64))
@@ -105,16 +101,3 @@ def problems(kind: str, sizes: tuple[tuple[int, ...], ...], count: int, seed: in
             weights = {name: 3 * W for name, W in weights.items()}
             out = f(X, weights)
             yield Problem(X, weights, out + 0.1 * out.std() * torch.randn(L, d, generator=g, dtype=F64))
-
-
-def _trained(f: Callable[..., Tensor], weights: dict[str, Tensor], L: int, d: int, g: torch.Generator, steps: int) -> Problem:
-    teacher = {name: torch.randn(W.shape, generator=g, dtype=F64) / math.sqrt(W.shape[0]) for name, W in weights.items()}
-    X = torch.randn(6, L, d, generator=g, dtype=F64)
-    target = f(X, teacher) + 0.1 * torch.randn(6, L, d, generator=g, dtype=F64)
-    leaves = {name: W.clone().requires_grad_() for name, W in weights.items()}
-    optimizer = torch.optim.Adam(leaves.values(), lr=0.02)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        (f(X, leaves) - target).square().mean().backward()
-        optimizer.step()
-    return Problem(X[0], {name: W.detach() for name, W in leaves.items()}, target[0])

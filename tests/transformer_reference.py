@@ -1,4 +1,4 @@
-"""Hand-written attention, feed-forward network and block, and all their second derivatives in one reverse-over-reverse sweep."""
+"""Hand-written attention, activations, feed-forward network and norms, for sequences with any leading axes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ import torch
 from torch import Tensor
 
 Function = Callable[..., Tensor]
+ACTIVATIONS: dict[str, Function] = {
+    "relu": lambda x: x.clamp_min(0),
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
+    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+    "tanh": lambda x: torch.expm1(2 * x) / (torch.expm1(2 * x) + 2),
+    "identity": lambda x: x,
+}
 
 
 def attention(X, W_Q, W_K, W_V, W_O=None, *, causal=False, mask=None, scale=None, heads=1, kv_heads=None):
@@ -26,31 +35,11 @@ def attention(X, W_Q, W_K, W_V, W_O=None, *, causal=False, mask=None, scale=None
     return sum(contexts)
 
 
-def activation(kind, U):
-    if kind == "relu":
-        return U * (U > 0)
-    return U * torch.sigmoid(U) if kind == "silu" else U * 0.5 * (1 + torch.erf(U / math.sqrt(2)))
-
-
 def feedforward(Y, W_1, W_2, b_1=0, b_2=0, kind="relu", residual=True):
-    out = activation(kind, Y @ W_1 + b_1) @ W_2 + b_2
+    out = ACTIVATIONS[kind](Y @ W_1 + b_1) @ W_2 + b_2
     return Y + out if residual else out
 
 
 def normalised(X, eps=0.0, norm="layernorm"):
     M = X - X.mean(-1, keepdim=True) if norm == "layernorm" else X
     return M / (M.square().mean(-1, keepdim=True) + eps).sqrt()
-
-
-def layer_norm(X, gamma=1.0, beta=0.0, eps=0.0):
-    return normalised(X, eps) * gamma + beta
-
-
-def post_norm_block(kind="relu", causal=False, eps=(0.0, 0.0), attend=attention):
-    """The block as a function of its arguments by name; ``attend`` takes X and the weights that the block does not know."""
-
-    def block(X, W_1, W_2, b_1=0, b_2=0, gamma_1=1.0, beta_1=0.0, gamma_2=1.0, beta_2=0.0, **weights):
-        Y = layer_norm(X + attend(X, **weights, causal=causal), gamma_1, beta_1, eps[0])
-        return layer_norm(feedforward(Y, W_1, W_2, b_1, b_2, kind), gamma_2, beta_2, eps[1])
-
-    return block

@@ -7,16 +7,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
-
-ACTIVATION = {
-    "relu": lambda x: x.clamp_min(0),
-    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
-    "gelu": lambda x: x * (1 + torch.erf(x / math.sqrt(2))) / 2,
-    "gelu_tanh": lambda x: x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "silu": lambda x: x / (1 + torch.exp(-x)),
-    "tanh": lambda x: (torch.exp(2 * x) - 1) / (torch.exp(2 * x) + 1),
-    "identity": lambda x: x,
-}
+from transformer_reference import ACTIVATIONS
 
 
 def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
@@ -98,5 +89,5 @@ def feedforward_by_hand(y: Tensor, p: Mapping[str, Tensor], activation: str) -> 
     hidden = y @ p["W_1"] + p.get("b_1", 0)
     if activation == "swiglu":
         gate = y @ p["W_G"] + p.get("b_G", 0)
-        return (ACTIVATION["silu"](gate) * hidden) @ p["W_2"] + p.get("b_2", 0)
-    return ACTIVATION[activation](hidden) @ p["W_2"] + p.get("b_2", 0)
+        return (ACTIVATIONS["silu"](gate) * hidden) @ p["W_2"] + p.get("b_2", 0)
+    return ACTIVATIONS[activation](hidden) @ p["W_2"] + p.get("b_2", 0)

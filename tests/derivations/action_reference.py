@@ -1,4 +1,4 @@
-"""References for primitives: torch.func on a hand-written function, and the vec_r matrices contracted."""
+"""References for primitives: torch.func on a hand-written function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import torch
 from second_order_reference import relative_error
 from torch import Tensor
 
-from derivations.operation import Operation
 from derivations.primitive import CovectorSum, Primitive
 
 
@@ -100,28 +99,6 @@ def compare(seen: Sequence[Tensor | None], expected: dict[int, Tensor], toleranc
             assert k not in expected or float(expected[k].abs().max()) <= tolerance * largest, f"input {k} is not zero"
         else:
             assert relative_error(covector, expected[k]) <= tolerance, f"input {k}"
-
-
-def check_against_matrices(
-    primitive: Primitive, inputs: Sequence[Tensor], operation: Operation, tolerance: float = 1e-12
-) -> None:
-    """Compare the actions with an operation's vec_r matrices; the arguments are the inputs, in order."""
-    names, generator = list(operation.arguments), torch.Generator().manual_seed(1)
-    out = operation.value.numel()
-    for j, name_j in enumerate(names):
-        J, n = operation.jacobian(name_j).dense(inputs[0]), inputs[j].numel()
-        eye = torch.eye(n, dtype=torch.float64).reshape(n, *inputs[j].shape)
-        tangents = [eye if k == j else None for k in range(len(inputs))]
-        assert relative_error(primitive.jvp(inputs, tangents).reshape(n, out).T, J) <= tolerance
-        adjoints = torch.eye(out, dtype=torch.float64).reshape(out, *operation.value.shape)
-        assert relative_error(primitive.vjp(inputs, adjoints)[j].reshape(out, n), J) <= tolerance
-        adjoint = torch.randn(operation.value.shape, generator=generator, dtype=torch.float64)
-        seen = primitive.curvature(inputs, adjoint, tangents)
-        for i, name_i in enumerate(names):
-            stacked = operation.hessian(name_i, name_j).dense(inputs[0]).reshape(out, -1, n)
-            expected = torch.einsum("o,oij->ij", adjoint.reshape(-1), stacked)
-            contracted = torch.zeros_like(expected) if seen[i] is None else seen[i].reshape(n, -1).T
-            assert relative_error(contracted, expected) <= tolerance, (name_i, name_j)
 
 
 def couples(block: Tensor, out: torch.Size, into: torch.Size, axes: int) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformer_reference import ACTIVATIONS
 
 from derivations.activation import Activation
 from derivations.axis_maps import AxisMaps
@@ -111,15 +112,6 @@ def by_cases(condition, yes, no):
     return lambda x: torch.where(condition(x), yes(x), no(x))
 
 
-ACTIVATIONS = {
-    "identity": lambda x: x * 1,
-    "relu": torch.relu,
-    "leaky_relu": F.leaky_relu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-}
 INSIDE, ABOVE = 0.95 * torch.tanh(X), X.abs() + 1.2
 ELEMENTWISE = {  # kind: reference, where, constants
     **{name: (getattr(torch, name), INSIDE, ()) for name in ["tan", "asin", "acos", "atanh", "erfinv"]},

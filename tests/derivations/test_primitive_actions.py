@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from action_reference import check_actions, check_against_matrices
+from action_reference import check_actions
 from primitive_cases import ACTIVATIONS, CASES, ELEMENTWISE, Case, draw
 from second_order_reference import relative_error
 
 from derivations import directions
 from derivations.activation import KINDS as ACTIVATION_KINDS
-from derivations.activation import Activation, ActivationAt
+from derivations.activation import Activation
 from derivations.binary import KINDS as BINARY_KINDS
 from derivations.binary import Binary
 from derivations.cast import Cast
@@ -21,12 +21,12 @@ from derivations.elementwise import KINDS as ELEMENTWISE_KINDS
 from derivations.elementwise import Elementwise
 from derivations.embedding import Embedding
 from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import MatMul, weight_jacobian
-from derivations.loss import CrossEntropy, CrossEntropyAt, MeanSquaredError, MeanSquaredErrorAt
-from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm, RMSNormAt
+from derivations.linear import MatMul
+from derivations.loss import CrossEntropy
+from derivations.normalization import LayerNorm
 from derivations.pooling import Extreme
 from derivations.primitive import Primitive
-from derivations.softmax import Softmax, SoftmaxAt
+from derivations.softmax import Softmax
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -68,31 +68,6 @@ def test_every_kind_has_a_case() -> None:
     for prefix, kinds in (("activation", ACTIVATION_KINDS), ("elementwise", ELEMENTWISE_KINDS), ("binary", BINARY_KINDS)):
         seen = {name.split()[1].rstrip(",") for name in CASES if name.startswith(prefix + " ")}
         assert seen == set(kinds) - (set(ACTIVATION_KINDS) if prefix == "elementwise" else set())
-
-
-def test_actions_are_the_contracted_matrices() -> None:
-    """Primitives beside the vec_r chapters of the same operations."""
-    X, gamma, beta, target = draw((3, 4), (4,), (4,), (3, 4), seed=21)
-    for kind in ACTIVATION_KINDS:
-        check_against_matrices(Activation(kind), (X,), ActivationAt(kind, X))
-    check_against_matrices(Softmax(-1), (X,), SoftmaxAt(X))
-    norm = LayerNormAt(X, gamma, beta=beta, eps=0.2)
-    check_against_matrices(LayerNorm(1, 0.2), (X, gamma, beta), norm)
-    check_against_matrices(RMSNorm(1, 0.2), (X, gamma), RMSNormAt(X, gamma, eps=0.2))
-    labels = torch.tensor([3, 1, 0])
-    for loss, constant, matrices in (
-        (MeanSquaredError(12.0), target, MeanSquaredErrorAt(X, target)),
-        (CrossEntropy(), labels, CrossEntropyAt(X, labels)),
-    ):
-        eye, w = torch.eye(12, dtype=torch.float64).reshape(12, 3, 4), torch.tensor(-1.3, dtype=torch.float64)
-        (name,) = matrices.arguments
-        seen = loss.curvature((X, constant), w, (eye, None))[0].reshape(12, 12)
-        assert relative_error(seen, -1.3 * matrices.hessian(name, name).dense(X)) < 1e-14
-        assert relative_error(loss.jvp((X, constant), (eye, None)), matrices.jacobian(name).dense()[0]) < 1e-14
-    one_hot = torch.nn.functional.one_hot(torch.tensor([1, 0, 2]), 4).double()
-    columns = torch.eye(16, dtype=torch.float64).reshape(16, 4, 4)
-    looked_up = Embedding(torch.tensor([1, 0, 2])).jvp((torch.zeros(4, 4),), (columns,)).reshape(16, -1).T
-    assert torch.equal(looked_up, weight_jacobian(one_hot, 4).dense())
 
 
 @pytest.mark.parametrize("primitive", [MatMul(), Softmax(-1), LayerNorm(), ScaledDotProductAttention()])

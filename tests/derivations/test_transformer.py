@@ -1,20 +1,18 @@
-"""The post-norm block and its parts in vec_r, and LayerNorm's theorems: against autograd, and against composition."""
+"""The post-norm block and its named objects in vec_r, against autograd."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from bound_problems import post_block
 from second_order_reference import assembled, check_all_blocks, derivatives, random_point, relative_error
-from transformer_reference import attention, post_norm_block
+from transformer_reference import ACTIVATIONS, attention
 
 from derivations.attention import AttentionAt
-from derivations.composition import Composite, gauss_newton
-from derivations.feedforward import FeedForwardAt
-from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
+from derivations.composition import gauss_newton
+from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import MeanSquaredErrorAt
 from derivations.matrix import Zero
-from derivations.normalization import LayerNormAt
-from derivations.operation import Renamed, Total, Variable
 from derivations.transformer import PostNormBlockAt
 
 SIZES = [(3, 4, 2, 5), (4, 3, 2, 6)]  # L, d_V, d_K, d_ff
@@ -40,48 +38,12 @@ def causal_mask(L):
 def test_against_autograd_with_a_causal_mask_and_two_eps(kind, extra, sizes):
     point = make_point(2, *sizes, extra=extra, d_v=2 if extra else None)
     operation = PostNormBlockAt(**point, activation=kind, mask=causal_mask(sizes[0]), eps=(0.01, 0.3))
-    check_all_blocks(operation, post_norm_block(kind, causal=True, eps=(0.01, 0.3)), point, tolerance=1e-11)
-
-
-def by_composition(point, kind, mask, eps):
-    """The same block from its four chapters by the generic chain rule."""
-    attention = AttentionAt(**{name: point[name] for name in ("X", "W_Q", "W_K", "W_V", "W_O")}, mask=mask)
-    N = Total(Variable("X", point["X"]), attention)
-    norm_1 = Renamed(
-        LayerNormAt(N.value, point["gamma_1"], point["beta_1"], eps[0]), {"X": "N", "gamma": "gamma_1", "beta": "beta_1"}
+    check_all_blocks(
+        operation,
+        lambda **p: post_block(p["X"], p, eps=(0.01, 0.3), act=ACTIVATIONS[kind], mask=causal_mask(sizes[0])),
+        point,
+        tolerance=1e-11,
     )
-    Y = Composite(norm_1, {"N": N})
-    S = Composite(FeedForwardAt(Y.value, *(point[name] for name in ("W_1", "W_2", "b_1", "b_2")), activation=kind), {"Y": Y})
-    norm_2 = Renamed(
-        LayerNormAt(S.value, point["gamma_2"], point["beta_2"], eps[1]), {"X": "S", "gamma": "gamma_2", "beta": "beta_2"}
-    )
-    return S, Composite(norm_2, {"S": S})
-
-
-def test_named_objects_and_generic_composition_give_the_same_blocks():
-    kind, L, eps = "gelu", SIZES[0][0], (0.01, 0.3)
-    point = make_point(3, *SIZES[0], extra=(*BIASES, *NORMS, "W_O"))
-    named = PostNormBlockAt(**point, activation=kind, mask=causal_mask(L), eps=eps)
-    S, whole = by_composition(point, kind, causal_mask(L), eps)
-    assert set(whole.arguments) == set(named.arguments)
-    like = point["X"]
-    for i in named.arguments:
-        assert relative_error(named.jacobian(i).dense(like), whole.jacobian(i).dense(like)) <= 1e-12
-        if i in S.arguments:
-            assert relative_error(named.B(i).dense(like), S.jacobian(i).dense(like)) <= 1e-12
-        for j in named.arguments:
-            assert relative_error(named.H_tr(i, j).dense(like), whole.hessian(i, j).dense(like)) <= 1e-12, (i, j)
-            if i in S.arguments and j in S.arguments:
-                assert relative_error(named.xi(i, j).dense(like), S.hessian(i, j).dense(like)) <= 1e-12, (i, j)
-
-
-def test_norm_bounds_bound():
-    at = PostNormBlockAt(**make_point(10, *SIZES[0], extra=("gamma_1", "b_1")), activation="gelu")
-    for i in at.arguments:
-        assert torch.linalg.matrix_norm(at.jacobian(i).dense(), 2) <= at.jacobian(i).norm_bound() * (1 + 1e-12)
-        for j in at.arguments:
-            block = at.H_tr(i, j)
-            assert torch.linalg.matrix_norm(block.dense(at.X), 2) <= block.norm_bound() * (1 + 1e-12), (i, j)
 
 
 def test_loss_hessian_in_its_two_parts():
@@ -89,8 +51,7 @@ def test_loss_hessian_in_its_two_parts():
     point = make_point(8, *SIZES[0], extra=(*BIASES, *NORMS))
     target = torch.linspace(-1, 1, L * d, dtype=torch.float64).reshape(L, d)
     at = PostNormBlockAt(**point, activation="gelu")
-    block = post_norm_block("gelu")
-    _, expected = derivatives(lambda **at: (block(**at) - target).square().mean(), point)
+    _, expected = derivatives(lambda **p: (post_block(p["X"], p, act=ACTIVATIONS["gelu"]) - target).square().mean(), point)
     blocks = {(i, j): at.loss_hessian(target, i, j) for i, j in expected}
     seen = {pair: split.total.dense() for pair, split in blocks.items()}
     assert relative_error(assembled(seen, point), assembled(expected, point)) <= 1e-11
@@ -137,26 +98,6 @@ def test_named_objects_are_derivatives_of_what_they_claim():
         assert relative_error(at.logits_jacobian(name).dense(), block) <= 1e-12
     assert isinstance(at.logits_jacobian("W_V"), Zero)
     assert isinstance(at.averaged_jacobian("W_V"), Zero)
-
-
-def centre(X):
-    return X - X.mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize("shape", [(3, 4), (1, 3)])
-def test_theorems_equal_the_compact_forms_and_autograd(shape):
-    point = random_point(13, X=shape)
-    compact = LayerNormAt(point["X"])
-
-    def layer_norm(X):
-        return centre(X) / (centre(X).square().mean(1, keepdim=True)).sqrt()
-
-    J, H = theorem2_jacobian(point["X"]).dense(), theorem3_hessian(point["X"]).dense()
-    assert relative_error(J, compact.jacobian("X").dense()) <= 1e-12
-    assert relative_error(H, compact.hessian("X", "X").dense()) <= 1e-12
-    jacobians, hessians = derivatives(layer_norm, point)
-    assert relative_error(J, jacobians["X"]) <= 1e-12
-    assert relative_error(H, hessians["X", "X"]) <= 1e-12
 
 
 def test_errors_of_the_theorems():

@@ -1,10 +1,11 @@
-"""Blocks of every placement, and their derivatives by torch.autograd.grad, taken twice."""
+"""Blocks of every placement, and their derivatives by reverse over reverse."""
 
 from __future__ import annotations
 
 import random
 
 import torch
+from second_order_reference import derivatives
 from torch.func import functional_call
 
 from hessiankit import TransformerBlock
@@ -44,28 +45,10 @@ def run(block: TransformerBlock, point: dict[str, torch.Tensor], changed: dict[s
     return functional_call(block, parameters, (tokens,))
 
 
-def jacobian(block, X, name):
-    """d vec_r(Z) / d vec_r(name)^T, a row for each entry of Z."""
-    point = values(block, X)
-    theta = point[name].clone().requires_grad_()
-    Z = run(block, point, {name: theta})
-    return torch.stack([_grad(z, theta) for z in Z.reshape(-1)])
-
-
-def scalar_hessian(function, point, name_i, name_j):
-    """The n_i x n_j block of the Hessian of a function of a point that has one entry."""
-    a = point[name_i].clone().requires_grad_()
-    b = a if name_i == name_j else point[name_j].clone().requires_grad_()
-    out = function({name_i: a, name_j: b})
-    (slope,) = torch.autograd.grad(out, a, create_graph=True, materialize_grads=True)
-    return torch.stack([_grad(entry, b) for entry in slope.reshape(-1)])
-
-
-def _grad(out, theta):
-    if not out.requires_grad:
-        return torch.zeros(theta.numel(), dtype=theta.dtype)
-    (found,) = torch.autograd.grad(out, theta, retain_graph=True, materialize_grads=True)
-    return found.reshape(-1)
+def expected_of(function, point, *names):
+    """The Jacobian for one name, the second derivative for two, of a function of changed entries of a point."""
+    jacobians, hessians = derivatives(lambda **changed: function(changed), {name: point[name] for name in names})
+    return jacobians[names[0]] if len(names) == 1 else hessians[names]
 
 
 def assert_agree(found, expected):

@@ -9,8 +9,8 @@ import re
 import numpy as np
 import pytest
 import torch
+from second_order_reference import derivatives
 from torch import nn
-from torch.func import jacfwd
 
 from derivations.matrix import Named, definitions, dimensions
 from hessiankit import TransformerBlock, derive
@@ -22,7 +22,6 @@ from papers import claims
 
 EPS = 1e-5
 OTHER = dict(zip(PRIMES, (11, 29, 13, 13, 5, 7, 31, 37, 41, 17, 19, 23), strict=True))
-CAUSES = [(name, wrt) for name, chapter in CHAPTERS.items() for wrt in itertools.product({**chapter.shapes}, repeat=2)]
 
 
 def normed(X, centred=True, groups=1):
@@ -76,57 +75,30 @@ def point_of(name, extra=()):
     return point
 
 
-def batched(out, theta):
-    """The Jacobian of a column by reverse mode, a row for each entry."""
-    if not out.requires_grad:
-        return torch.zeros(out.numel(), theta.numel(), dtype=theta.dtype)
-    units = torch.eye(out.numel(), dtype=out.dtype)
-    options = {"create_graph": True, "allow_unused": True, "is_grads_batched": True}
-    (rows,) = torch.autograd.grad(out, theta, units, **options)
-    return torch.zeros(out.numel(), theta.numel(), dtype=theta.dtype) if rows is None else rows.reshape(out.numel(), -1)
-
-
-def differentiated(forward, point, names):
-    """The derivative by reverse mode, once or twice, and by forward mode: rows (out, i), columns j."""
-    leaves = {name: x.clone().requires_grad_() for name, x in point.items()}
-    rows = batched(forward(**leaves).reshape(-1), leaves[names[0]])
-    if len(names) == 1:
-        return rows.detach(), jacfwd(lambda i: forward(**{**point, names[0]: i}))(point[names[0]]).reshape(rows.shape)
-    rows = batched(rows.reshape(-1), leaves[names[1]]).detach()
-    a, b = (point[name] for name in names)
-
-    def of(i, j):
-        return forward(
-            **{**point, names[0]: i + j - a if names[0] == names[1] else i, names[1]: j if names[0] != names[1] else i + j - a}
-        )
-
-    return rows, jacfwd(lambda j: jacfwd(lambda i: of(i, j))(a))(b).reshape(rows.shape)
-
-
 def close(found, expected):
     assert found.shape == expected.shape
     assert float((found - expected).abs().max()) <= 1e-10 * max(float(expected.abs().max()), 1e-3)
 
 
-@pytest.mark.parametrize(("name", "wrt"), CAUSES, ids=[f"{name} {' '.join(wrt)}" for name, wrt in CAUSES])
-def test_the_formula_is_the_derivative(name, wrt):
-    found = derive(name, wrt=wrt)
-    for expected in differentiated(FORWARD[name], point_of(name), wrt):
-        close(found.dense(), expected)
-    if wrt[0] == wrt[1] and name not in ("mse", "cross_entropy"):
-        close(derive(name, wrt=wrt[0]).dense(), differentiated(FORWARD[name], point_of(name), wrt[:1])[0])
+def expected_of(forward, point):
+    """(names) -> the Jacobian for one name, the second derivative for two, reverse over reverse."""
+    jacobians, hessians = derivatives(forward, point)
+    return lambda *names: jacobians[names[0]] if len(names) == 1 else hessians[names]
 
 
-def test_gradients_of_the_losses():
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_the_formula_is_the_derivative(name):
     """The target of ``derive("mse")`` is zero, the label of row i of ``derive("cross_entropy")`` is i."""
-    for name in ("mse", "cross_entropy"):
-        close(derive(name, wrt="Z").dense(), differentiated(FORWARD[name], point_of(name), ("Z",))[0])
+    expected = expected_of(FORWARD[name], point_of(name))
+    for wrt in (*((arg,) for arg in CHAPTERS[name].shapes), *itertools.product(CHAPTERS[name].shapes, repeat=2)):
+        close(derive(name, wrt=wrt).dense(), expected(*wrt))
 
 
-@pytest.mark.parametrize("wrt", list(itertools.product(("X", "W_Q", "W_V", "W_O"), ("W_O", "W_K"))))
-def test_an_argument_that_is_asked_for_is_there(wrt):
-    extra = ("W_O",) if "W_O" in wrt else ()
-    close(derive("attention", wrt=wrt).dense(), differentiated(attention, point_of("attention", extra), wrt)[0])
+def test_an_argument_that_is_asked_for_is_there():
+    expected = expected_of(attention, point_of("attention", ("W_O",)))
+    for wrt in itertools.product(("X", "W_Q", "W_V", "W_O"), ("W_O", "W_K")):
+        if "W_O" in wrt:
+            close(derive("attention", wrt=wrt).dense(), expected(*wrt))
 
 
 @pytest.mark.parametrize("name", CHAPTERS)
@@ -177,7 +149,7 @@ def test_a_module_at_its_own_parameters(module, wrt):
     point = {"weight": weight.T.clone() if isinstance(module, nn.Linear) else weight} if "weight" in weights else {}
     letter = next((name for name in names if name != "weight"), None)
     point |= {} if letter is None else {letter: X}
-    close(found, differentiated(forward, point, names)[0])
+    close(found, expected_of(forward, point)(*names))
 
 
 def test_the_padding_of_an_embedding_has_no_derivative():
@@ -211,10 +183,9 @@ def test_a_loss_at_a_target():
     torch.manual_seed(2)
     Z, T, labels = torch.randn(3, 4).double(), torch.randn(3, 4).double(), torch.tensor([3, 0, 1])
     for module, name, target in ((nn.MSELoss(), "mse", T), (nn.CrossEntropyLoss(), "cross_entropy", labels)):
-        for wrt in (("Z",), ("Z", "Z")):
-            expected = differentiated(lambda Z, module=module, target=target: module(Z, target), {"Z": Z}, wrt)[0]
-            for what in (module, name):
-                close(derive(what, wrt=wrt, inputs=Z, target=target).dense(), expected)
+        expected = expected_of(lambda Z, module=module, target=target: module(Z, target), {"Z": Z})
+        for wrt, what in itertools.product((("Z",), ("Z", "Z")), (module, name)):
+            close(derive(what, wrt=wrt, inputs=Z, target=target).dense(), expected(*wrt))
     assert derive("mse", wrt="Z", inputs=Z, target=T).sympy().shape == (1, 12)
 
 
@@ -236,18 +207,14 @@ def test_a_theorem_names_rows_of_the_ledger(asked):
 def test_theorem_3_by_each_of_its_names():
     formulas = {derive(f"curvature-gap/{name}").latex() for name in ("thm3", "Theorem 3", "theorem3", "thm3-full", "THM3-DD")}
     assert len(formulas) == 1
-    expected = differentiated(paper_norm, point_of("layernorm-paper"), ("X", "X"))
-    for each in expected:
-        close(derive("curvature-gap/thm3").dense(), each)
 
 
 def test_the_blocks_of_a_theorem_are_those_of_autograd():
     for paper, rows in THEOREMS.items():
         for name, row in rows.items():
-            if row.chapter in CHAPTERS and row.chapter != "feedforward":
-                extra = row.given
-                expected = differentiated(FORWARD[row.chapter], point_of(row.chapter, extra), row.wrt)[0]
-                close(derive(f"{paper}/{name}").dense(), expected)
+            if row.chapter in CHAPTERS:
+                expected = expected_of(FORWARD[row.chapter], point_of(row.chapter, row.given))
+                close(derive(f"{paper}/{name}").dense(), expected(*row.wrt))
 
 
 def test_the_command_names_the_rows_on_the_print(capsys):
