@@ -148,12 +148,6 @@ def test_a_wrong_closed_form_is_an_exit_code(tmp_path: Path, monkeypatch: pytest
     assert command.main(["dense", "--quick", "--batches", "1", "--in-process", "--out", str(tmp_path)]) == command.WRONG
 
 
-def test_the_list_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.main(["--list"]) == 0
-    names = "dense hvp scalars memory growth limit sharpness handshake scale attention"
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == names.split()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -176,14 +170,6 @@ def test_options_that_cannot_be_used(arguments: str, message: str, tmp_path: Pat
         code = stop.code
     assert code == command.USAGE
     assert message in capsys.readouterr().err
-
-
-def test_default_grid_has_both_dtypes_and_threads() -> None:
-    plan = command.plan_of(command.parser().parse_args(["dense"]))
-    cells = BENCHMARKS["dense"].cells(plan)
-    assert {(cell["dtype"], cell["threads"]) for cell in cells} == {(d, t) for d in ("float64", "float32") for t in (1, 2)}
-    assert {cell["batch"] for cell in cells} == {1, 8, 32, 128}
-    assert {"tiny", "paper-mnist", "medium", "gpt2-tied"} <= {cell["problem"] for cell in cells}
 
 
 # Clocks

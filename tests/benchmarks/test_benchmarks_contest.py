@@ -78,16 +78,6 @@ def test_slow_peers_are_extrapolated_and_marked() -> None:
     assert tables.ratio_text(row).startswith("~")
 
 
-def test_extrapolation_is_linear_in_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = make("tiny", 1)
-    ring = Ring(case, whole(case), 1e-9, "cpu")
-    entry = ring.enter(REVERSE)
-    entry.timed_columns, entry.chunk = 28, 28
-    seconds = iter([3.0, 5.0])  # preparing, pushing
-    monkeypatch.setattr("benchmarks.entries.timed", lambda device, work: (work(), next(seconds)))
-    assert ring.run(entry) == 3.0 + 5.0 * 112 / 28
-
-
 def test_too_much_memory_is_refused_with_a_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make("tiny", 1)
     monkeypatch.setattr("benchmarks.entries.available_memory", lambda device: 1000)

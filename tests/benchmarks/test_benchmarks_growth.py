@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from benchmark_cases import PLAN, QUIET, check_page, first_cell, record
@@ -36,20 +35,6 @@ def test_growth_keeps_to_the_limit_of_the_whole_cell(monkeypatch: pytest.MonkeyP
     result = growth.run(first_cell("growth"), replace(PLAN, repeats=0, limit_seconds=10.0), QUIET)
     assert [point["x"] for point in result["points"]] == [1, 2]  # 7 and a forecast of 2 are not more than 10
     assert [point["x"] for point in result["skipped_points"]] == [3, 4]
-
-
-def test_growth_is_drawn_as_exponents_beside_the_predicted_ones() -> None:
-    def of(axis: str, dtype: str) -> dict[str, Any]:
-        points = [{"x": x, "operations": x**2.0, "time": {"median": 3.0 * x}} for x in (1, 2, 4)]
-        cell = {"axis": axis, "dtype": dtype, "threads": 1}
-        return record("growth", cell, {"points": points, "skipped_points": [], **growth._exponents(points)})
-
-    figure = growth.plot([of("B", "float64"), of("B", "float32"), of("d", "float64")])
-    (axes,) = figure.axes
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["batch B", "batch B, float32", "width d (d_ff = 4 d)"]
-    assert [float(line.get_xdata()[0]) for line in axes.lines] == pytest.approx([1.0, 1.0, 2.0] * 3)
-    texts = [text.get_text() for text in figure.legends[0].texts]
-    assert texts == ["fitted to all points", "fitted to the last 3", "predicted, of P^2 B L"]
 
 
 def test_growth_predicts_the_exponents_of_the_formula() -> None:

@@ -116,18 +116,6 @@ def test_what_does_not_fit_is_said() -> None:
     assert "more than 0.01 GiB" in suite.table([record("scale", cell("attention-L2048"), result)])
 
 
-def test_a_failure_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuses(case: Any) -> Any:
-        if case.name.endswith("L16"):
-            raise ValueError("not this one")
-        return lambda v: v
-
-    monkeypatch.setitem(suite.METHODS, "double", suite.Method(refuses))
-    row = row_of("attention-L16")
-    assert row["status"] == "failed"
-    assert "not this one" in row["why"]
-
-
 @pytest.mark.parametrize("method", ["hessian", "bounds", "frobenius_norms"])
 def test_everyday_work_is_compared_with_the_dense_hessian(method: str) -> None:
     result = suite.run(cell("tiny", method), SHORT, QUIET)
