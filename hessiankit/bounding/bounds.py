@@ -18,7 +18,7 @@ from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.closed_forms import sharpened_a_priori, sharpened_structured
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.engine.problem.calling import check_dense, known_count
+from hessiankit.engine.problem.calling import check_dense, check_tensor, known_count
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -326,6 +326,5 @@ def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]
         check_dense(WHO, name, x)
         if x.is_meta:
             raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-    if not bool(torch.isfinite(inputs).all()) or (target.is_floating_point() and not bool(torch.isfinite(target).all())):
-        raise InputError("bounds: inputs or target hold NaN or infinite entries")
+        check_tensor(WHO, name, x, None, x.device)
     return (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)

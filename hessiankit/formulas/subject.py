@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
-from hessiankit.engine.problem.calling import one_kind
+from hessiankit.engine.problem.calling import check_labels, check_same_shape, check_tensor, one_kind
 from hessiankit.formulas.block_at import BlockAt, attention_stage, block_stage
 from hessiankit.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
 from hessiankit.support.errors import InputError, unknown
@@ -150,10 +150,9 @@ def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> T
         got = getattr(inputs, "dtype", type(inputs).__name__)
         raise InputError(f"derive: inputs are {got}; pass a tensor of floating point, (L, {width})")
     X = inputs[0] if inputs.ndim == 3 and inputs.shape[0] == 1 else inputs
-    if X.ndim != 2 or X.shape[1] != width or not X.shape[0]:
+    if X.ndim != 2 or X.shape[1] != width:
         raise InputError(f"derive: inputs have shape {tuple(inputs.shape)}; a formula is of one sequence, so pass (L, {width})")
-    if not bool(torch.isfinite(X).all()):
-        raise InputError("derive: inputs hold NaN or infinite entries; pass finite numbers")
+    check_tensor("derive", "inputs", X, None, X.device)
     return X.detach().to(like)
 
 
@@ -170,25 +169,19 @@ def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any
         return None
     if loss not in LOSSES:
         raise unknown("derive", "loss", loss, LOSSES)
-    if target is not None and not isinstance(target, Tensor):
-        raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor")
     generator = torch.Generator().manual_seed(seed + 1)
+    if target is None and loss == "mse":
+        return torch.randn(length, d, generator=generator, dtype=torch.float64, device="cpu").to(X)
+    if target is None:
+        return torch.randint(d, (length,), generator=generator, device="cpu").tolist()
+    if not isinstance(target, Tensor) or (loss == "mse" and not target.is_floating_point()):
+        raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor, for mse of floating point")
+    goal = target[0] if target.ndim == 2 + (loss == "mse") and len(target) == 1 else target
+    check_tensor("derive", "target", goal, None, goal.device)
     if loss == "mse":
-        if target is None:
-            return torch.randn(length, d, generator=generator, dtype=torch.float64, device="cpu").to(X)
-        goal = target[0] if target.ndim == 3 and target.shape[0] == 1 else target
-        if goal.shape != X.shape or not goal.is_floating_point() or not bool(torch.isfinite(goal).all()):
-            got = f"{target.dtype} {tuple(target.shape)}"
-            raise InputError(f"derive: the target is {got}; mse needs finite numbers of shape {tuple(X.shape)}")
+        check_same_shape("derive", goal, X.shape)
         return goal.detach().to(X)
-    labels = torch.randint(d, (length,), generator=generator, device="cpu") if target is None else target.reshape(-1)
-    if labels.numel() != length or labels.dtype == torch.bool or labels.is_floating_point() or labels.is_complex():
-        raise InputError(
-            f"derive: the target is {labels.dtype} {tuple(labels.shape)}; cross_entropy needs {length} integers, one a token"
-        )
-    if not bool(((labels >= 0) & (labels < d)).all()):
-        raise InputError(
-            f"derive: labels run from {int(labels.min())} to {int(labels.max())}; cross_entropy compares {d} logits a token, "
-            f"so pass labels from 0 to {d - 1}"
-        )
-    return labels.tolist()
+    check_labels("derive", goal, X.shape)
+    if bool((goal < 0).any()):
+        raise InputError(f"derive: a label is {int(goal.min())}, and a formula has no tokens that are ignored; leave them out")
+    return goal.tolist()
