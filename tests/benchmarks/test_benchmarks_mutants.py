@@ -177,10 +177,6 @@ def test_mutants_at_random_positions() -> None:
         assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(before)), mutant
         assert mutant.tests
     assert len({m.file for m in mutants}) == 3
-
-
-@pytest.mark.slow
-def test_only_files_with_rows_are_tested_by_the_rows() -> None:
     rows = {name for name, tests in known_tests(command.ROOT).items() if "tests/papers/test_rows.py" in tests}
     assert any(name.startswith("papers/curvature_gap/") for name in rows)
     assert [name for name in rows if name.startswith("papers/experiments/") and not name.endswith("__init__.py")] == []
