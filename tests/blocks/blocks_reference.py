@@ -6,20 +6,8 @@ import math
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_reference import ACTIVATIONS
-
-
-def randomised(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Move every parameter to a generic value, gains and biases too."""
-    generator = torch.Generator().manual_seed(seed)
-    for p in module.double().parameters():
-        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-    return module
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def norm_by_hand(kind: str, x: Tensor, gain: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

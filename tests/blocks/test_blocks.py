@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
+from blocks_reference import attention_by_hand, feedforward_by_hand, norm_by_hand
+from curvature_reference import draw, randomised
 from torch import nn
 
 import hessiankit as hk

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from blocks_reference import attention_by_hand, draw, feedforward_by_hand, norm_by_hand, randomised
+from blocks_reference import attention_by_hand, feedforward_by_hand, norm_by_hand
+from curvature_reference import draw, randomised
 
 import hessiankit as hk
 from hessiankit.blocks import NORMS, PLACEMENTS, Placement, Scale, register

@@ -6,7 +6,8 @@ import copy
 
 import pytest
 import torch
-from blocks_reference import draw, norm_by_hand, randomised
+from blocks_reference import norm_by_hand
+from curvature_reference import draw, randomised
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, TokenEmbedding, profile_admin
