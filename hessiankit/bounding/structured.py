@@ -31,7 +31,7 @@ from hessiankit.bounding.certified import largest_eigenvalue, spectral_norm
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.trace import Application, Trace, accumulate
 
 LARGEST = 3000
 """Entries of the inputs of a site whose curvature is neither row by row nor a product: it is written out as a matrix."""
@@ -93,8 +93,7 @@ Step = tuple[Application, tuple[int | None, ...], Tensor]
 def _steps(trace: Trace) -> list[Step]:
     """The applications on the way to the loss, with the ids of their moving inputs and their adjoints."""
     adjoints = trace.adjoints()
-    ids = {a.output: tuple(at if at in trace.moving else None for at in a.inputs) for a in trace.applications}
-    return [(a, ids[a.output], adjoints[a.output]) for a in trace.applications if a.output in adjoints]
+    return [(a, trace.moving_inputs(a), adjoints[a.output]) for a in trace.applications if a.output in adjoints]
 
 
 def _tail(trace: Trace, steps: list[Step]) -> list[Step]:
@@ -202,11 +201,11 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
         if not a.primitive.is_linear:
             entering = [None if at is None else moved[at] for at in inputs]
             curved = a.primitive.curvature(at_point, adjoint, entering)  # type: ignore[arg-type]
-        for at, *covectors in zip(inputs, pulled, curved, strict=True):
-            for covector in covectors:
-                if at is not None and covector is not None:
-                    bars[at] = bars[at] + covector if at in bars else covector
-                    cancelling += float(covector.norm())
+        for covectors in (pulled, curved):
+            accumulate(bars, inputs, covectors)
+            cancelling += sum(
+                float(c.norm()) for at, c in zip(inputs, covectors, strict=True) if at is not None and c is not None
+            )
     total = units[0].shape[0]
     K = torch.cat([_flat(bars.get(at), total, trace.values[at]) for at in ids], 1)
     J = torch.cat([_columns(tangents[at]) for at in ids])

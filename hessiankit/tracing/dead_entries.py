@@ -24,7 +24,7 @@ from derivations.linear import MaskedFill
 from derivations.primitive import Inputs
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import read_numbers
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.trace import Application, Trace, accumulate
 
 
 @torch.no_grad()
@@ -43,7 +43,7 @@ def without_dead_entries(trace: Trace) -> None:
     adjoints: dict[int, Tensor] = {trace.output: torch.ones_like(trace.values[trace.output])}
     rewritten: list[Application] = []
     for a in reversed(trace.applications):
-        adjoint, moving = adjoints.get(a.output), [at is not None and at in trace.moving for at in a.inputs]
+        adjoint = adjoints.get(a.output)
         inputs: Inputs = [None if at is None else point.values[at] for at in a.inputs]  # type: ignore[misc]
         parts = [a]
         if a.output in singular:
@@ -54,11 +54,8 @@ def without_dead_entries(trace: Trace) -> None:
                 inputs = [_filled(x, dead, c) for x, c in zip(inputs, a.primitive.regular, strict=True)]  # type: ignore[misc]
                 adjoint = None if adjoint is None else adjoint.masked_fill(dead, 0)
         rewritten += reversed(parts)
-        if adjoint is None:
-            continue
-        for at, moves, covector in zip(a.inputs, moving, _pulled(a, inputs, adjoint), strict=True):
-            if at is not None and moves and covector is not None:
-                adjoints[at] = adjoints[at] + covector if at in adjoints else covector
+        if adjoint is not None:
+            accumulate(adjoints, trace.moving_inputs(a), _pulled(a, inputs, adjoint))
     trace.applications[:] = reversed(rewritten)
 
 

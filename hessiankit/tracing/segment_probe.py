@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs
+from derivations.primitive import Inputs
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, difference, estimates, rounding, settled, tangents_of
 from hessiankit.tracing.segment import Segment
-from hessiankit.tracing.trace import Trace
+from hessiankit.tracing.trace import Trace, accumulate, ancestors_of_output
 
 UNSETTLED = 0.1
 """Of the largest entry: central differences that are open by more confirm nothing, unless rounding alone explains it."""
@@ -46,15 +46,8 @@ def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Prob
 
     ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
     """
-    needed, segments = (
-        {trace.output},
-        list[Segment](),
-    )  # those of values on the way to the loss, which it may only read as numbers
-    for a in reversed(trace.applications):
-        if a.output in needed:
-            needed.update(at for at in a.inputs if at is not None)
-            segments += [a.primitive] if isinstance(a.primitive, Segment) else []
-    names = tuple(dict.fromkeys(segment.name for segment in reversed(segments)))
+    path = ancestors_of_output(trace)  # the loss may read other values as numbers alone
+    names = tuple(dict.fromkeys(a.primitive.name for a in path if isinstance(a.primitive, Segment)))
     if not names:
         return None
     found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
@@ -149,16 +142,10 @@ def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, T
         inputs: Inputs = trace.gather(a)  # type: ignore[assignment]
         moved = [None if at is None else tangents.get(at) for at in a.inputs]
         if adjoint is not None and not a.primitive.is_linear and any(t is not None for t in moved):
-            _add(trace, bars, a.inputs, a.primitive.curvature(inputs, adjoint, moved))
+            accumulate(bars, trace.moving_inputs(a), a.primitive.curvature(inputs, adjoint, moved))
         if bar is not None:
-            _add(trace, bars, a.inputs, a.primitive.vjp(inputs, bar))
+            accumulate(bars, trace.moving_inputs(a), a.primitive.vjp(inputs, bar))
     zeros = {name: torch.zeros_like(trace.values[at]) for name, at in trace.parameters.items()}
     gradient = {name: adjoints.get(trace.parameters[name], zero) for name, zero in zeros.items()}
     product = {name: bars[trace.parameters[name]][0] if trace.parameters[name] in bars else zero for name, zero in zeros.items()}
     return gradient, product
-
-
-def _add(trace: Trace, bars: dict[int, Tensor], ids: tuple[int | None, ...], covectors: Covectors) -> None:
-    for at, covector in zip(ids, covectors, strict=True):
-        if at is not None and at in trace.moving and covector is not None:
-            bars[at] = bars[at] + covector if at in bars else covector

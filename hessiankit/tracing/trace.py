@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derivations.cast import Cast
 from derivations.indexing import Take, Where
 from derivations.linear import Add, Expand
-from derivations.primitive import Primitive
+from derivations.primitive import Covectors, Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, sizes, table
@@ -95,6 +95,10 @@ class Trace(Printed):
         """Return the values of an application's inputs."""
         return tuple(None if i is None else self.values[i] for i in application.inputs)
 
+    def moving_inputs(self, application: Application) -> tuple[int | None, ...]:
+        """Return the ids of an application's inputs, None for those that the parameters do not reach."""
+        return tuple(at if at in self.moving else None for at in application.inputs)
+
     def _headline(self) -> str:
         return f"trace: {len(self.applications)} applications of primitives, parameters: {len(self.parameters)}"
 
@@ -126,15 +130,19 @@ class Trace(Printed):
         seed = torch.full_like(self.values[self.output], scale)
         found = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
         for application in reversed(self.applications):
-            adjoint = found.get(application.output)
-            if adjoint is None:
-                continue
-            moving = [at in self.moving for at in application.inputs]
-            at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
-            for at, moves, covector in zip(application.inputs, moving, at_point.pull(adjoint), strict=True):
-                if at is not None and moves and covector is not None:
-                    found[at] = found[at] + covector if at in found else covector
+            adjoint, ids = found.get(application.output), self.moving_inputs(application)
+            if adjoint is not None:
+                moving = [at is not None for at in ids]
+                at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
+                accumulate(found, ids, at_point.pull(adjoint))
         return {at: adjoint[0] for at, adjoint in found.items()}
+
+
+def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Covectors) -> None:
+    """Add covectors to the sums of their values, by id; None stands for zero, and for a value without a sum."""
+    for at, covector in zip(ids, covectors, strict=True):
+        if at is not None and covector is not None:
+            sums[at] = sums[at] + covector if at in sums else covector
 
 
 @checked("trace_module")

@@ -39,18 +39,11 @@ def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> 
     return x if high is None else torch.clamp_max(x, high)
 
 
-def _casts(x: Tensor, dim: int, dtype: Any = None) -> bool:
-    return dtype not in (None, x.dtype)
+for _operation, _function in ((aten.softmax.int, torch.softmax), (aten.log_softmax.int, torch.log_softmax)):
 
-
-@decomposes(aten.softmax.int, when=_casts)
-def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return torch.softmax(x.to(dtype), dim)
-
-
-@decomposes(aten.log_softmax.int, when=_casts)
-def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
-    return torch.log_softmax(x.to(dtype), dim)
+    @decomposes(_operation, when=lambda x, dim, dtype=None: dtype not in (None, x.dtype))
+    def _in_another_type(x: Tensor, dim: int, dtype: Any = None, function: Any = _function) -> Tensor:
+        return function(x.to(dtype), dim)  # type: ignore[no-any-return]
 
 
 def _constant(x: Tensor, size: Sequence[int], fill: Any, dtype: Any = None, device: Any = None) -> Tensor:
