@@ -47,3 +47,21 @@ def check_closed_form(
     assert not any(isinstance(p, AutomaticDifferentiation) for p in seen), seen
     assert kind is None or kind in {type(p) for p in seen}, seen
     assert assert_exact(module, draw(2, 3, 5), tolerance=tolerance, **options).fallbacks == ()
+
+
+def cubed(
+    name: str,
+    backward: Callable[[Tensor, Tensor], Tensor] = lambda x, g: 3 * x.square() * g,
+    *,
+    forward: Operation = lambda x: x**3,
+    saved: Operation = lambda x: x,
+    wrap: Callable[[Any], Any] = lambda f: f,
+) -> Any:
+    """A function of one's own: x^3 or ``forward``, which keeps ``saved``, and whose ``backward`` may be wrong."""
+
+    def run(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(saved(x))
+        return forward(x)
+
+    actions = {"forward": run, "backward": wrap(lambda ctx, g: backward(ctx.saved_tensors[0], g))}
+    return type(name, (torch.autograd.Function,), {action: staticmethod(f) for action, f in actions.items()})

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, assert_exact, draw, in_thread
+from operation_cases import cubed
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -44,17 +45,7 @@ def twice(s: Formula, x: Tensor) -> Tensor:
     return torch.tanh(x @ (s.W * kept)) * s.v
 
 
-class Halved(torch.autograd.Function):
-    """x^2, with a derivative that is not its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return g * ctx.saved_tensors[0]
+Halved = cubed("Halved", lambda x, g: g * x, forward=lambda x: x * x)
 
 
 def inner_gradient_switch(s: Formula, x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from curvature_reference import Formula, draw, in_thread, mse, reverse_over_reverse
 from differences_reference import by_differences
+from operation_cases import cubed
 from readings import assert_readings, in_turn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -25,75 +26,19 @@ def formula(f: Callable[[Formula, Tensor], Tensor]) -> Formula:
     return Formula(f, W=(4, 4), v=(4,))
 
 
-class Cubed(torch.autograd.Function):
-    """x^3, with a backward in operations of torch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0].square() * g
+def coupled(x: Tensor, g: Tensor) -> Tensor:
+    """Of x^3, whose second derivative, as torch takes it, couples entries that x^3 does not, and not symmetrically."""
+    other = x.flip(-1) * torch.arange(1.0, 1 + x.shape[-1], dtype=x.dtype)
+    return g * (3 * x.square() + other - other.detach())
 
 
-class IntoABuffer(Cubed):
-    """The same, computed by writing."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        out = torch.empty_like(x)
-        return out.copy_(x).mul_(x).mul_(x)
-
-
-class Once(Cubed):
-    """The same, said not to be differentiable again."""
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return Cubed.backward(ctx, g)
-
-
-class InNumPy(Cubed):
-    """The same, by NumPy."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return torch.from_numpy((3 * ctx.saved_tensors[0].square() * g).detach().numpy())
-
-
-class KeepsAProduct(Cubed):
-    """The same; x^2 is kept by forward, so that autograd takes it for a constant."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x.square())
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 3 * ctx.saved_tensors[0] * g
-
-
-class Coupled(Cubed):
-    """x^3, whose second derivative, as torch takes it, couples entries that x^3 does not, and not symmetrically."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        other = x.flip(-1) * torch.arange(1.0, 1 + x.shape[-1], dtype=x.dtype)
-        return g * (3 * x.square() + other - other.detach())
-
-
-class Halved(Cubed):
-    """x^3, with half its derivative, and that consistently."""
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor) -> Tensor:
-        return 1.5 * ctx.saved_tensors[0].square() * g
+Cubed = cubed("Cubed")
+IntoABuffer = cubed("IntoABuffer", forward=lambda x: torch.empty_like(x).copy_(x).mul_(x).mul_(x))
+Once = cubed("Once", wrap=once_differentiable)
+InNumPy = cubed("InNumPy", lambda x, g: torch.from_numpy((3 * x.square() * g).detach().numpy()))
+KeepsAProduct = cubed("KeepsAProduct", lambda square, g: 3 * square * g, saved=torch.square)  # a constant to autograd
+Coupled = cubed("Coupled", coupled)
+Halved = cubed("Halved", lambda x, g: 1.5 * x.square() * g)  # half its derivative, and that consistently
 
 
 class Pair(torch.autograd.Function):
