@@ -38,8 +38,16 @@ WORST = math.log(0.5 + math.sqrt(3) / 6) - math.log(0.5 - math.sqrt(3) / 6)
 """The logit at which the third cumulant of a weight, p (1 - p) (1 - 2p), is largest: p = 1/2 +- sqrt(3)/6."""
 
 
+def f64(values: object) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
 def scalar(value: float) -> Tensor:
-    return torch.tensor([[value]], dtype=torch.float64)
+    return f64([[value]])
+
+
+def parameter(name: str, values: object, radius: float = 0.0) -> BoundedParameter:
+    return BoundedParameter(name, values if isinstance(values, Tensor) else f64(values), radius)
 
 
 def itself(name: str, centre: Tensor) -> Bounded:
@@ -58,6 +66,12 @@ def context(Q: Tensor, K: Tensor, V: Tensor, c: float, heads: int, groups: int) 
     return torch.cat(columns, 1)
 
 
+def attended(Q: Tensor, K: Tensor, V: Tensor, c: float, heads: int = 1, groups: int = 1) -> Bounded:
+    """The bounds of attention where queries, keys and values are parameters."""
+    C = context(Q, K, V, c, heads, groups)
+    return mixed(itself("Q", Q), itself("K", K), itself("V", V), c, C, heads=heads, groups=groups)
+
+
 def share(true: float, limit: float) -> float:
     return true / limit if limit else (math.inf if true > 1e-14 else 0.0)
 
@@ -65,7 +79,7 @@ def share(true: float, limit: float) -> float:
 def ratios(Q: Tensor, K: Tensor, V: Tensor, A: Tensor, c: float, heads: int = 1, groups: int = 1) -> dict[tuple[str, str], float]:
     """True norm over bound of every block of the Hessian of <A, C(Q, K, V)>, and of the Jacobian of C, by autograd."""
     named = {"Q": Q, "K": K, "V": V}
-    Z = mixed(*(itself(n, Y) for n, Y in named.items()), c, context(Q, K, V, c, heads, groups), heads=heads, groups=groups)
+    Z = attended(Q, K, V, c, heads, groups)
     blocks = torch.autograd.functional.hessian(lambda *at: (A * context(*at, c, heads, groups)).sum(), (Q, K, V))
     jacobians = torch.autograd.functional.jacobian(lambda *at: context(*at, c, heads, groups), (Q, K, V))
     found = {}
@@ -94,13 +108,14 @@ def test_attention_stays_within_its_bounds(heads, groups, shift):
         assert max(ratios(Q, K + shift, V + shift, A, 0.7, heads, groups).values()) <= ROUNDING
 
 
+ONE = f64([[1.0], [-1.0]])
+
+
 def test_the_second_derivatives_of_attention_are_attained():
     """Two keys, with the weight of one where its third cumulant is largest."""
     kappa, c = 0.8, 0.6
-    K, V = torch.tensor([[kappa], [-kappa]], dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    Q, A = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64)
-    Q[0], A[0] = WORST / (2 * c * kappa), 1.0
-    found = ratios(Q, K, V, A, c)
+    Q, A = f64([[WORST / (2 * c * kappa)], [0.0]]), f64([[1.0], [0.0]])
+    found = ratios(Q, kappa * ONE, ONE, A, c)
     assert found["K", "K"] == pytest.approx(1.0, rel=1e-6)
     assert found["Q", "Q"] == pytest.approx(1.0, rel=1e-6)
 
@@ -108,12 +123,8 @@ def test_the_second_derivatives_of_attention_are_attained():
 def test_the_second_derivatives_of_two_heads_that_share_keys_and_values_are_nearly_attained():
     """Each asks from a row of its own, so that nothing is lost between them."""
     kappa, c, eye = 0.8, 0.6, torch.eye(2, dtype=torch.float64)
-    K, V = torch.tensor([[kappa], [-kappa]], dtype=torch.float64), torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
-    assert ratios(WORST / (2 * c * kappa) * eye, K, V, eye, c, 2, 2)["K", "K"] == pytest.approx(1.0, rel=1e-6)
-    assert ratios(1.5 * eye, 0 * K, V, eye, c, 2, 2)["V", "K"] == pytest.approx(1.0, rel=1e-9)
-
-
-ONE = torch.tensor([[1.0], [-1.0]], dtype=torch.float64)
+    assert ratios(WORST / (2 * c * kappa) * eye, kappa * ONE, ONE, eye, c, 2, 2)["K", "K"] == pytest.approx(1.0, rel=1e-6)
+    assert ratios(1.5 * eye, 0 * ONE, ONE, eye, c, 2, 2)["V", "K"] == pytest.approx(1.0, rel=1e-9)
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -133,10 +144,7 @@ def test_where_each_head_asks_from_a_row_of_its_own_the_bounds_of_attention_are_
 def test_the_third_cumulant_of_queries_and_keys_is_attained(groups):
     """Of two keys it is the product of the three differences times p (1 - p) (1 - 2 p): two heads share one unit vector dQ."""
     c, kappa, q = 0.6, 0.8, 1.7
-    Q, K = q * torch.eye(groups, dtype=torch.float64), kappa * ONE
-    Z = mixed(
-        itself("Q", Q), itself("K", K), itself("V", ONE), c, context(Q, K, ONE, c, groups, groups), heads=groups, groups=groups
-    )
+    Z = attended(q * torch.eye(groups, dtype=torch.float64), kappa * ONE, ONE, c, groups, groups)
     p = 1 / (1 + math.exp(-WORST))
     cumulant = 2.0 * (2 * kappa) * (math.sqrt(2) * q) * abs(p * (1 - p) * (1 - 2 * p))
     assert Z.hessian_row["Q", "K"] == pytest.approx(c * c * cumulant * math.sqrt(groups), rel=1e-9)
@@ -145,8 +153,7 @@ def test_the_third_cumulant_of_queries_and_keys_is_attained(groups):
 def test_the_third_cumulants_by_ranges_are_as_the_docstring_has_them():
     """Far-out keys and values: large norms and small ranges, written a second time."""
     c, q, heads, groups = 0.6, 1.7, 2, 2
-    Q, K, V = q * torch.eye(2, dtype=torch.float64), 50 + 0.2 * ONE, 50 + 0.3 * ONE
-    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), c, context(Q, K, V, c, heads, groups), heads=heads, groups=groups)
+    Z = attended(q * torch.eye(2, dtype=torch.float64), 50 + 0.2 * ONE, 50 + 0.3 * ONE, c, heads, groups)
     r_v, r_k, g = 0.6, 0.4, math.sqrt(groups)
     row = {("Q", "Q"): r_v * r_k**2 / 4, ("K", "K"): r_v / 2 * q * q * groups, ("Q", "K"): r_v * r_k / math.sqrt(8) * q * g}
     every = {("Q", "K"): r_v / math.sqrt(8), ("V", "Q"): r_k / math.sqrt(8), ("V", "K"): q / 2 * g}
@@ -160,28 +167,25 @@ def test_the_third_cumulants_by_ranges_are_as_the_docstring_has_them():
 
 def test_all_rows_of_all_heads_may_read_one_value():
     """Peaked weights: C repeats a row of V in every row and for every head that shares it, and so does its change."""
-    Q, K, V = torch.full((3, 4), 1e3), torch.tensor([[1.0, 1.0], [0.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]])
-    Q, K, V = (Y.double() for Y in (Q, K, V))
-    for heads, groups, q in ((4, 2, Q), (2, 2, Q[:, :2]), (2, 1, Q[:, :2]), (1, 1, Q[:, :2])):
-        C = context(q, K[:, : q.shape[1] // groups], V, 1.0, heads, groups)
-        Z = mixed(itself("Q", q), itself("K", K[:, : q.shape[1] // groups]), itself("V", V), 1.0, C, heads=heads, groups=groups)
+    V = f64([[3.0, 4.0], [0.0, 0.0]])
+    for heads, groups, width in ((4, 2, 4), (2, 2, 2), (2, 1, 2), (1, 1, 2)):
+        Q, K = f64([[1e3] * width] * 3), f64([[1.0] * (width // groups), [0.0] * (width // groups)])
+        C, Z = context(Q, K, V, 1.0, heads, groups), attended(Q, K, V, 1.0, heads, groups)
         assert Z.row == pytest.approx(5 * math.sqrt(groups), rel=1e-9)
         assert float(C.norm(dim=1).max()) == pytest.approx(Z.row, rel=1e-9)
         assert Z.frobenius == Z.spectral == pytest.approx(float(C.norm()), rel=1e-9)
         assert Z.jacobian["V"] == pytest.approx(math.sqrt(3 * groups), rel=1e-9)
         # 2 of the 4 terms of the drift are 0: only V moves, by 0.5
         moving = replace(itself("V", V), drift=0.5)
-        Z = mixed(itself("Q", q), itself("K", K[:, : q.shape[1] // groups]), moving, 1.0, C, heads=heads, groups=groups)
+        Z = mixed(itself("Q", Q), itself("K", K), moving, 1.0, C, heads=heads, groups=groups)
         assert Z.drift == pytest.approx(0.5 * math.sqrt(3 * groups), rel=1e-9)
 
 
 def test_a_shift_of_all_values_moves_each_row_once_for_each_head_that_shares_it():
     for heads in (1, 2):
         Q, K, V = torch.zeros(3, heads).double(), draw(3, 1), draw(3, 1, seed=2)
-        b = BoundedParameter("b", torch.zeros(1, dtype=torch.float64), 0.25)
-        Z = mixed(
-            constant(Q), constant(K), shifted(constant(V), b), 1.0, context(Q, K, V, 1.0, heads, heads), heads=heads, groups=heads
-        )
+        C, moved = context(Q, K, V, 1.0, heads, heads), shifted(constant(V), parameter("b", [0.0], 0.25))
+        Z = mixed(constant(Q), constant(K), moved, 1.0, C, heads=heads, groups=heads)
         assert Z.jacobian["b"] == pytest.approx(math.sqrt(3 * heads), rel=1e-9)  # every entry of C moves with b
 
 
@@ -196,15 +200,15 @@ def second_derivative(function, x: Tensor, u: Tensor) -> Tensor:
 
 def test_the_root_of_split_is_attained_by_a_gradient_that_all_heads_share():
     """x / rms(x) of two entries: along (sqrt(1/3), sqrt(2/3)) in polar axes the second derivative is longest; turn it to (1, 1)."""
-    x = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    u = torch.tensor([math.sqrt(1 / 3), math.sqrt(2 / 3)], dtype=torch.float64)
+    x = f64([1.0, 0.0])
+    u = f64([math.sqrt(1 / 3), math.sqrt(2 / 3)])
 
     def rms(at: Tensor) -> Tensor:
         return at / at.square().mean().sqrt()
 
     longest = second_derivative(rms, x, u)
     angle = math.pi / 4 - math.atan2(float(longest[1]), float(longest[0]))
-    turn = torch.tensor([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64)
+    turn = f64([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
     x, u = turn @ x, turn @ u
     true = float(second_derivative(rms, x, u).sum())  # the heads' gradients are 1 each, of length 1
     bare = norm(itself("x", x.unsqueeze(0)), layernorm=False, eps=0.0)
@@ -219,23 +223,21 @@ def test_the_root_of_split_is_attained_by_a_gradient_that_all_heads_share():
 
 def test_sizes_of_heads_apart_and_together_are_attained():
     """Equal rows of heads make a row sqrt(heads) times as long; one head beside zeros is as long as the whole."""
-    equal = torch.tensor([[3.0, 4.0]] * 4, dtype=torch.float64)
+    equal = f64([[3.0, 4.0]] * 4)
     side = merge(itself("Y", equal), 2)
     assert (side.row, side.spectral) == pytest.approx((5 * math.sqrt(2), 10), rel=1e-9)
-    assert merge(itself("Y", torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)), 2).row == pytest.approx(5.0, rel=1e-9)
-    row = torch.tensor([[3.0, 0.0, 0.0, 3.0]], dtype=torch.float64)  # as rows of heads, orthogonal: a smaller spectral norm
+    assert merge(itself("Y", f64([[3.0, 4.0], [0.0, 0.0]])), 2).row == pytest.approx(5.0, rel=1e-9)
+    row = f64([[3.0, 0.0, 0.0, 3.0]])  # as rows of heads, orthogonal: a smaller spectral norm
     parted = split(itself("Y", row.reshape(1, 4)), 2)
     assert parted.spectral == pytest.approx(float(row.norm()), rel=1e-9)
-    one = torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
+    one = f64([[1.0, 1.0, 1.0, 1.0]])
     assert split(itself("Y", one), 2).spectral == pytest.approx(2.0, rel=1e-9)  # equal heads: attained
 
 
 def test_numbers_attain_every_term_of_sums_products_and_affine_maps():
     """With one entry each norm is a magnitude, so that a rule is exact: derivatives of (x w + b) v and of w u, by hand."""
     x, w, b, v, u = 1.3, 0.7, 0.4, 2.0, 0.9
-    parameter = {n: BoundedParameter(n, scalar(y), 0.0) for n, y in (("w", w), ("v", v))}
-    Y = affine(constant(scalar(x)), parameter["w"], BoundedParameter("b", torch.tensor([b], dtype=torch.float64), 0.0))
-    Z = affine(Y, parameter["v"])
+    Z = affine(affine(constant(scalar(x)), parameter("w", [[w]]), parameter("b", [b])), parameter("v", [[v]]))
     assert Z.jacobian == pytest.approx({"w": x * v, "b": v, "v": x * w + b}, rel=1e-9)
     assert (Z.spectral, Z.frobenius, Z.row) == pytest.approx(((x * w + b) * v,) * 3, rel=1e-9)
     assert {pair: value for pair, value in Z.hessian_all.items() if value} == pytest.approx(
@@ -270,7 +272,7 @@ def test_the_constants_of_an_activation_are_attained(kind):
 
 def test_a_gain_attains_its_second_derivative_with_the_value():
     """Y diag(s): |dY|_F |ds|_inf, twice differentiated once in each."""
-    Y = itself("y", scalar(0.6)) * BoundedParameter("s", torch.tensor([1.5], dtype=torch.float64), 0.0)
+    Y = itself("y", scalar(0.6)) * parameter("s", [1.5])
     assert Y.jacobian == pytest.approx({"y": 1.5, "s": 0.6}, rel=1e-9)
     assert Y.hessian_all == pytest.approx({("y", "s"): 1.0, ("s", "y"): 1.0}, rel=1e-9)
 
@@ -278,13 +280,9 @@ def test_a_gain_attains_its_second_derivative_with_the_value():
 def test_how_far_a_value_moves_over_a_ball():
     """Numbers in place of matrices, where the ends of the intervals are the worst case: every drift is attained."""
     x, w, v, b, r = -1.3, 0.7, 2.0, 0.4, (0.2, 0.5, 0.3)
-    Y = affine(
-        constant(scalar(x)),
-        BoundedParameter("W", scalar(w), r[0]),
-        BoundedParameter("b", torch.tensor([b], dtype=torch.float64), r[2]),
-    )
+    Y = affine(constant(scalar(x)), parameter("W", [[w]], r[0]), parameter("b", [b], r[2]))
     assert Y.drift == pytest.approx(abs(x) * r[0] + r[2], rel=1e-11)
-    Z = affine(Y, BoundedParameter("V", scalar(v), r[1]))
+    Z = affine(Y, parameter("V", [[v]], r[1]))
     ends = [(x * (w + p * r[0]) + b + q * r[2]) * (v + s * r[1]) for p in (-1, 1) for q in (-1, 1) for s in (-1, 1)]
     at = (x * w + b) * v
     assert Z.drift == pytest.approx(max(abs(end - at) for end in ends), rel=1e-11)
@@ -301,8 +299,8 @@ def test_the_range_of_rows_is_attained_by_each_of_its_bounds():
 
 def test_a_learnable_scale_by_its_extremal_cases():
     """A number multiplies every entry, so that its Jacobian is |Y|_F; a scale for each feature has that of the largest column."""
-    Y = constant(torch.tensor([[1.0, 2.0], [1.0, -2.0]], dtype=torch.float64))
-    number, features = (BoundedParameter("s", torch.full((n,), 3.0, dtype=torch.float64), 0.5) for n in (1, 2))
+    Y = constant(f64([[1.0, 2.0], [1.0, -2.0]]))
+    number, features = (parameter("s", [3.0] * n, 0.5) for n in (1, 2))
     assert (Y * number).jacobian["s"] == pytest.approx(math.sqrt(10), rel=1e-9)
     assert (Y * features).jacobian["s"] == pytest.approx(math.sqrt(8), rel=1e-9)
     assert (Y * number).drift == pytest.approx(0.5 * math.sqrt(10), rel=1e-9)
@@ -344,9 +342,9 @@ def test_without_a_residual_only_the_gauss_newton_term_is_left(options):
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_a_ball_that_reaches_a_row_of_scale_zero(layernorm):
     """There the Jacobian of a norm is 1 / sqrt(eps), and the bound is that; with half the radius, the Jacobian where rows are smallest."""
-    eps, x, W = 0.04, scalar(2.0), torch.tensor([[3.0, -3.0]], dtype=torch.float64)  # of mean 0, so centred or not is the same
+    eps, x, W = 0.04, scalar(2.0), f64([[3.0, -3.0]])  # of mean 0, so centred or not is the same
     for share in (1.0, 0.5):
-        X = affine(constant(x), BoundedParameter("W", W, share * float(W.norm())))
+        X = affine(constant(x), parameter("W", W, share * float(W.norm())))
         Y = norm(X, layernorm=layernorm, eps=eps)
         smallest = math.sqrt((2 * 3 * (1 - share)) ** 2 + eps)
         assert Y.jacobian["W"] == pytest.approx(2.0 / smallest, rel=1e-9)
@@ -377,30 +375,26 @@ def test_what_cancels_at_the_end_does_so_behind_a_gain_too():
 @pytest.mark.parametrize("layernorm", [True, False])
 def test_sizes_and_drift_of_a_norm_with_gain_are_attained(layernorm):
     """With eps = 0 and one gain for all entries every row has length 3 sqrt(d); with a large eps a norm is division by its root."""
-    X, gain = draw(3, 4), BoundedParameter("g", torch.full((4,), -3.0, dtype=torch.float64), 0.0)
+    X, gain = draw(3, 4), parameter("g", [-3.0] * 4)
     rows = X - X.mean(1, keepdim=True) if layernorm else X
     value = -3 * rows / rows.square().mean(1, keepdim=True).sqrt()
     Y = gain_and_shift(norm(constant(X), layernorm=layernorm, eps=0.0), gain, None)
     assert Y.frobenius == pytest.approx(float(value.norm()), rel=1e-9)
     assert Y.row == pytest.approx(float(value.norm(dim=1).max()), rel=1e-9)
     assert Y.spectral >= float(torch.linalg.matrix_norm(value, 2))
-    flat = torch.tensor([[1.0, -1.0]], dtype=torch.float64)
-    moving = affine(constant(scalar(2.0)), BoundedParameter("W", flat, 0.5))
+    flat = f64([[1.0, -1.0]])
+    moving = affine(constant(scalar(2.0)), parameter("W", flat, 0.5))
     large = norm(moving, layernorm=layernorm, eps=100.0)
     assert large.drift == pytest.approx(2.0 * 0.5 / 10, rel=0.05)
-    peaked = torch.tensor([[5.0, 0.0]], dtype=torch.float64)  # normalised: (sqrt(2), 0), which a gain's first entry moves
-    gain = BoundedParameter("g", flat[0], 0.25)
+    peaked = f64([[5.0, 0.0]])  # normalised: (sqrt(2), 0), which a gain's first entry moves
+    gain = parameter("g", flat[0], 0.25)
     still, one = (gain_and_shift(norm(constant(rows), layernorm=False, eps=0.0), gain, None) for rows in (flat, peaked))
     assert still.drift == one.drift == pytest.approx(0.25 * math.sqrt(2), rel=1e-9)
 
 
 def test_a_shift_along_a_row_attains_the_longest_row():
-    X = constant(torch.tensor([[3.0, 4.0], [0.0, 1.0]], dtype=torch.float64))
-    Y = affine(
-        X,
-        BoundedParameter("W", torch.eye(2, dtype=torch.float64), 0.0),
-        BoundedParameter("b", torch.tensor([6.0, 8.0], dtype=torch.float64), 0.5),
-    )
+    X = constant(f64([[3.0, 4.0], [0.0, 1.0]]))
+    Y = affine(X, parameter("W", torch.eye(2, dtype=torch.float64)), parameter("b", [6.0, 8.0], 0.5))
     assert Y.row == pytest.approx(5.0 + 10.5, rel=1e-9)
 
 
@@ -412,7 +406,7 @@ def test_gainless_norms_at_the_end_need_no_gauss_newton_term():
     assert a_priori(block, x, torch.zeros_like(x)).whole < 1e-8
     assert hk.hessian(block, x[None], torch.zeros_like(x)[None]).spectral_norm() < 1e-12
     t = torch.randn(3, 4, dtype=torch.float64)
-    shifted = t + torch.tensor([[1.0], [-30.0], [5.0]], dtype=torch.float64)
+    shifted = t + f64([[1.0], [-30.0], [5.0]])
     assert a_priori(block, x, shifted).whole < 10 * a_priori(block, x, t).whole
     for eps in (1e-3, 1.0, 30.0):
         block = hk.TransformerBlock(4, 3, affine=False, eps=eps, activation="gelu").double()
@@ -455,7 +449,7 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
                 return ((m / ((m * m).mean(1, keepdim=True) + eps).sqrt() - T) ** 2).mean()
 
             H = torch.autograd.functional.hessian(loss, W).reshape(3 * d, 3 * d)
-            Z = norm(affine(constant(x), BoundedParameter("W", W, 0.0)), layernorm=layernorm, eps=eps)
+            Z = norm(affine(constant(x), parameter("W", W)), layernorm=layernorm, eps=eps)
             limit = float(_on_a_sphere(Z, Z.sphere, T, ("W",)))
             true = float(torch.linalg.matrix_norm(H, 2))
             assert true <= limit * (1 + 1e-9) + 1e-12
@@ -465,19 +459,17 @@ def test_the_end_on_a_sphere_is_nearly_sharp(eps, layernorm):
 
 def test_heads_that_read_different_rows_have_a_longer_row_than_any_value():
     """Two heads without shared values, the first reads row 0 and the second row 1, of which each has its own half."""
-    Q, K, V = torch.full((1, 2), 1e3), torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[3.0, 0.0], [0.0, 3.0]])
-    Q, K, V = (Y.double() for Y in (Q, K, V))
-    C = context(Q, K, V, 1.0, 2, 1)
-    Z = mixed(itself("Q", Q), itself("K", K), itself("V", V), 1.0, C, heads=2, groups=1)
-    assert Z.row == pytest.approx(float(C.norm()), rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
+    at = f64([[1e3, 1e3]]), f64([[1.0, 0.0], [0.0, 1.0]]), f64([[3.0, 0.0], [0.0, 3.0]])
+    row = float(context(*at, 1.0, 2, 1).norm())
+    assert attended(*at, 1.0, 2, 1).row == pytest.approx(row, rel=1e-9) == pytest.approx(3 * math.sqrt(2), rel=1e-9)
 
 
 def test_equal_keys_or_values_have_no_second_derivative():
     """Norms are large and ranges 0: the queries do not matter, or the keys do not."""
-    Q, K, V = draw(3, 2), draw(1, 2, seed=2).expand(3, 2) * 9, draw(3, 2, seed=3)
-    Z = mixed(itself("Q", Q), itself("K", K.clone()), itself("V", V), 0.7, context(Q, K, V, 0.7, 1, 1), heads=1, groups=1)
+    Q, K, V = draw(3, 2), 9 * draw(1, 2, seed=2).repeat(3, 1), draw(3, 2, seed=3)
+    Z = attended(Q, K, V, 0.7)
     assert Z.hessian_row["Q", "Q"] == Z.jacobian["Q"] == Z.hessian_all["V", "Q"] == 0.0
-    Z = mixed(itself("Q", Q), itself("K", V), itself("V", K.clone()), 0.7, context(Q, V, K, 0.7, 1, 1), heads=1, groups=1)
+    Z = attended(Q, V, K, 0.7)
     assert Z.hessian_row["Q", "Q"] == Z.hessian_row["K", "K"] == Z.jacobian["K"] == Z.hessian_all["Q", "K"] == 0.0
 
 
@@ -486,9 +478,9 @@ def test_ranges_and_rows_bound_what_they_say(seed):
     X = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) + 3.0
     W = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed + 9), dtype=torch.float64)
     b = torch.ones(3, dtype=torch.float64)
-    Y = affine(constant(X), BoundedParameter("W", W, 0.0), BoundedParameter("b", b, 0.0))
+    Y = affine(constant(X), parameter("W", W), parameter("b", b))
     assert float(torch.cdist(Y.centre, Y.centre).max()) <= Y.range <= 2 * Y.row
     assert Y.row_jacobians() == {"W": pytest.approx(float(X.norm(dim=1).max())), "b": 1.0}
-    twice = affine(Y, BoundedParameter("V", torch.eye(3, dtype=torch.float64) * 2, 0.0))
+    twice = affine(Y, parameter("V", 2 * torch.eye(3, dtype=torch.float64)))
     assert twice.row_jacobians()["b"] == pytest.approx(2.0)
     assert twice.jacobian["b"] == pytest.approx(2 * 5**0.5)
