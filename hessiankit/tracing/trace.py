@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from derivations.cast import Cast
 from derivations.indexing import Take, Where
 from derivations.linear import Add, Expand
-from derivations.primitive import Covectors, Primitive
+from derivations.primitive import Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, sizes, table
@@ -138,7 +138,7 @@ class Trace(Printed):
         return {at: adjoint[0] for at, adjoint in found.items()}
 
 
-def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Covectors) -> None:
+def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Sequence[Tensor | None]) -> None:
     """Add covectors to the sums of their values, by id; None stands for zero, and for a value without a sum."""
     for at, covector in zip(ids, covectors, strict=True):
         if at is not None and covector is not None:

@@ -117,6 +117,7 @@ def test_plain_text_of_every_part():
         assert not re.search(r"\\|\$|\{\}|\{\w\}", text), re.findall(r".*(?:\\|\$|\{\}|\{\w\}).*", text)[:3]
     assert plain(r"\frac{\partial A}{\partial T}\,\mathring{x}_i^\top") == "∂A/∂T x\u030a_iᵀ"
     assert plain(r"J_{\hat{\bar{X}}}") == "J_X\u0304\u0302"
+    assert plain(r"\hat{XY}") == "X\u0302Y"
 
 
 def test_no_command_of_latex_is_in_the_text_of_a_chapter():
