@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import sympy
 import torch
-from matrix_cases import CASES, F64, Case, exact, integers, rational, tensor
+from matrix_cases import CASES, F64, Case, exact, rational, tensor
 
 from derivations.arrays import Array
 from derivations.matrix import (
@@ -71,26 +71,14 @@ class TestEveryNode:
         assert case.build(exact).sympy() == rational(case.reference())
 
     def test_symbols(self, case: Case) -> None:
-        def leaf(name: str, m: int, n: int) -> Array:
-            return np.array(sympy.symarray(name, (m, n)).tolist(), dtype=object)
+        numbers: dict[sympy.Symbol, int] = {}
 
-        symbolic = case.build(leaf).sympy()
-        sizes = {
-            "A": (3, 2),
-            "B": (4, 5),
-            "C": (3, 2),
-            "D": (2, 6),
-            "G": (5, 2),
-            "H": (12, 2),
-            "S": (2, 5),
-            "T": (1, 4),
-            "v": (4, 1),
-        }
-        numbers = {}
-        for symbol in symbolic.free_symbols:
-            name, row, column = str(symbol).split("_")
-            numbers[symbol] = integers(name, *sizes[name])[int(row)][int(column)]
-        assert symbolic.subs(numbers) == rational(case.reference())
+        def leaf(name: str, m: int, n: int) -> Array:
+            letters = np.array(sympy.symarray(name, (m, n)).tolist(), dtype=object)
+            numbers.update(zip(letters.flat, exact(name, m, n).flat, strict=True))
+            return letters
+
+        assert case.build(leaf).sympy().subs(numbers) == rational(case.reference())
 
     def test_norm_bound(self, case: Case) -> None:
         node, true = case.build(tensor), float(torch.linalg.matrix_norm(case.reference(), 2))
