@@ -141,7 +141,7 @@ def by_reverse(backward: Callable[[Tensor, Tensor], Tensor]) -> AutomaticDiffere
     return AutomaticDifferentiation(lambda x: kind.apply(x), "cube")
 
 
-@pytest.mark.parametrize("second", [6.0, 5.0])
+@pytest.mark.parametrize("second", [6.0, 5.9])
 def test_one_route_alone_is_held_against_central_differences(second):
     cube = by_reverse(lambda x, u: u * (second / 2 * x.square() + ((3 - second / 2) * x.square()).detach()))
     if second == 6.0:
