@@ -20,6 +20,7 @@ from sharpness_cases import (
     vectors,
 )  # fmt: skip
 
+import hessiankit as hk
 from hessiankit.diagnostics.sharpness import joined, replicates, report_of, sharpness
 from hessiankit.partition import model_parts
 from hessiankit.support.errors import InputError
@@ -245,3 +246,27 @@ def test_to_dict_is_json_and_prints(capsys):
     assert "from flat to sharp: " in text
     assert text.count("\nNorm ") == 1
     assert "<table>" in report._repr_html_()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_sharpness_in_the_metric_of_an_optimizer(by_name: bool) -> None:
+    torch.manual_seed(0)
+    model = hk.Transformer(5, 4, 4, 1, n_heads=2, placement="pre", max_len=4).double()
+    tokens, labels = torch.randint(5, (3, 4)), torch.randint(5, (3, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), labels.flatten()).backward()
+        optimizer.step()
+    P = {n: (optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**5)).sqrt() + 1e-8 for n, p in model.named_parameters()}
+    P = {n: x * (1 - 0.9**5) for n, x in P.items()}  # the step divides by it, the first moment being corrected
+    fisher = hk.hessian_diagonal(model, tokens, labels, loss="cross_entropy", kind="ggn")
+    given = {n: x.detach() for n, x in P.items()} if by_name else optimizer
+    exact = sharpness(model, tokens, labels, kind="ggn", preconditioner=given)
+    drawn = sharpness(model, tokens, labels, draws=64, confidence=0.999, preconditioner=given)
+    for name, found in exact.tensors.items():
+        assert found.value == pytest.approx(float((fisher[name] / P[name]).mean()), rel=1e-10)
+        assert drawn.tensors[name].low <= found.value <= drawn.tensors[name].high
+    assert f"in the metric of {'diagonal' if by_name else 'AdamW'}" in str(exact)
+    with pytest.raises(InputError, match="preconditioner is no diagonal"):
+        sharpness(model, tokens, labels, preconditioner=torch.eye(len(fisher.flat), dtype=torch.float64))

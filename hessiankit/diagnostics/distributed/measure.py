@@ -127,7 +127,14 @@ def sharpness(
     if given["parts"] is not None:
         given["parts"] = tuple(getattr(given["parts"], "parts", given["parts"]))
     ranks.agree(**{name: given[name] for name in AGREED}, confidence=confidence)
-    own = ranks.together(lambda: SharpnessOptions(**given))
+
+    def checked_options() -> SharpnessOptions:
+        own = SharpnessOptions(**given)
+        if own.preconditioner is not None:
+            raise InputError(f"{WHO}: preconditioner= is read by one process; leave it out over several ranks")
+        return own
+
+    own = ranks.together(checked_options)
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
     cut = local_batches(ranks, module, data, target, own)

@@ -41,6 +41,7 @@ def sharpness(
     shift: bool | None = None,
     progress: Tell | None = None,
     exact: bool = False,
+    preconditioner: Any = None,
 ) -> SharpnessReport:
     r"""Return the average sharpness S = Tr h / # of each block type, eq. (3)-(4) of The Sharpness Disparity Principle.
 
@@ -83,6 +84,8 @@ def sharpness(
         shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
         exact: The same as ``kind="ggn"``.
+        preconditioner: A diagonal P, for S in its metric, the mean of h / P: the torch optimizer that trains the model, or one
+            tensor for each parameter by name, as in :func:`hessiankit.spectrum`. ||theta||^2 is then theta^T P theta.
 
     Raises:
         InputError: If an argument cannot be used, or an output or a gradient is not finite.
@@ -113,6 +116,7 @@ def sharpness(
         numbers=numbers,
         shift=shift,
         progress=progress,
+        preconditioner=preconditioner,
     )
     if not is_exact:
         return report_of(replicates(model, data, target, options), confidence=confidence)
@@ -127,7 +131,7 @@ def sharpness(
 def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, options: SharpnessOptions) -> Replicates:
     """Return the means of h over all labels, as one draw, from :func:`hessiankit.hessian_diagonal`: no sampling."""
     start = time.perf_counter()
-    measured = measured_parts(model, options.parts)
+    measured = measured_parts(model, options.parts, options.preconditioner)
     pairs, tokens, sequences = [], 0, 0
     batches = read(model, data, target, options)
     with evaluating(model, WHO), torch.no_grad():
@@ -145,7 +149,7 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
         names = list(measured.parameters)
         diagonal = hessian_diagonal(model, pairs, loss=options.loss, kind=kind, params=names, max_products=None).values
     terms = tokens if options.per == "token" else sequences
-    diagonal = {name: x * (tokens / terms) for name, x in diagonal.items()}
+    diagonal = measured.in_metric(measured.in_metric({name: x * (tokens / terms) for name, x in diagonal.items()}))
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
     return Replicates(
         parts=measured.parts,
@@ -162,4 +166,5 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
         seed=0,
         frozen=measured.frozen,
         seconds=time.perf_counter() - start,
+        metric=measured.metric,
     )

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hessiankit.curvature.structures import DiagonalBlock
+from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import Tell
@@ -34,6 +38,7 @@ class SharpnessOptions:
     numbers: Iterable[int] | None = None
     shift: bool | None = None
     progress: Tell | None = None
+    preconditioner: Any = None
 
     def __post_init__(self) -> None:
         check_name(WHO, "loss", self.loss, LOSSES)
@@ -58,18 +63,30 @@ class MeasuredParts:
         parts: The parts.
         parameters: The parameters that they are parts of, by name.
         frozen: Names of the parameters that do not require a gradient.
+        metric: The name of the preconditioner P; "" for none.
+        roots: P^(-1/2) of each parameter, in its shape; empty for none.
     """
 
     parts: tuple[Part, ...]
     parameters: dict[str, nn.Parameter]
     frozen: tuple[str, ...]
+    metric: str = ""
+    roots: Mapping[str, Tensor] = field(default_factory=dict)
 
     def squared_norms(self, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
-        """Return ||theta||^2 of each part, float64 (parts,) on the CPU; ``whole`` as in :class:`SquaredGradients`."""
-        return torch.stack([part.squared_norm(whole(self.parameters[part.parameter].detach())).cpu() for part in self.parts])
+        """Return ||theta||^2 of each part in the metric, float64 (parts,) on the CPU; ``whole`` as in
+        :class:`SquaredGradients`.
+        """
+        values = {n: whole(p.detach()) for n, p in self.parameters.items()}
+        scaled = {n: x / self.roots[n] if self.roots else x for n, x in values.items()}
+        return torch.stack([part.squared_norm(scaled[part.parameter]).cpu() for part in self.parts])
+
+    def in_metric(self, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return gradients times P^(-1/2)."""
+        return {n: g * self.roots[n] for n, g in gradients.items()} if self.roots else gradients
 
 
-def measured_parts(model: nn.Module, parts: Iterable[Part] | None) -> MeasuredParts:
+def measured_parts(model: nn.Module, parts: Iterable[Part] | None, preconditioner: Any = None) -> MeasuredParts:
     """Return those of the given parts, or of all of a model, that have a gradient."""
     if not isinstance(model, nn.Module):
         raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
@@ -90,4 +107,23 @@ def measured_parts(model: nn.Module, parts: Iterable[Part] | None) -> MeasuredPa
     if not parameters:
         raise InputError(f"{WHO}: no parameter requires a gradient; unfreeze some with requires_grad_(True)")
     frozen = tuple(name for name, p in known.items() if name in wanted and not p.requires_grad)
-    return MeasuredParts(tuple(part for part in listed if part.parameter in parameters), parameters, frozen)
+    measured = MeasuredParts(tuple(part for part in listed if part.parameter in parameters), parameters, frozen)
+    return measured if preconditioner is None else replace(measured, **_metric(model, parameters, preconditioner))
+
+
+def _metric(model: nn.Module, parameters: Mapping[str, nn.Parameter], preconditioner: Any) -> dict[str, Any]:
+    """Return the name of a diagonal preconditioner, and its P^(-1/2) by parameter."""
+    first, sizes = next(iter(parameters.values())), [p.numel() for p in parameters.values()]
+    like = SimpleNamespace(
+        shape=(sum(sizes),) * 2,
+        slices=dict.fromkeys(parameters),
+        shapes={name: tuple(p.shape) for name, p in parameters.items()},
+        torch_dtype=first.dtype,
+        device=first.device,
+    )
+    found = preconditioner_of(WHO, preconditioner, like, model)
+    (diagonal, *others) = found.root.structures
+    if others or not isinstance(diagonal, DiagonalBlock):
+        raise InputError(f"{WHO}: preconditioner is no diagonal; pass a torch optimizer, or tensors by parameter name")
+    roots = zip(parameters.items(), diagonal.values.split(sizes), strict=True)
+    return {"metric": found.name, "roots": {name: root.view_as(p) for (name, p), root in roots}}

@@ -54,6 +54,7 @@ class Replicates:
     unused: tuple[str, ...] = ()
     seconds: float = 0.0
     unlikely: float = math.inf
+    metric: str = ""
 
     @property
     def draws(self) -> int:
@@ -69,7 +70,7 @@ def joined(runs: Sequence[Replicates]) -> Replicates:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
     first = runs[0]
     for other in runs[1:]:
-        for name in ("parts", "draws", "per", "loss", "kind", "seed"):
+        for name in ("parts", "draws", "per", "loss", "kind", "seed", "metric"):
             if getattr(first, name) != getattr(other, name):
                 raise InputError(f"{WHO}: joined() was given Replicates whose {name} differ; repeat the measurements alike")
         if not torch.allclose(first.squared_norms, other.squared_norms, rtol=1e-6, atol=0.0):
@@ -114,7 +115,7 @@ def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> lis
 def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
-    parts, draws = measured_parts(model, own.parts), own.label_draws
+    parts, draws = measured_parts(model, own.parts, own.preconditioner), own.label_draws
     weights = list(parts.parameters.values())
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as seen:
         sums = SquaredGradients(WHO, parts, draws, own.histograms)
@@ -130,7 +131,7 @@ def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: Sharpnes
             for d, gradient in enumerate(drawn):
                 slopes = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
                 gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
-                sums.add(d, gradients, seen)
+                sums.add(d, parts.in_metric(gradients), seen)
                 del slopes, gradients  # the next draw's take their place in memory
                 if own.progress is not None:
                     own.progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
@@ -160,4 +161,5 @@ def collected(
         unused=tuple(name for name in parts.parameters if name in sums.unused),
         seconds=time.perf_counter() - start,
         unlikely=sums.unlikely,
+        metric=parts.metric,
     )

@@ -60,6 +60,7 @@ class SharpnessReport(Printed, WithDict):
         draws: Draws of the labels; 0 where the values are exact.
         per: ``"token"`` or ``"sequence"``.
         kind: ``"fisher-mc"``, ``"fisher-empirical"``, ``"ggn"`` or ``"hessian"``.
+        metric: The preconditioner in whose metric the numbers are; "" for none.
         loss: ``"cross_entropy"`` or ``"mse"``.
         seed: Of the labels.
         confidence: Of the intervals.
@@ -83,6 +84,7 @@ class SharpnessReport(Printed, WithDict):
     draws: int
     per: str
     kind: str
+    metric: str
     loss: str
     seed: int
     confidence: float
@@ -157,7 +159,8 @@ class SharpnessReport(Printed, WithDict):
     def _headline(self) -> str:
         term = {"token": "tokens" if self.loss == "cross_entropy" else "entries", "sequence": "sequences"}[self.per]
         terms = f"mean over {self.terms:,} {term}" + ("" if self.per == "sequence" else f" of {self.sequences:,} sequences")
-        parts = [f"average sharpness, {NAMES[self.kind]}", self.loss.replace("_", " "), terms]
+        metric = f" in the metric of {self.metric}" if self.metric else ""
+        parts = [f"average sharpness{metric}, {NAMES[self.kind]}", self.loss.replace("_", " "), terms]
         if self.draws:
             parts += [_count(self.draws, "draw"), _count(self.micro_batches, "micro-batch", "es")]
         return ", ".join(parts) + f", {self.seconds:.1f} s"
@@ -262,6 +265,7 @@ def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
         draws=own.draws if _drawn(own) else 0,
         per=own.per,
         kind=own.kind,
+        metric=own.metric,
         loss=own.loss,
         seed=own.seed,
         confidence=confidence,
