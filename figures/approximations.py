@@ -35,7 +35,7 @@ from papers.experiments.training import train
 
 NAME = Path(__file__).stem
 CODE = (
-    "hessiankit/approximating", "hessiankit/curvature", "hessiankit/engine", "derivations", "figures/_digits.py",
+    "hessiankit/curvature/approximating", "hessiankit/curvature", "hessiankit/engine", "derivations", "figures/_digits.py",
     "figures/approximations.py",
 )  # fmt: skip
 METHODS = ("diagonal", "tensor", "type", "layer", "kfac", "ekfac", "adam", "shampoo", "muon", "low-rank")

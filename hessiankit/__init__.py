@@ -14,9 +14,9 @@ from hessiankit.support.package import __version__ as __version__
 from hessiankit.support.package import on_demand
 
 if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
-    from hessiankit.approximating import approximations
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
     from hessiankit.bounding.bounds import bounds
+    from hessiankit.curvature.approximating import approximations
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.diagonal import hessian_diagonal
     from hessiankit.curvature.estimators import scalar_estimates
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.verify.check import check
 
 _NAMES = {
-    "approximating": "approximations",
+    "curvature.approximating": "approximations",
     "blocks": "Transformer TransformerBlock VisionTransformer",
     "bounding.bounds": "bounds",
     "curvature.dense": "Hessian hessian",

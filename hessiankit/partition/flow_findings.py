@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from hessiankit.engine.problem.calling import arguments, map_tensors
 from hessiankit.partition.findings import TYPE_OF_ROLE, UNKNOWN, Finding, segments_of, uncovered_segments
 from hessiankit.partition.flow_reader import Run
+from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 from hessiankit.tracing.recording import record

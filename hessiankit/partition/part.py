@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.fisher import wide
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import wide
 
 CHUNK = 2**18  # entries that are taken to double precision at once
 TYPES = ("Emb", "QK", "VO", "FFN", "Norm", "Head", "Other")

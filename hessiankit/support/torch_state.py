@@ -229,6 +229,11 @@ def load_forward_mode() -> None:
         torch.func.jvp(torch.neg, (x,), (x,))
 
 
+def wide(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 LARGE = 2**22
 """Parameters from which nothing of their size is kept, and freed memory returns to the system."""
 

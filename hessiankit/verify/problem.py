@@ -18,8 +18,9 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from hessiankit.engine.problem.calling import arguments, as_one_argument, read_outputs
+from hessiankit.engine.problem.calling import as_one_argument, read_outputs
 from hessiankit.engine.problem.state import Held
+from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.verify.in_place import placed, preserved

@@ -25,9 +25,10 @@ from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, ch
 from hessiankit.diagnostics.sharpness.options import LOSSES
 from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
 from hessiankit.engine.problem.batches import FORMS
-from hessiankit.engine.problem.calling import IGNORE_INDEX, arguments, check_module
+from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.arguments import checked
+from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
 from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell

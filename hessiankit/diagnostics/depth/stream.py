@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
-from hessiankit.engine.problem.fisher import wide
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
+from hessiankit.support.torch_state import wide
 
 
 @dataclass(frozen=True)

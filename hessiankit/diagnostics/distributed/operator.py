@@ -25,11 +25,12 @@ from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwra
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
 from hessiankit.engine.problem.batches import Weights, batches
-from hessiankit.engine.problem.calling import known_count, known_reduction, map_tensors, named_tensors
+from hessiankit.engine.problem.calling import known_count, known_reduction, named_tensors
 from hessiankit.engine.problem.own_call import own_loss
 from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs
 

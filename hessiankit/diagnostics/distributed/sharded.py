@@ -33,8 +33,9 @@ from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
 from hessiankit.diagnostics.sharpness.replicate import Replicates, collected
 from hessiankit.diagnostics.sharpness.squares import SquaredGradients
 from hessiankit.engine.problem.batches import on_device_of
-from hessiankit.engine.problem.calling import map_tensors, samples
+from hessiankit.engine.problem.calling import samples
 from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
+from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
 
 

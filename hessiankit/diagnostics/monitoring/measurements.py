@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from hessiankit.approximating import approximations
+from hessiankit.curvature.approximating import approximations
 from hessiankit.curvature.dense import hessian, spectral_norm
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.suboperators import positions

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hessiankit.approximating import APPROXIMATIONS
+from hessiankit.curvature.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring import measurements
@@ -146,7 +146,7 @@ class Monitor:
                 ``("variance", "angles", "drop")``.
             spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
             approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
-                :data:`hessiankit.approximating.APPROXIMATIONS`; () for none.
+                :data:`hessiankit.curvature.approximating.APPROXIMATIONS`; () for none.
             hessian: Whether to take norms of the exact Hessian by block type; for small models.
             own: Measurements of your own by name: functions of the model in evaluation mode, its batches (arguments and labels)
                 and the step, which return plain numbers, or lists or dicts of them.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from hessiankit.diagnostics.sharpness.options import MeasuredParts
-from hessiankit.engine.problem.fisher import wide
 from hessiankit.partition.part import CHUNK
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import wide
 
 
 def row_sums(x: Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from hessiankit.engine.problem.calling import (
     Loss,
     known_count,
     known_reduction,
-    map_tensors,
     named_tensors,
     samples,
 )
@@ -25,6 +24,7 @@ from hessiankit.engine.problem.labels import are_later, labels_of, one_later, wi
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task, available_memory, gib
+from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import hand_back_memory, ordinary_path, preserved_state
 

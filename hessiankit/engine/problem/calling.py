@@ -5,10 +5,8 @@ Every message of a check says what was asked, what was seen, what was expected, 
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
-from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,25 +17,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.non_finite import are_finite, spoiled_at
+from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import at_line, first_line
 
 Loss: TypeAlias = "str | Callable[..., Tensor] | None"
-
-
-def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments that ``inputs`` stand for.
-
-    A mapping (a dict, the encoding that a tokenizer returns) holds keyword arguments, a tuple or list positional ones;
-    anything else is the only argument.
-
-    >>> arguments({"x": 1, "y": 2}), arguments((1, 2)), arguments(1)
-    (((), {'x': 1, 'y': 2}), ((1, 2), {}), ((1,), {}))
-    """
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def as_one_argument(module: nn.Module, inputs: Any) -> Any:
@@ -81,31 +66,6 @@ def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]
 def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it."""
     yield from ((path, x) for path, x in named_leaves(inputs, name) if isinstance(x, Tensor))
-
-
-def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return nested containers with ``function`` applied to their tensors; a tensor that is there twice stays one.
-
-    A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
-    """
-    results: dict[int, Tensor] = {}
-
-    def mapped(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            if id(x) not in results:
-                results[id(x)] = function(x)
-            return results[id(x)]
-        if isinstance(x, UserDict):
-            changed = copy.copy(x)
-            changed.data = {key: mapped(value) for key, value in x.data.items()}
-            return changed
-        kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
-        if kind is None:
-            return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
-        parts, context = kind.flatten_fn(x)
-        return kind.unflatten_fn([mapped(part) for part in parts], context)
-
-    return mapped(tree)
 
 
 def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:

@@ -20,6 +20,7 @@ from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED
 from hessiankit.engine.problem.own_call import own_target
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.torch_state import wide
 
 CHUNK = 2**24
 """Probabilities held at once beside the logits: 128 MiB in float64, and their cumulative sums."""
@@ -45,11 +46,6 @@ def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> T
             raw = np.random.Philox(key=key, counter=counter).random_raw(positions)
             drawn[draw, k] = ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return torch.from_numpy(drawn)
-
-
-def wide(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 UNIT = 2.0**52

@@ -15,7 +15,6 @@ from hessiankit.engine.problem.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
     SAMPLED,
-    arguments,
     as_one_argument,
     call,
     check_arguments,
@@ -24,7 +23,6 @@ from hessiankit.engine.problem.calling import (
     check_same_shape,
     check_tensor,
     loss_module,
-    map_tensors,
     member,
     named_tensors,
     one_kind,
@@ -36,6 +34,7 @@ from hessiankit.engine.problem.non_finite import MASKED, are_finite, first_spoil
 from hessiankit.engine.problem.selection import select
 from hessiankit.engine.problem.state import Held, ModuleState
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
+from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates

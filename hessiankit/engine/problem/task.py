@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, arguments, named_tensors, read_outputs, samples
+from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, named_tensors, read_outputs, samples
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
+from hessiankit.support.containers import arguments
 from hessiankit.support.errors import OutOfMemoryError
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import hessiankit as hk
-from hessiankit.approximating.laplace_backend import GaussNewtonBackend
+from hessiankit.curvature.approximating.laplace_backend import GaussNewtonBackend
 
 try:
     import laplace
@@ -49,7 +49,7 @@ def fitted(backend: type, likelihood: str, structure: str, weights: str, batch: 
 def test_covariances_are_those_of_laplace_torchs_own_backend(likelihood: str, structure: str, weights: str, batch: int) -> None:
     from laplace.curvature import CurvlinopsGGN
 
-    from hessiankit.approximating.laplace_backend import HessiankitGGN
+    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
 
     ours, x = fitted(HessiankitGGN, likelihood, structure, weights, batch)
     known, _ = fitted(CurvlinopsGGN, likelihood, structure, weights, batch)
@@ -61,7 +61,7 @@ def test_covariances_are_those_of_laplace_torchs_own_backend(likelihood: str, st
 @installed
 def test_the_variance_of_a_line_is_that_of_least_squares_for_any_size_of_batches() -> None:
     """Gradients of the output: (x, 1); KFAC keeps weight and bias apart: precisions sum x^2 + 1 and 100 + 1."""
-    from hessiankit.approximating.laplace_backend import HessiankitGGN
+    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
 
     torch.manual_seed(0)
     x, y = torch.randn(100, 1, dtype=torch.float64), torch.randn(100, 1, dtype=torch.float64)
@@ -76,7 +76,7 @@ def test_the_variance_of_a_line_is_that_of_least_squares_for_any_size_of_batches
 
 @installed
 def test_batches_add_up_to_the_whole_and_norms_have_their_diagonal() -> None:
-    from hessiankit.approximating.laplace_backend import HessiankitGGN
+    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
 
     one, _ = fitted(HessiankitGGN, "classification", "full", "all", 30)
     two, _ = fitted(HessiankitGGN, "classification", "full", "all", 12)
@@ -91,7 +91,7 @@ def test_batches_add_up_to_the_whole_and_norms_have_their_diagonal() -> None:
 
 @installed
 def test_data_fitted_later_add_up_to_all_of_them() -> None:
-    from hessiankit.approximating.laplace_backend import HessiankitGGN
+    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
 
     module, x, y = case("regression")
     options = {"subset_of_weights": "all", "hessian_structure": "kron", "backend": HessiankitGGN}

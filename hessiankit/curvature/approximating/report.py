@@ -11,7 +11,7 @@ from typing import Any
 import matplotlib as mpl
 from torch import Tensor
 
-from hessiankit.approximating.measure import Measures, Model
+from hessiankit.curvature.approximating.measure import Measures, Model
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.plot_frame import INK, STYLE, Picture, write_picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
@@ -26,7 +26,7 @@ class Approximation:
     """One approximation and its measures.
 
     Attributes:
-        name: As in :data:`hessiankit.approximating.APPROXIMATIONS`.
+        name: As in :data:`hessiankit.curvature.approximating.APPROXIMATIONS`.
         about: The structure in words.
         numbers: How many numbers it stores.
         power: Its step is (C + damping I)^-power g: 1, or 1/2 for optimizers that divide by a root.

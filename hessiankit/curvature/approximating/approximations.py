@@ -14,9 +14,9 @@ import torch
 from scipy.sparse.linalg import eigsh
 from torch import Tensor, nn
 
-from hessiankit.approximating.measure import DenseTruth, Model, ProductTruth
-from hessiankit.approximating.optimizers import MiniBatchMoments, sample_gradients
-from hessiankit.approximating.report import Approximation, ApproximationsReport
+from hessiankit.curvature.approximating.measure import DenseTruth, Model, ProductTruth
+from hessiankit.curvature.approximating.optimizers import MiniBatchMoments, sample_gradients
+from hessiankit.curvature.approximating.report import Approximation, ApproximationsReport
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors, completed

@@ -14,7 +14,7 @@ from operator_cases import LABELS, TOKENS, TiedBlock, error, tokens
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.approximating.approximations import Point
+from hessiankit.curvature.approximating.approximations import Point
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.engine.problem.batches import gather

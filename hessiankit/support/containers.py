@@ -1,0 +1,50 @@
+"""Inputs of a module: the arguments that they stand for, and tensors in nested containers."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils import _pytree
+
+
+def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments that ``inputs`` stand for.
+
+    A mapping (a dict, the encoding that a tokenizer returns) holds keyword arguments, a tuple or list positional ones;
+    anything else is the only argument.
+
+    >>> arguments({"x": 1, "y": 2}), arguments((1, 2)), arguments(1)
+    (((), {'x': 1, 'y': 2}), ((1, 2), {}), ((1,), {}))
+    """
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return nested containers with ``function`` applied to their tensors; a tensor that is there twice stays one.
+
+    A ``UserDict`` is a container whether torch has been taught so or not, which depends on what else has been imported.
+    """
+    results: dict[int, Tensor] = {}
+
+    def mapped(x: Any) -> Any:
+        if isinstance(x, Tensor):
+            if id(x) not in results:
+                results[id(x)] = function(x)
+            return results[id(x)]
+        if isinstance(x, UserDict):
+            changed = copy.copy(x)
+            changed.data = {key: mapped(value) for key, value in x.data.items()}
+            return changed
+        kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
+        if kind is None:
+            return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
+        parts, context = kind.flatten_fn(x)
+        return kind.unflatten_fn([mapped(part) for part in parts], context)
+
+    return mapped(tree)
