@@ -18,9 +18,10 @@ from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.closed_forms import sharpened_a_priori, sharpened_structured
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.engine.problem.calling import check_dense, check_tensor, known_count
+from hessiankit.engine.problem.calling import check_tensor, known_count
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.arguments import checked
+from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from derivations.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.functions.primitive_function import call, opaque
 from hessiankit.support.arguments import checked
+from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import recording
 
@@ -123,6 +124,9 @@ def _check(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool
 ) -> None:
     """Raise an InputError unless the arguments go together."""
+    for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
+        if x is not None:
+            check_dense(WHO, name, x)
 
     def error(what: str, remedy: str) -> InputError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))

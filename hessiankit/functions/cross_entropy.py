@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from derivations.linear_cross_entropy import LinearCrossEntropy
 from hessiankit.functions.primitive_function import call, opaque
 from hessiankit.support.arguments import checked
+from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import recording
 
@@ -61,6 +62,9 @@ def linear_cross_entropy(
     >>> slope.flatten().tolist(), torch.autograd.grad(slope.sum(), h)[0].flatten().tolist()
     ([-1.0, 0.0], [1.0, 0.0])
     """
+    for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("labels", labels)):
+        if x is not None:
+            check_dense(WHO, name, x)
     check_name(WHO, "reduction", reduction, ("mean", "sum", "none"))
     if hidden.ndim < 1 + shift or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != labels.shape:
         raise InputError(

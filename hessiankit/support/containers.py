@@ -1,4 +1,4 @@
-"""Inputs of a module: the arguments that they stand for, and tensors in nested containers."""
+"""Inputs of a module: the arguments that they stand for, tensors in nested containers, and their layout."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from collections import UserDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils import _pytree
+
+from hessiankit.support.errors import InputError
 
 
 def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -48,3 +51,16 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return kind.unflatten_fn([mapped(part) for part in parts], context)
 
     return mapped(tree)
+
+
+def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
+    if x.is_nested:
+        raise InputError(
+            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
+            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
+        )
+    sparse = str(x.layout).startswith("torch.sparse")
+    if x.layout != torch.strided and not (sparse and constant):
+        kind = str(x.layout).removeprefix("torch.")
+        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")

@@ -137,7 +137,7 @@ AT_ALL_WIDTHS = ("$ papers list", "$ papers show", "$ monitor")
 
 def all_printed(folder: Path, patch: pytest.MonkeyPatch, complete: dict[str, str]) -> Iterator[Printed]:
     """Print every result, and run every command; put into ``complete`` what results print where there is no terminal."""
-    from test_tuning_command import TINY
+    from test_tuning_runs import TINY
 
     from benchmarks.__main__ import main as of_benchmarks
     from hessiankit.cli.main import main

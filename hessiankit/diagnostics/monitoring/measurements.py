@@ -22,12 +22,13 @@ from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.engine.problem.batches import on_device_of
-from hessiankit.engine.problem.calling import IGNORE_INDEX, check_dense, named_tensors
+from hessiankit.engine.problem.calling import IGNORE_INDEX, named_tensors
 from hessiankit.landscape.critical import along_step
 from hessiankit.landscape.optimizer_states import waits
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
 from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
+from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import Product, lanczos
 from hessiankit.support.torch_state import full_precision

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.non_finite import are_finite, spoiled_at
-from hessiankit.support.containers import arguments, map_tensors
+from hessiankit.support.containers import arguments, check_dense, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import at_line, first_line
@@ -442,16 +442,3 @@ def check_tensor(
         where = spoiled_at(strided_parts(x)[-1], mask=mask)
         if where is not None:
             raise InputError(f"{who}: {name} contains NaN or infinity, first at index {where}; clean the data first")
-
-
-def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
-    if x.is_nested:
-        raise InputError(
-            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
-            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
-        )
-    sparse = str(x.layout).startswith("torch.sparse")
-    if x.layout != torch.strided and not (sparse and constant):
-        kind = str(x.layout).removeprefix("torch.")
-        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
