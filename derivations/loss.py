@@ -31,7 +31,7 @@ from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import OperationAt, shape_of, size
 from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
 from derivations.row_blocks import RowCovariance
-from derivations.softmax import Covariance, peaks, softmax
+from derivations.softmax import Covariance, covariance, peaks, softmax
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,9 +314,8 @@ class LinearisedCrossEntropy(Linearised):
         return plus(first, second.reshape(-1, *self.inputs[0].shape)), None
 
     def bent(self, t: Tensor, weight: Tensor) -> Tensor:
-        """Return ``weight`` p o (t - p.t) for logits (rows, C) and tangents (S, rows, C), which are overwritten."""
-        t = t.sub_(torch.take_along_dim(t, peaks(self.p, -1).unsqueeze(0), -1)).mul_(self.p)
-        return t.addcmul_(self.p, t.sum(-1, keepdim=True), value=-1).mul_(weight)
+        """Return the second derivative along tangents (S, rows, C) of logits (rows, C), times a weight."""
+        return covariance(self.p, t, peaks(self.p, -1)).mul_(weight)
 
     @cached_property
     def _share(self) -> Tensor:
@@ -373,7 +372,7 @@ class SampledLoss(ByLinearising):
 
 
 class LinearisedSampledLoss(Linearised):
-    """The loss at one point; the gradients for the targets are made anew, one target at a time."""
+    """The loss at one point; each product computes the gradients again, for one target after the other."""
 
     primitive: SampledLoss
 

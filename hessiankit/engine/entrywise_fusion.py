@@ -40,7 +40,7 @@ class Step:
 
 
 def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[Step]:
-    """Return steps with each run of entrywise ones from one value fused into a step for each value that is read outside.
+    """Return steps in which runs of entrywise steps from one value are fused: one step for each value that others read.
 
     Args:
         steps: Some that follow each other.

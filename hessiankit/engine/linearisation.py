@@ -185,9 +185,10 @@ class Linearisation:
                         sums[at] = CovectorSum(x.new_empty(1, *x.shape) if memory is None else memory)
                 step = self._step(a, values, adjoints, sums)
                 if step is not None:
-                    run.append(step)
-                    if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
-                        _fuse(run, steps, later)
+                    if not self._recompute:
+                        run.append(step)
+                        if not step.primitive.primitive.is_entrywise:  # here a run of entrywise ones begins
+                            _fuse(run, steps, later)
                     if self._is_large and type(step.primitive) not in tested and self._test(step, a):
                         tested.add(type(step.primitive))
                 values.pop(a.output, None)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, draw, mse
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from operator_cases import EXACT, T, X, block, classifier, error, tokens
 from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
 from torch import nn
@@ -249,3 +249,13 @@ def test_blocks_are_cut_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> No
     narrow = hessian_operator(module, X, T)
     assert wide.block_size > narrow.block_size == 3
     assert error(narrow.to_matrix(), wide.to_matrix()) <= EXACT
+
+
+def test_a_value_inside_a_run_of_entrywise_operations_that_is_read_behind_it_too() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(x @ m.W)
+        return (inner * inner + inner.exp()) @ m.V * inner
+
+    module = Formula(forward, W=(4, 4), V=(4, 4))
+    found = hessian_operator(module, X, T).to_matrix()
+    assert error(found, reverse_over_reverse(module, X, T, mse)) <= EXACT
