@@ -3,7 +3,7 @@
 Ours, for docs/concepts/one_sum.md. A block with norms before and after each sublayer, 2 heads, 2 samples of 4 tokens, squared
 error. A row is a value on the way to the loss, with lines from the values that it is computed from; a column is a place. Its
 colour says how many leading axes of the value still index rows that the path from the place keeps apart. All of it is read off
-:class:`hessiankit.engine.paths.Paths` and :func:`hessiankit.engine.sections.sweeps`; the CSV has a line for each place.
+:class:`hessiankit.engine.paths.Paths` and :func:`hessiankit.engine.sections.sections`; the CSV has a line for each place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.sections import Directions, sections, sweeps
+from hessiankit.engine.sections import Directions, sections
 
 NAME = Path(__file__).stem
 BATCH, TOKENS, WIDTH, HIDDEN, HEADS = 2, 4, 8, 16, 2
@@ -92,7 +92,7 @@ def diagram(ways: Paths) -> Diagram:
     columns, cuts, behind, sweep = list[Column](), list[int](), list[int](), 0
     for section in sections(ways):
         cuts += [section.end] if section.end != ways.output else []
-        for plan in sweeps(ways, section):
+        for plan in section.plans:
             for d in plan.directions:
                 later = [r.at for r in section.places if r.order >= d.place.order]
                 levels = _levels(ways, d.place, ways.reach(later, section.steps))

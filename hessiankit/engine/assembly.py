@@ -72,7 +72,7 @@ def add_part(
         return
     if handshake is not None:
         handshake.add(part.paths.trace, part.paths.adjoints, share)
-    BlockRows(part.paths, cut=part.cut).read(MatrixRows(matrix, part.paths.tied))
+    BlockRows(part.paths, part.sections).read(MatrixRows(matrix, part.paths.tied))
 
 
 def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, sections, sweeps, work_space
+from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, work_space
 from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
 
 
@@ -139,13 +139,11 @@ class BlockRows:
 
     Args:
         paths: The trace.
-        cut: As for :func:`hessiankit.engine.sections.sections`.
-        alone: Whether only curvature of places with themselves is read; see :mod:`hessiankit.engine.diagonal_rows`.
+        sections: As :func:`hessiankit.engine.sections.sections` returns them.
     """
 
-    def __init__(self, paths: Paths, *, cut: bool | None = None, alone: bool = False) -> None:
-        self.paths = paths
-        self.sections = sections(paths, cut=cut, alone=alone)
+    def __init__(self, paths: Paths, sections: Sequence[Section]) -> None:
+        self.paths, self.sections = paths, sections
 
     def read(self, reader: Reader) -> None:
         """Give all rows to a reader, those of the last place first."""
@@ -155,8 +153,7 @@ class BlockRows:
             if tail is not None:  # of two places in this section each pair comes twice
                 tail.Z *= 0.5
                 tail.Z[:, :, : later.shape[2]].add_(later, alpha=0.5)
-            kept, level = (tail.Z.numel(), tail.level) if tail else (0, 0)
-            for plan in sweeps(self.paths, section, kept, level):
+            for plan in section.plans:
                 first = plan.directions[0].place.order
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
                 behind = {name for name, _ in (tail.columns.cuts if tail else ())}
@@ -180,13 +177,10 @@ class BlockRows:
         later = self.paths.value(section.end).new_zeros(0) if tail is None else tail.Z
         if section.entry is None and tail is None:
             return None, None, later
-        begin = [] if section.entry is None else [section.entry.at]
-        own = [] if alone and begin else [place.at for place in section.places]
-        path = self.paths.reach([*own, *begin], section.steps)
         to_entry = None
         if tail is not None:
-            tail, later, to_entry = self._through(section, tail, path, alone=alone)
-        before = self._enter(section, tail, to_entry, path, alone=alone) if section.entry is not None else None
+            tail, later, to_entry = self._through(section, tail, alone=alone)
+        before = self._enter(section, tail, to_entry, alone=alone) if section.entry is not None else None
         return before, tail, later
 
     def sweep(
@@ -220,16 +214,13 @@ class BlockRows:
 
         pull(path, dict(bars or {}), bent, {}, stops, arrived)
 
-    def _through(self, section: Section, tail: Tail, path: list[Step], *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
+    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
         """Pull what follows a section back through it.
 
         Returns:
             The tail with columns for the section's own parameters, its Z before, and K from x to the entry (G, S, .).
         """
-        x, entry = self.paths.value(tail.at), section.entry
-        level = min(tail.level, self.paths.level(tail.at, path))
-        if entry is not None:
-            level = min(level, self.paths.level(entry.at, path))
+        x, entry, level = self.paths.value(tail.at), section.entry, section.level
         groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
         size = x.numel() // groups
         K = tail.K
@@ -253,12 +244,12 @@ class BlockRows:
                     v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
-        self.sweep(section, path, arrive, bars=bars)
+        self.sweep(section, section.path, arrive, bars=bars)
         return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
 
-    def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, path: list[Step], *, alone: bool) -> Tail:
+    def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, *, alone: bool) -> Tail:
         """Return the tail of the value that enters a section."""
-        entry = section.entry
+        entry, path = section.entry, section.path
         assert entry is not None
         y = self.paths.value(entry.at)
         fine = self.paths.level(entry.at, path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import key
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import KEPT, Section, SweepPlan, sections, sweeps, work_space
+from hessiankit.engine.sections import KEPT, Section, SweepPlan, work_space
 
 CALL = 8_000
 """Passes over a number that take as long as one call of a small operation of torch; measured, like the constants below."""
@@ -57,34 +58,27 @@ class SweepCost:
         return self.operations * CALL + self.multiplications / MATMUL + self.passes
 
 
-def sweep_cost(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> SweepCost:
-    """Return the cost of all rows of a trace; arguments as for :func:`hessiankit.engine.sections.sections`."""
+def sweep_cost(paths: Paths, sections: Sequence[Section], *, alone: bool = False) -> SweepCost:
+    """Return the cost of all rows of a trace in sections; ``alone``: of places with themselves only."""
     count = _Count(paths, alone=alone)
-    kept = level = 0
     sizes: dict[tuple[str, int], int] = {}
-    for section in sections(paths, cut=cut, alone=alone):
+    for section in sections:
         if not alone:
             sizes |= {key(u): u.size for place in section.places for u in place.jacobians}
-        columns = sum(sizes.values())
+        columns, x = sum(sizes.values()), paths.value(section.end)
         arriving = 0 if alone else sum(place.rows * place.size for place in section.places)
-        begin = [section.entry.at] if section.entry else []
-        path = paths.reach(begin if alone and begin else [*(place.at for place in section.places), *begin], section.steps)
-        if kept:
-            x = paths.value(section.end)
-            level = min(level, *(paths.level(at, path) for at in (section.end, *begin)))
-            together = x.shape[level:].numel()  # numbers that meet
-            count.through(path, together, arriving, x.numel() * (columns + together), apart=level == x.ndim - 1)
-            kept = x.numel() * (together if alone else columns)
-        for plan in sweeps(paths, section, kept, level, alone=alone):
-            count.plan(plan, section, kept, columns)
+        onward, follows = 0, section.end != paths.output
+        if follows:
+            together = x.shape[section.level :].numel()  # numbers that meet
+            onward = x.numel() * (columns + together)
+            count.through(section.path, together, arriving, onward, apart=section.level == x.ndim - 1)
+        for plan in section.plans:
+            count.plan(plan, section, columns)
         if section.entry is not None:
-            y = paths.value(section.entry.at)
-            fine = paths.level(section.entry.at, path)
-            level = min(level, fine) if kept else fine
-            together = y.shape[level:].numel()
-            onward = paths.value(section.end).numel() * (columns + together) if kept else 0
+            y, fine = paths.value(section.entry.at), paths.level(section.entry.at, section.path)
+            together = y.shape[min(section.level, fine) if follows else fine :].numel()
             kept = y.numel() * (columns + together)
-            count.through(path, y.shape[fine:].numel(), arriving + onward, kept, apart=fine == y.ndim - 1)
+            count.through(section.path, y.shape[fine:].numel(), arriving + onward, kept, apart=fine == y.ndim - 1)
     return count.total()
 
 
@@ -106,8 +100,9 @@ class _Count:
         self._add(multiplications, passes, operations, apart=apart)
         self.peak = max(self.peak, min(work_space(self.paths), 3 * directions * numbers) + 2 * kept)
 
-    def plan(self, plan: SweepPlan, section: Section, kept: int, columns: int) -> None:
+    def plan(self, plan: SweepPlan, section: Section, columns: int) -> None:
         """Count what the directions of one sweep take."""
+        kept = section.kept
         count, first = plan.count, plan.directions[0].place
         later = [r for r in section.places if (r is first if self.alone else r.order >= first.order)]
         size = sum(d.place.size for d in plan.directions)

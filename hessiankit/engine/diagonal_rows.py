@@ -20,23 +20,23 @@ from hessiankit.engine.block_rows import BlockRows, Tail, combine
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import Directions, Section, SweepPlan, sweeps, work_space
+from hessiankit.engine.sections import Directions, Section, SweepPlan, work_space
 from hessiankit.engine.sweep import Along, UnitColumns, all_dense, dense, push, reads
 
 
-def read_diagonal(paths: Paths, add: Callable[[ParameterJacobian, Tensor], None]) -> None:
+def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[ParameterJacobian, Tensor], None]) -> None:
     """Call ``add`` with each parameter Jacobian and the diagonal (size,) of its entries.
 
     Args:
         paths: By column.
+        sections: Of places with themselves alone; see :func:`hessiankit.engine.sections.sections`.
         add: Adds the diagonal of some entries.
     """
-    rows = BlockRows(paths, alone=True)
+    rows = BlockRows(paths, sections)
     tail: Tail | None = None
-    for section in rows.sections:
+    for section in sections:
         before, tail, _ = rows.tails(section, tail, alone=True)
-        kept, level = (tail.K.numel(), tail.level) if tail else (0, 0)
-        for plan in sweeps(paths, section, kept, level, alone=True):
+        for plan in section.plans:
             (d,) = plan.directions
             through = 0 if tail is None else tail.K[0].numel() // len(tail.K[0]) * d.groups
             parts = [

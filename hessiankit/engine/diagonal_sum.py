@@ -102,7 +102,7 @@ class DiagonalSum:
             else:
                 self._announce(estimate)
                 handshake.add(part.paths.trace, part.paths.adjoints, share)
-                read_diagonal(part.paths, self._add_entries)
+                read_diagonal(part.paths, part.sections, self._add_entries)
             self.done = before + part.stop
             if self.progress is not None:
                 self.progress(self.done, self.samples)

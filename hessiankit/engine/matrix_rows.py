@@ -10,7 +10,7 @@ from torch import Tensor
 from derivations.directions import together
 from hessiankit.engine.block_rows import Columns, shifted
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
-from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.storage import SymmetricStorage
 
 ROWS = 2**20
@@ -67,25 +67,37 @@ class MatrixRows:
                 for k in range(start, stop):
                     by_output[:, k].addmm_(u.X.T, Z[:, k - start])
                 return
-        step = max(1, together(ROWS, Z) // max(1, u.size * width))
+        numbers = 0 if isinstance(u, IdentityJacobian) else u.size * width  # rows of a parameter's own entries are parts of Z
+        step = max(1, together(ROWS, Z) // numbers) if numbers else stop - start
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = u.rows(Z[:, first - start : last - start], first, last)
-            if regular:
-                u.unfold(into[whole[0][1]], 0).narrow(int(u.is_weight), first, last - first).add_(rows)
-            if not regular or own is not None:
-                self._add_entries(u, (first, last), rows, into, own, added=regular)
+            if not regular:
+                self._add_entries(u, (first, last), rows, into, own)
+                continue
+            u.unfold(into[whole[0][1]], 0).narrow(int(u.is_weight), first, last - first).add_(rows)
+            if own is not None:
+                self._add_transpose(u, (first, last), rows, own)
 
-    def _add_entries(
-        self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None, *, added: bool
-    ) -> None:
-        """Add rows entry by entry, unless they were added; of a parameter with itself also the transpose."""
+    def _add_transpose(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, own: slice) -> None:
+        """Add the transpose of rows of a parameter with itself, whose entries lie regularly."""
+        ((_, at),) = u.runs()
+        turned, outputs = rows.movedim(-1, 0), int(u.is_weight)
+        into = u.unfold(self.matrix.block(u.parameter, u.parameter)[own, at], 1)
+        into.narrow(1 + outputs, of_u[0], of_u[1] - of_u[0]).add_(turned)
+        if u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
+            square = u.unfold(turned[at.start - own.start : at.stop - own.start], 0)
+            square = square.narrow(outputs, of_u[0], of_u[1] - of_u[0])
+            mirrored = square.permute(2, 3, 0, 1) if u.is_weight else square.T
+            self.matrix.note_asymmetry((square - mirrored).abs().max())
+
+    def _add_entries(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None) -> None:
+        """Add rows entry by entry; of a parameter with itself also the transpose."""
         complete = not isinstance(u, IndexJacobian) or of_u == (0, u.which.shape[1])  # its entries may reach other outputs too
         if isinstance(u, WeightJacobian):
             rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)
         for span, at in u.runs(*of_u):
-            if not added:
-                into[at] += rows[span]
+            into[at] += rows[span]
             if own is not None:
                 self.matrix.block(u.parameter, u.parameter)[own, at] += rows[span].T
                 if complete and u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:

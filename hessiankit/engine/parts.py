@@ -10,6 +10,7 @@ from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import products_are_cheaper
+from hessiankit.engine.sections import Section, sections
 
 CHUNK = 64 * 2**20
 """Bytes that the derivatives of some samples may take beside a small matrix."""
@@ -32,8 +33,8 @@ class BatchPart:
         task: Of these samples.
         traced: Its loss.
         paths: Of the trace.
-        cost: Of its sweeps.
-        cut: Where these are cut; see :func:`hessiankit.engine.sections.sections`.
+        sections: Of the paths, those that take least.
+        cost: Of their sweeps.
         stop: Samples of the batch up to its end.
         loss: Its share of the loss.
     """
@@ -41,8 +42,8 @@ class BatchPart:
     task: Task
     traced: LossTrace
     paths: Paths
+    sections: list[Section]
     cost: SweepCost
-    cut: bool | None
     stop: int
     loss: float
 
@@ -85,15 +86,24 @@ def parts(
         traced = loss_trace(some, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        ways = (None, True, False) if len(paths.steps) >= SEVERAL and not alone else (None,)
-        costs = {way: sweep_cost(paths, cut=way, alone=alone) for way in ways}
-        best = min(ways, key=lambda way: costs[way].work)
-        part = BatchPart(some, traced, paths, costs[best], best, stop, loss)
+        chosen, cost = cheapest(some, paths, alone=alone)
+        part = BatchPart(some, traced, paths, chosen, cost, stop, loss)
         if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue
         yield part
         start = stop
+
+
+def cheapest(task: Task, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
+    """Return the sections of a trace whose sweeps take least, and what they take: with the cuts that pay, with all or none."""
+    chosen = sections(paths, alone=alone)
+    cost = sweep_cost(paths, chosen, alone=alone)
+    if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, task.size, task.dtype.itemsize):
+        return chosen, cost
+    others = [sections(paths, cut=cut) for cut in (True, False)]
+    costs = [(chosen, cost), *((other, sweep_cost(paths, other)) for other in others)]
+    return min(costs, key=lambda pair: pair[1].work)
 
 
 def is_cut(task: Task, batch_size: int | None) -> bool:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,6 +87,22 @@ class Place:
         return [(u, bar.reshape(len(bar), groups, -1, self.width)) for u in self.jacobians]
 
 
+class StepWork(NamedTuple):
+    """What one direction takes at a step.
+
+    Attributes:
+        pushed: Numbers of its tangents.
+        numbers: Of these, or of the covectors pulled where they are more.
+        inputs: How many of the inputs move.
+        product: Multiply-adds of one product.
+    """
+
+    pushed: int
+    numbers: int
+    inputs: int
+    product: float
+
+
 class Paths:
     """The steps of a trace whose output is a scalar, and its places.
 
@@ -118,6 +135,7 @@ class Paths:
         self.places = self._places()
         self.by_value = {place.at: place for place in self.places}
         self._apart: dict[tuple[object, ...], bool] = {}
+        self._work: dict[tuple[object, ...], StepWork] = {}
 
     def value(self, at: int) -> Tensor:
         """Return a value by its id."""
@@ -127,10 +145,11 @@ class Paths:
         """Return the steps that some values move, with the inputs that these move."""
         reached, path = set(values), []
         for step in self.steps if steps is None else steps:
+            if reached.isdisjoint(step.inputs):
+                continue
             inputs = tuple(at if at in reached else None for at in step.inputs)
-            if any(at is not None for at in inputs):
-                reached.add(step.output)
-                path.append(step if inputs == step.inputs else replace(step, inputs=inputs))
+            reached.add(step.output)
+            path.append(step if inputs == step.inputs else replace(step, inputs=inputs))
         return path
 
     def level(self, at: int, path: Sequence[Step]) -> int:
@@ -146,7 +165,7 @@ class Paths:
 
         ``alone``: of pushing it and its curvature with itself, which is not pulled.
         """
-        numbers = sum(self.value(step.output).numel() for step in path)
+        numbers = sum(taken.pushed if alone else taken.numbers for taken in map(self._taken, path))
         return numbers, (2 if alone else 3) * PASS * numbers + self.multiplications(path, alone=alone)
 
     def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
@@ -159,16 +178,25 @@ class Paths:
         """
         total, columns = 0.0, {columns_of}
         for step in path:
-            a = self._applications[step.output]
-            (first, *others) = [at for at in step.inputs if at is not None]
-            is_by_column = not others and first in columns
+            taken = self._taken(step)
+            is_by_column = columns_of is not None and taken.inputs == 1 and not columns.isdisjoint(step.inputs)
             if is_by_column and step.primitive.factor is not None:
                 columns.add(step.output)
-            if products := a.primitive.multiplications(self.trace.gather(a), self.value(step.output)):  # type: ignore[arg-type]
-                pushes = len(others) + 1 - is_by_column
-                curvature = 2 * len(others)
-                total += float(pushes + curvature + (0 if alone else len(others) + 1)) * products
+            if taken.product:
+                pushes, curvature = taken.inputs - is_by_column, 2 * (taken.inputs - 1)
+                total += float(pushes + curvature + (0 if alone else taken.inputs)) * taken.product
         return total
+
+    def _taken(self, step: Step) -> StepWork:
+        """Return what one direction takes at a step."""
+        key = (step.output, step.inputs)
+        if key not in self._work:
+            a, moving = self._applications[step.output], [at for at in step.inputs if at is not None]
+            value = self.value(step.output)
+            numbers = max(value.numel(), sum(self.value(at).numel() for at in moving))
+            product = a.primitive.multiplications(self.trace.gather(a), value)  # type: ignore[arg-type]
+            self._work[key] = StepWork(value.numel(), numbers, len(moving), product)
+        return self._work[key]
 
     def calls(self, path: Sequence[Step]) -> int:
         """Return the calls of torch that one direction takes on a path, beside those that all directions share."""

@@ -8,7 +8,8 @@ x. Such a *cut* pays where x is small; :func:`sections` compares multiply-adds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -26,23 +27,6 @@ FEW = 2**21
 """Multiply-adds of a sum over rows that take less time than the calls of a sweep."""
 KEPT = 2**25
 """Numbers that may be kept of what follows a cut."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """Steps between two cuts, and the places among them.
-
-    Attributes:
-        steps: In order.
-        places: In order.
-        entry: The value at which the section begins, as a place without parameters; None for the first.
-        end: Id of the value at which it ends.
-    """
-
-    steps: list[Step]
-    places: list[Place]
-    entry: Place | None
-    end: int
 
 
 @dataclass(frozen=True)
@@ -137,13 +121,38 @@ class SweepPlan:
             yield [(d, start, min(d.outputs, start + step))]
 
 
+@dataclass(frozen=True)
+class Section:
+    """Steps between two cuts, the places among them, and how these are swept.
+
+    Attributes:
+        steps: In order.
+        places: In order.
+        entry: The value at which the section begins, as a place without parameters; None for the first.
+        end: Id of the value at which it ends.
+        path: The steps that what the section keeps for the one before it, or receives, goes through.
+        level: How many axes of the values at both ends index rows that stay apart from its entry to the loss.
+        kept: Numbers kept of what follows its end, 0 if nothing does.
+        plans: Its sweeps, those of the last places first.
+    """
+
+    steps: list[Step]
+    places: list[Place]
+    entry: Place | None
+    end: int
+    path: list[Step] = field(default_factory=list)
+    level: int = 0
+    kept: int = 0
+    plans: list[SweepPlan] = field(default_factory=list)
+
+
 def work_space(paths: Paths) -> int:
     """Return the numbers that the values of one sweep may take."""
     return WORK_SPACE if paths.value(paths.output).device.type == "cpu" else ON_AN_ACCELERATOR
 
 
 def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> list[Section]:
-    """Return the sections of a path, from the last to the first.
+    """Return the sections of a path with their sweeps, from the last to the first.
 
     Args:
         paths: The trace.
@@ -169,13 +178,34 @@ def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> l
             cuts.append(n)
     if cut is None:
         cuts = _that_pay(paths, cuts, where, alone=alone)
-    parts, end = [], len(paths.steps) - 1
+    found, end = list[Section](), len(paths.steps) - 1
     for n in [*(reversed(cuts) if cut is not False else ()), -1]:
         entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
         places = [place for place in paths.places if n < where[place.at] <= end]
-        parts.append(Section(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
+        found.append(Section(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
         end = n
-    return parts
+    return _planned(paths, found, alone=alone)
+
+
+def _planned(paths: Paths, found: Sequence[Section], *, alone: bool) -> list[Section]:
+    """Return sections, the last first, with what follows each and the sweeps of their places."""
+    planned, columns, level = list[Section](), dict[tuple[str, int], int](), 0
+    for section in found:
+        columns |= {key(u): u.size for place in section.places for u in place.jacobians}
+        begin = [] if section.entry is None else [section.entry.at]
+        own = [] if alone and begin else [place.at for place in section.places]
+        path, kept = paths.reach([*own, *begin], section.steps), 0
+        follows = section.end != paths.output
+        if follows:
+            x = paths.value(section.end)
+            level = min(level, *(paths.level(at, path) for at in (section.end, *begin)))
+            kept = x.numel() * (x.shape[level:].numel() if alone else sum(columns.values()))
+        section = replace(section, path=path, level=level, kept=kept)
+        planned.append(replace(section, plans=sweeps(paths, section, alone=alone)))
+        if section.entry is not None:
+            fine = paths.level(section.entry.at, path)
+            level = min(level, fine) if follows else fine
+    return planned
 
 
 def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone: bool) -> list[int]:
@@ -184,11 +214,13 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
     later = sorted(paths.places, key=lambda place: -where[place.at])
     counted, back, seen = 0, 0.0, set[tuple[str, int]]()
     before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
+    entries = sum(place.size for place in paths.places)
     level = finest = max((paths.value(step.output).ndim for step in paths.steps), default=0)
     below, ahead = len(paths.steps), list[int]()
     for step in paths.steps:  # the level of all steps so far: where rows meet, curvature behind them is between all of these
         finest = paths.level_below(finest, [step])
         ahead.append(finest)
+    works = [0.0, *accumulate(paths.work([step], alone=alone)[1] for step in paths.steps)]
     for n in reversed(cuts):
         x = paths.value(paths.steps[n].output)
         level = paths.level_below(min(level, max(x.ndim - 1, 0)), paths.steps[n + 1 : below])
@@ -201,8 +233,10 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
                 size += sum(u.size for u in place.jacobians if key(u) not in seen)
                 seen |= {key(u) for u in place.jacobians}
         row = x.shape[min(level, ahead[n]) if alone else min(1, x.ndim - 1) :].numel()
-        on = paths.work(paths.steps[n + 1 : end], alone=alone)[1] + back + behind  # of a direction that goes on from x
-        through = x.numel() * (size + row)
+        on = works[end] - works[n + 1] + back + behind  # of a direction that goes on from x
+        through = (x.numel() + PASS * x.numel() // row) * (size + row)
+        if not alone and level == ahead[n] == x.ndim - 1:  # sums over rows for each pair of parameters need no rows of the matrix
+            through += PASS * x.numel() // row * entries
         if alone:  # directions of the places before, if their rows are apart where those of x are
             before = sum(min(place.size, place.shape[min(level, place.axes) :].numel()) for place in later[counted:])
         if x.numel() * max(size, row) < KEPT and 3 * row * on + (before + row * alone) * through < before * on:
@@ -211,16 +245,9 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
     return chosen[::-1]
 
 
-def sweeps(paths: Paths, section: Section, kept: int = 0, level_after: int = 0, *, alone: bool = False) -> list[SweepPlan]:
-    """Return the sweeps of the places of a section, those of the last first.
-
-    Args:
-        paths: The trace.
-        section: Of it.
-        kept: Numbers kept of what follows the section, 0 if nothing does.
-        level_after: How many axes index rows that stay apart in that.
-        alone: Whether only curvature of places with themselves is computed.
-    """
+def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[SweepPlan]:
+    """Return the sweeps of the places of a section, those of the last first; ``alone``: of places with themselves only."""
+    kept = section.kept
     plans: list[SweepPlan] = []
     later: set[int] = set()
     back, sizes, by_itself = 0.0, 0, False
@@ -233,7 +260,7 @@ def sweeps(paths: Paths, section: Section, kept: int = 0, level_after: int = 0, 
         d = Directions(place, level, place.width, place.jacobians, place.is_whole)
         if place.axes:
             on = work + (place.rows * place.size if alone else back)
-            shared = d.groups if level >= level_after else 1
+            shared = d.groups if level >= section.level else 1
             by_row = d.rows * place.width * (on + kept / shared)
             by_row += place.size * place.rows * (d.rows if alone else sizes + PASS * (kept > 0))
             if place.size * (on + kept) < by_row:

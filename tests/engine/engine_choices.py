@@ -11,7 +11,7 @@ from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from engine_cases import CASES
 from torch import Tensor, nn
 
-from hessiankit.engine import block_rows, contractions, cost, jacobians, matrix_rows, sections
+from hessiankit.engine import block_rows, contractions, jacobians, matrix_rows, parts, sections
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
@@ -56,7 +56,7 @@ def in_turn(cases: Iterable[Any]) -> list[Any]:
 def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
     """Let the engine take a choice."""
     sectioned = sections.sections
-    for module in (block_rows, cost):
+    for module in (parts, sections):
         patch.setattr(module, "sections", lambda paths, cut=None, alone=False: sectioned(paths, cut=choice.cut, alone=alone))
     for module, name, value in (
         (sections, "WORK_SPACE", choice.work_space),

@@ -17,7 +17,7 @@ from torch.nn.functional import layer_norm, linear
 
 import hessiankit as hk
 from derivations.softmax import LinearisedSoftmax
-from hessiankit.engine import block_rows, jacobians, sections
+from hessiankit.engine import jacobians, sections
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.matrix_rows import MatrixRows
@@ -55,7 +55,7 @@ def stored(module: Formula, x: Tensor, target: Tensor, rows: range | None, colum
         start += p.numel()
     matrix = SymmetricStorage(slices, torch.float64, torch.device("cpu"), rows=rows, columns=columns)
     with torch.no_grad():
-        BlockRows(paths).read(MatrixRows(matrix, paths.tied))
+        BlockRows(paths, sections.sections(paths)).read(MatrixRows(matrix, paths.tied))
     return matrix
 
 
@@ -170,9 +170,7 @@ def test_a_cut_is_taken_where_it_pays(name: str, monkeypatch: pytest.MonkeyPatch
     sectioned = sections.sections
     for cut in (None, True, False):
         with monkeypatch.context() as patch, Meter() as meter:
-            patch.setattr(
-                block_rows, "sections", lambda paths, cut=None, alone=False, chosen=cut: sectioned(paths, cut=chosen, alone=alone)
-            )
+            patch.setattr(sections, "sections", lambda paths, chosen=cut: sectioned(paths, cut=chosen))
             stored(module, x, target, None, None)
         work[cut] = meter.flops
     assert work[None] <= 1.3 * min(work[True], work[False])
@@ -185,8 +183,8 @@ def test_chunks_fit_the_work_space(name: str, alone: bool, monkeypatch: pytest.M
     module, x, target, _ = case(name)
     paths = paths_of(module, x, target, "mse", by_column=alone)
     for space in (1, 200, 700, 3000, 10**4, 10**6):
-        for section in sections.sections(paths):
-            for plan in sections.sweeps(paths, section, alone=alone):
+        for section in sections.sections(paths, alone=alone):
+            for plan in section.plans:
                 if len(plan.directions) > 1:
                     continue
                 (d,) = plan.directions

@@ -13,7 +13,7 @@ from meter import Meter
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.engine import diagonal_rows
+from hessiankit.engine import diagonal_rows, sections
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
 from hessiankit.engine.matrix_rows import MatrixRows
@@ -33,9 +33,9 @@ def measured(paths: Paths, *, alone: bool) -> Meter:
     matrix = SymmetricStorage(slices, torch.float64, torch.device("cpu")) if not alone else None
     with torch.no_grad(), Meter() as meter:
         if matrix is None:
-            diagonal_rows.read_diagonal(paths, lambda u, values: None)
+            diagonal_rows.read_diagonal(paths, sections.sections(paths, alone=True), lambda u, values: None)
         else:
-            BlockRows(paths).read(MatrixRows(matrix, paths.tied))
+            BlockRows(paths, sections.sections(paths)).read(MatrixRows(matrix, paths.tied))
     return meter
 
 
@@ -73,7 +73,8 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     if choice:
         force(monkeypatch, CHOICES[choice])
     paths = paths_of(module, *rest, by_column=alone)
-    cost, meter = sweep_cost(paths, alone=alone), measured(paths, alone=alone)
+    cost = sweep_cost(paths, sections.sections(paths, alone=alone), alone=alone)
+    meter = measured(paths, alone=alone)
     lower, upper = (0.8, 5.0) if alone else (0.7, 2.2)
     assert lower <= cost.multiplications / (meter.flops / 2) <= upper
     assert 0.2 <= cost.operations / meter.operations <= 2
@@ -88,7 +89,7 @@ def test_what_attention_takes_grows_with_its_length() -> None:
         paths = paths_of(
             hk.TransformerBlock(4, 8, n_heads=2).double(), draw(2, length, 4), draw(2, length, 4, seed=2), "mse", by_column=True
         )
-        taken.append(sweep_cost(paths, alone=True))
+        taken.append(sweep_cost(paths, sections.sections(paths, alone=True), alone=True))
     assert taken[0].directions == taken[1].directions
     assert taken[1].multiplications / taken[0].multiplications == pytest.approx(4, rel=0.1)
 
@@ -97,7 +98,7 @@ def test_what_each_part_of_a_program_takes() -> None:
     """A multilayer perceptron of two layers, counted by hand."""
     module, rows = mlp(5, 7, 3), 11
     paths = paths_of(module, draw(rows, 5), draw(rows, 3, seed=2), "mse")
-    cost = sweep_cost(paths)
+    cost = sweep_cost(paths, sections.sections(paths))
     first, last = 5 * 7 + 7, 7 * 3 + 3
     sums = rows * (first * (first + last) + last * last)
     assert cost.directions == 7 + 3
@@ -112,6 +113,7 @@ def test_a_part_is_cut_as_the_forecasts_say() -> None:
     task = make_task("test", model, tokens, tokens.flip(1), "cross_entropy")
     with task.at(), torch.no_grad():
         (part,) = parts(task, normalizer_of(task), None, cut=False)
-        costs = {cut: sweep_cost(part.paths, cut=cut).work for cut in (None, True, False)}
-    assert part.cut is True
+        ways = {cut: sections.sections(part.paths, cut=cut) for cut in (None, True, False)}
+        costs = {cut: sweep_cost(part.paths, way).work for cut, way in ways.items()}
+    assert [s.end for s in part.sections] == [s.end for s in ways[True]]
     assert part.cost.work == costs[True] == min(costs.values()) < costs[None]

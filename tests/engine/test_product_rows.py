@@ -118,11 +118,14 @@ def test_the_choice_follows_shapes() -> None:
     from hessiankit.engine.paths import Paths
     from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
     from hessiankit.engine.problem.own_call import make_task
+    from hessiankit.engine.sections import sections
 
     def chosen(net: nn.Module, x: Tensor, t: Tensor, *, alone: bool = False) -> bool:
         task = make_task("test", net, x, t, "mse")
         paths = Paths(loss_trace(task, normalizer_of(task)).trace, by_column=alone)
-        return product_rows.products_are_cheaper(sweep_cost(paths, alone=alone), paths.trace, task.size, 8)
+        return product_rows.products_are_cheaper(
+            sweep_cost(paths, sections(paths, alone=alone), alone=alone), paths.trace, task.size, 8
+        )
 
     deep = randomised(nn.Sequential(*[layer for _ in range(40) for layer in (nn.Linear(6, 6), nn.Tanh())]))
     wide = randomised(nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 30)))
