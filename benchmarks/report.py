@@ -22,15 +22,13 @@ from typing import Any
 from benchmarks.plan import Benchmark
 from benchmarks.store import finished
 from benchmarks.summary import summary
-from benchmarks.tables import place
+from benchmarks.tables import DETAILS, place
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.support.files import fill, write_text
 
 Record = dict[str, Any]
 HEAD = "# Speed and memory\n"
 SUMMARY = "benchmark summary"
-DETAILS = "\n## All methods\n"
-"""What parts the short table of a benchmark from the long one."""
 PICTURED = 3
 """Cells from which on a benchmark has a plot; of fewer the table says as much."""
 
@@ -86,10 +84,10 @@ def section(benchmark: Benchmark, records: Sequence[Record], plot: str | None, d
 
 def detail_page(benchmark: Benchmark, records: Sequence[Record]) -> str:
     """Return the page beside: how the numbers are read, the commands, every method."""
-    _, _, long = benchmark.table(list(records)).partition(DETAILS)
+    _, heading, long = benchmark.table(list(records)).partition(DETAILS)
     parts = [f"# {benchmark.title}: details", benchmark.summary, benchmark.notes]
     parts.append("\n".join(["```bash", wrapped(command(benchmark.name, records)), "```"]))
-    return "\n\n".join([*parts, *([long.strip()] if long else [])]) + "\n"
+    return "\n\n".join([*parts, *([heading + long.rstrip()] if long else [])]) + "\n"
 
 
 def wrapped(commands: str) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
+DETAILS = "## All methods"
+"""What parts the short table of a benchmark from the long one."""
 CELL_HEADERS = ("problem", "P", "B", "dtype", "threads")
 NOTES = (
     "- time: median of the rounds, quartiles in brackets. `~` marks a time that is extrapolated linearly from the columns\n"
@@ -33,6 +35,24 @@ def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], text: int = 
     lines = [f"| {' | '.join(headers)} |", "|" + rule]
     lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
     return "\n".join(lines)
+
+
+def in_brief(headers: Sequence[str], rows: Sequence[Sequence[str]], keep: Callable[[Sequence[str]], bool], text: int = 1) -> str:
+    """Return a table of the rows to keep, then one of all rows, which :mod:`benchmarks.report` puts on the page beside.
+
+    >>> print(in_brief(["a"], [["x"], ["y"]], lambda row: row[0] == "x"))
+    | a |
+    |---|
+    | x |
+    <BLANKLINE>
+    ## All methods
+    <BLANKLINE>
+    | a |
+    |---|
+    | x |
+    | y |
+    """
+    return f"{markdown(headers, [row for row in rows if keep(row)], text)}\n\n{DETAILS}\n\n{markdown(headers, rows, text)}"
 
 
 def short(value: float | None) -> str:
@@ -170,7 +190,7 @@ def contest_tables(records: Sequence[Record], ours: str = "closed form", best: s
     """Return the table of best methods, then the one of all methods."""
     if not records:
         return "Nothing was measured."
-    return f"{best_table(records, ours, best)}\n\n## All methods\n\n{detail_table(records)}"
+    return f"{best_table(records, ours, best)}\n\n{DETAILS}\n\n{detail_table(records)}"
 
 
 def document(title: str, summary: str, body: str, notes: str, records: Sequence[Record], plot: str | None) -> str:

@@ -17,7 +17,7 @@ from benchmarks.charts import methods
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import DTYPES
 from benchmarks.residence import Memory
-from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, mebibytes, ratio_text, time_text
+from benchmarks.tables import CELL_HEADERS, DETAILS, cell_rows, markdown, mebibytes, quantities, ratio_text, time_text
 from benchmarks.timing import add_rounds, all_rounds, rounds_within, timed
 
 LENGTHS, VOCABULARIES = (1024, 2048, 4096, 8192), (1000, 50_257, 150_000)
@@ -107,13 +107,22 @@ def run(cell: Cell, plan: Plan, tell: Tell) -> dict[str, Any]:
 
 
 def table(records: Sequence[dict[str, Any]]) -> str:
+    """Return a line a quantity, ours beside torch's, then a line a method."""
+
     def rows(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         for row in result["rows"]:
             error = "" if row["error"] is None else f"{row['error']:.1e}"
             yield row["quantity"], row["name"], time_text(row), ratio_text(row), mebibytes(row["bytes"]), error
 
-    headers = ["quantity", "method", "time (s)", "of hessiankit's", "peak (MiB)", "error"]
-    return markdown([*CELL_HEADERS, *headers], cell_rows(records, rows, 5))
+    def pairs(_: dict[str, Any], result: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+        for quantity in quantities(result):
+            ours, torchs = [row for row in result["rows"] if row["quantity"] == quantity]
+            yield str(quantity), time_text(ours), ratio_text(torchs), mebibytes(ours["bytes"]), mebibytes(torchs["bytes"])
+
+    brief = [*CELL_HEADERS, "quantity", "hessiankit (s)", "torch / hessiankit", "peak (MiB)", "torch's"]
+    headers = [*CELL_HEADERS, "quantity", "method", "time (s)", "of hessiankit's", "peak (MiB)", "error"]
+    first, every = cell_rows(records, pairs, 4), cell_rows(records, rows, 5)
+    return f"{markdown(brief, first)}\n\n{DETAILS}\n\n{markdown(headers, every)}"
 
 
 BENCHMARK = Benchmark(

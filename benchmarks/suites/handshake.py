@@ -11,7 +11,7 @@ from benchmarks.charts import methods
 from benchmarks.plan import Benchmark, Cell, Plan, Tell
 from benchmarks.problems import Case, parameters_of
 from benchmarks.suites.common import case_of
-from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, ratio_text, time_text
+from benchmarks.tables import CELL_HEADERS, cell_rows, in_brief, ratio_text, time_text
 from benchmarks.timing import all_rounds, rounds_within, spread, timed
 from hessiankit import check, hessian, hessian_operator
 
@@ -61,7 +61,7 @@ def table(records: list[dict[str, Any]]) -> str:
             yield row["name"], time_text(row), ratio_text(row), share
 
     headers = [*CELL_HEADERS, "what", "time", "of one gradient", "share of the handshake"]
-    return markdown(headers, cell_rows(records, rows, 3), text=5)
+    return in_brief(headers, cell_rows(records, rows, 3), lambda row: bool(row[-1]), text=5)
 
 
 BENCHMARK = Benchmark(

@@ -29,7 +29,7 @@ from benchmarks.problems import DTYPES, Case
 from benchmarks.real_sizes import HUGGING_FACE, make, read
 from benchmarks.residence import Memory, at_most
 from benchmarks.suites.common import dense
-from benchmarks.tables import CELL_HEADERS, cell_text, markdown, mebibytes, short, with_range
+from benchmarks.tables import CELL_HEADERS, DETAILS, cell_text, markdown, mebibytes, short, with_range
 from benchmarks.timing import all_rounds, finite, rounds_within, several, spread, timed
 from hessiankit import bounds, frobenius_norms, hessian_operator
 from hessiankit.support.errors import HessiankitError, InputError
@@ -325,11 +325,28 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             eigenvalues.append([*names, f"{top['value']:.6g}", f"{top['residual']:.1e}", *cost])
     head = (*CELL_HEADERS, "method")
     memory = ("set-up (MiB)", "product (MiB)")
-    parts = [("", (*head, "set-up", "product", *memory, "gradient (s)", "error"), products)]
+    of_products = (*head, "set-up", "product", *memory, "gradient (s)", "error")
+    parts = []
     top_head = (*head, "value", "residual", "products", "time (s)", "peak (MiB)")
     parts += [("The eigenvalue of largest magnitude:\n\n", top_head, eigenvalues)]
     parts += [("Everyday sizes:\n\n", (*head, "time (s)", "in gradients", "peak (MiB)", "gradient (s)", "error"), everyday)]
-    return "\n\n".join(title + markdown(headers, rows) for title, headers, rows in parts if rows)
+    others = [title + markdown(headers, rows) for title, headers, rows in parts if rows]
+    if not products:
+        return "\n\n".join(others)
+    return "\n\n".join([_beside_double(products), *others, DETAILS, markdown(of_products, products)])
+
+
+def _beside_double(products: Sequence[Sequence[str]]) -> str:
+    """Return a line a problem: the operator's set-up, product and memory, and a double backward's."""
+    names = len(CELL_HEADERS)
+    numbers = {(*row[: names + 1],): row[names + 1 :] for row in products}
+    rows = []
+    for row in products:
+        if row[names] == "hessian_operator":
+            double = numbers.get((*row[:names], "double"), [""] * 4)
+            rows.append([*row[:names], *row[names + 1 : names + 5], double[1] or double[0], double[3]])
+    memory = ("set-up (MiB)", "product (MiB)")
+    return markdown((*CELL_HEADERS, "set-up", "product", *memory, "double backward", "its product (MiB)"), rows)
 
 
 def plot(records: Sequence[dict[str, Any]]) -> Any:
