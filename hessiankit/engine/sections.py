@@ -178,19 +178,19 @@ def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> l
             cuts.append(n)
     if cut is None:
         cuts = _that_pay(paths, cuts, where, alone=alone)
-    found, end = list[Section](), len(paths.steps) - 1
+    unplanned, end = list[Section](), len(paths.steps) - 1
     for n in [*(reversed(cuts) if cut is not False else ()), -1]:
         entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
         places = [place for place in paths.places if n < where[place.at] <= end]
-        found.append(Section(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
+        unplanned.append(Section(paths.steps[n + 1 : end + 1], places, entry, paths.steps[end].output))
         end = n
-    return _planned(paths, found, alone=alone)
+    return _planned(paths, unplanned, alone=alone)
 
 
-def _planned(paths: Paths, found: Sequence[Section], *, alone: bool) -> list[Section]:
+def _planned(paths: Paths, unplanned: Sequence[Section], *, alone: bool) -> list[Section]:
     """Return sections, the last first, with what follows each and the sweeps of their places."""
     planned, columns, level = list[Section](), dict[tuple[str, int], int](), 0
-    for section in found:
+    for section in unplanned:
         columns |= {key(u): u.size for place in section.places for u in place.jacobians}
         begin = [] if section.entry is None else [section.entry.at]
         own = [] if alone and begin else [place.at for place in section.places]
