@@ -141,11 +141,11 @@ class Binary(Primitive):
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         slopes = self._slopes(inputs)
         a, b = self._aligned(inputs, tangents)
-        found: list[Tensor | None] = []
+        covectors: list[Tensor | None] = []
         for x, pairs in zip(inputs, (((slopes.aa, a), (slopes.ab, b)), ((slopes.ab, a), (slopes.bb, b))), strict=True):
             terms = [adjoint * second * t for second, t in pairs if second is not None and t is not None]
-            found.append(unbroadcast(sum(terms[1:], start=terms[0]), x.shape) if terms else None)
-        return tuple(found)
+            covectors.append(unbroadcast(sum(terms[1:], start=terms[0]), x.shape) if terms else None)
+        return tuple(covectors)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         return same_rows(inputs, axes, moving)

@@ -48,8 +48,8 @@ class TokenEmbeddingAt(OperationAt):
     def __post_init__(self) -> None:
         entries = self.tokens if isinstance(self.tokens, Tensor) else torch.as_tensor(self.tokens, device="cpu")
         if self.E.ndim != 2 or entries.ndim != 1 or entries.is_floating_point():
-            found = f"{str(entries.dtype).removeprefix('torch.')} tokens of shape {shape_of(entries)}, E {shape_of(self.E)}"
-            raise ValueError(f"TokenEmbeddingAt: expected integer tokens (L,) and E (V, d), got {found}")
+            seen = f"{str(entries.dtype).removeprefix('torch.')} tokens of shape {shape_of(entries)}, E {shape_of(self.E)}"
+            raise ValueError(f"TokenEmbeddingAt: expected integer tokens (L,) and E (V, d), got {seen}")
         _ = self.P
 
     @property

@@ -189,8 +189,8 @@ class LinearisedAttention(Linearised):
             out[2] = None  # the logits do not move
         for part in _parts(count, self.A):
             given = None if bars is None else bars[part]
-            found = self._pull(given, *(None if t is None else t[part] for t in moved))
-            self._store(out, part, found)
+            covectors = self._pull(given, *(None if t is None else t[part] for t in moved))
+            self._store(out, part, covectors)
         return tuple(out)
 
     def _pull(
@@ -222,9 +222,9 @@ class LinearisedAttention(Linearised):
         arranged = [None if t is None else self._arrange(t) for t in tangents]
         return arranged + [None] * (4 - len(arranged))
 
-    def _store(self, out: Sequence[Tensor | None], part: slice, found: Sequence[Tensor | None]) -> None:
+    def _store(self, out: Sequence[Tensor | None], part: slice, covectors: Sequence[Tensor | None]) -> None:
         """Write covectors, summed over what was broadcast, in their inputs' shapes."""
-        for into, covector, x in zip(out, found, self.inputs, strict=False):
+        for into, covector, x in zip(out, covectors, self.inputs, strict=False):
             if into is not None and covector is not None:
                 arranged = self._arrange(x.unsqueeze(0)).shape[1:]
                 summed = unbroadcast(covector, arranged)
@@ -312,11 +312,11 @@ class AttentionInStrips(Linearised):
             for x, w in zip((heads.Q, heads.K, heads.V), self.wanted[:3], strict=True)
         ]
         heads.pull(self.W, None if bar is None else self._heads(bar), moved, [*sums, pushed])
-        found = [
+        covectors = [
             None if x is None else unbroadcast(x.unflatten(1, self.lead or (1,)), shape).reshape(-1, *like.shape)
             for x, shape, like in zip(sums, self.arranged, self.inputs, strict=False)
         ]
-        return (*found, *(None,) * (len(self.inputs) - 3))
+        return (*covectors, *(None,) * (len(self.inputs) - 3))
 
     def _heads(self, t: Tensor) -> Tensor:
         """Return tangents of an input as (S, heads, rows, columns), repeated where heads share it."""

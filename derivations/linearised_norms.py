@@ -96,8 +96,8 @@ class LinearisedNorm(Linearised):
         """Return the covectors of X, gamma and beta."""
         u = None if bar is None else bar.reshape(len(bar), *self.x.shape)
         t, t_gamma, _ = (None, None, None) if tangents is None else self._read(tangents)
-        found = (*self._to_rows_and_gain(u, t, t_gamma), u.sum(1) if u is not None and self.moves_shift else None)
-        shaped = zip(self.inputs, found, strict=False)
+        covectors = (*self._to_rows_and_gain(u, t, t_gamma), u.sum(1) if u is not None and self.moves_shift else None)
+        shaped = zip(self.inputs, covectors, strict=False)
         return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
 
     def jacobian_rows(self) -> Tensor:

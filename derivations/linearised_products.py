@@ -83,8 +83,8 @@ class SharedProduct(Linearised):
                 if left is not None and right is not None:
                     into_B.add_product(*((right.mT, left) if self.transposed else (left.mT, right)))
             to_B = None if sums[1] is not None else into_B.memory
-        found = into((sums[0], None, *sums[2:]), (to_A, None, to_c)[: len(self.inputs)])
-        return (found[0], to_B, *found[2:])
+        covectors = into((sums[0], None, *sums[2:]), (to_A, None, to_c)[: len(self.inputs)])
+        return (covectors[0], to_B, *covectors[2:])
 
     @property
     def _w(self) -> Tensor:
@@ -129,8 +129,8 @@ class BatchedProduct(Linearised):
                 to_B = self._add_to_B(to_B, a, w)
         if to_B is not None and self._by_columns:
             to_B = to_B.mT
-        found = zip((to_A, to_B), self.inputs, strict=True)
-        return tuple(None if covector is None else covector.unflatten(0, (count, *x.shape[:-2])) for covector, x in found)
+        covectors = zip((to_A, to_B), self.inputs, strict=True)
+        return tuple(None if covector is None else covector.unflatten(0, (count, *x.shape[:-2])) for covector, x in covectors)
 
     @cached_property
     def _B(self) -> Tensor:

@@ -114,9 +114,9 @@ class OperationAt(ABC):
             ValueError: if there is no such argument.
         """
         expect_names(self, "hessian", name_i, name_j)
-        found = self._hessian(name_i, name_j)
-        if found is not None:
-            return found
+        block = self._hessian(name_i, name_j)
+        if block is not None:
+            return block
         shapes = self.arguments
         return Zero(size(shape_of(self.value)) * size(shapes[name_i]), size(shapes[name_j]))
 
@@ -135,13 +135,13 @@ def union_of_arguments(owner: str, *operations: Operation) -> dict[str, Shape]:
     Raises:
         ValueError: if one name occurs with two shapes.
     """
-    found: dict[str, Shape] = {}
+    arguments: dict[str, Shape] = {}
     for operation in operations:
         for name, shape in operation.arguments.items():
-            if found.setdefault(name, tuple(shape)) != tuple(shape):
-                shapes = f"{found[name]} and {tuple(shape)}"
+            if arguments.setdefault(name, tuple(shape)) != tuple(shape):
+                shapes = f"{arguments[name]} and {tuple(shape)}"
                 raise ValueError(f"{owner}: argument {name!r} occurs with shapes {shapes}. Rename one of the two.")
-    return found
+    return arguments
 
 
 @dataclass(frozen=True, eq=False)

@@ -373,10 +373,10 @@ def total(owner: object, *terms: Tensor | None) -> Tensor:
     Raises:
         ValueError: if every term is None.
     """
-    found = [t for t in terms if t is not None]
-    if not found:
+    present = [t for t in terms if t is not None]
+    if not present:
         raise ValueError(f"{type(owner).__name__}.jvp: every tangent is None; at least one input must move")
-    return sum(found[1:], start=found[0])
+    return sum(present[1:], start=present[0])
 
 
 def plus(a: Tensor | None, b: Tensor | None) -> Tensor | None:

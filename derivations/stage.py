@@ -169,18 +169,18 @@ class Stage:
     @property
     def before(self) -> list[Stage]:
         """This stage and all before it, the nearest last, each once."""
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for stage in self.reads.values():
-            found += [s for s in stage.before if s not in found]
-        return [*found, self]
+            stages += [s for s in stage.before if s not in stages]
+        return [*stages, self]
 
     @property
     def story(self) -> list[Stage]:
         """This stage and all that it is made of, in the order of the computation, each once."""
-        found: list[Stage] = []
+        stages: list[Stage] = []
         for stage in (*self.reads.values(), *self.inside):
-            found += [s for s in stage.story if s not in found]
-        return [*found, self]
+            stages += [s for s in stage.story if s not in stages]
+        return [*stages, self]
 
     @property
     def equation(self) -> str:
@@ -257,24 +257,24 @@ class _Named:
     def jacobian(self, name: str) -> Matrix:
         if name not in self._made:
             stage = self.stage
-            found = self._operation.jacobian(name)
+            J = self._operation.jacobian(name)
             if name in stage.reads:
                 symbol = stage.reads[name].symbol
                 reason = f"first derivative of ${stage.spoken}$ in ${symbol}$: {_closed_form(stage)}"
-                found = named(found, stage._called.slope(symbol), reason)
-            self._made[name] = found
+                J = named(J, stage._called.slope(symbol), reason)
+            self._made[name] = J
         return self._made[name]
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         key = name_i + "," + name_j
         if key not in self._made:
             stage = self.stage
-            found = self._operation.hessian(name_i, name_j)
+            H = self._operation.hessian(name_i, name_j)
             if name_i in stage.reads or name_j in stage.reads:
                 i, j = (stage.reads[n].symbol if n in stage.reads else stage.index(n) for n in (name_i, name_j))
                 reason = f"second derivative of ${stage.spoken}$ in ${i}$ and ${j}$: {_closed_form(stage)}"
-                found = named(found, stage._called.curvature(i, j), reason)
-            self._made[key] = found
+                H = named(H, stage._called.curvature(i, j), reason)
+            self._made[key] = H
         return self._made[key]
 
 
@@ -298,18 +298,18 @@ class _Accumulated:
         return name if name == self.cut.symbol else self.stage.index(name)
 
     def jacobian(self, name: str) -> Matrix:
-        found, i = self.whole.jacobian(name), self._index(name)
+        J, i = self.whole.jacobian(name), self._index(name)
         symbol = f"J_{{{self.stage.symbol} {i}}}" if name == self.cut.symbol else self.stage._called.first(i)
-        return named(found, symbol, f"first derivative of ${self.stage.symbol}$ in ${name}$: {self._rule()}")
+        return named(J, symbol, f"first derivative of ${self.stage.symbol}$ in ${name}$: {self._rule()}")
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
-        found, i, j = self.whole.hessian(name_i, name_j), self._index(name_i), self._index(name_j)
+        H, i, j = self.whole.hessian(name_i, name_j), self._index(name_i), self._index(name_j)
         if self.cut.symbol in (name_i, name_j):
             symbol = f"H_{{{self.stage.symbol},{i} {j}}}"
         else:
             symbol = self.stage._called.second(i, j)
         reason = f"second derivative of ${self.stage.symbol}$ in ${name_i}$ and ${name_j}$: {self._rule(' to second order')}"
-        return named(found, symbol, reason)
+        return named(H, symbol, reason)
 
     def _rule(self, order: str = "") -> str:
         inner = [s for s in self.stage.reads.values() if s.depends_on(self.cut)]

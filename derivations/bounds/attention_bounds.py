@@ -195,11 +195,11 @@ class ResidualNorms:
 def jacobian_norms(norms: AttentionNorms) -> dict[str, float]:
     """Return the bounds g on ||dF/dW||_2 for every weight, by name (``attention_a_priori``)."""
     s, c, mean = 1 / math.sqrt(norms.d_K), _covariance(norms), math.sqrt(norms.length) * norms.row
-    found = []
+    bounds = []
     for q, k, v, o in zip(norms.q, norms.k, norms.v, norms.o or (1.0,) * norms.heads, strict=True):
         logits = s * norms.x * c * v * o
-        found += [logits * k, logits * q, mean * o] + ([] if norms.o is None else [mean * v])
-    return dict(zip(norms.names, found, strict=True))
+        bounds += [logits * k, logits * q, mean * o] + ([] if norms.o is None else [mean * v])
+    return dict(zip(norms.names, bounds, strict=True))
 
 
 def functional_norms(norms: AttentionNorms, residual: ResidualNorms) -> Tensor:

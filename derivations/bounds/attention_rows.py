@@ -71,14 +71,14 @@ class AttentionRows(AttentionAt):
         CW = self.c * self.covariances @ self.W
         L = self.X.shape[0]
         out = _identity(self.W) if self.W_O is None else self.W_O
-        found = {
+        factors = {
             "W_Q": (self.X, self.W_K.mT @ CW),
             "W_K": (self.X @ self.W_Q, CW),
             "W_V": (self.means, out.expand(L, *out.shape)),
         }
         if self.W_O is not None:
-            found["W_O"] = (self.means @ self.W_V, _identity(self.W).expand(L, -1, -1))
-        return found
+            factors["W_O"] = (self.means @ self.W_V, _identity(self.W).expand(L, -1, -1))
+        return factors
 
     def pairs(self, K: Tensor, r: Tensor) -> Pairs:
         r"""Return bounds on the blocks of sum_i dF_i^T K_i dF_i + <r, d2F>, exact where ``pair_norm`` is.
@@ -92,7 +92,7 @@ class AttentionRows(AttentionAt):
             r: L x d_out, a row-wise gradient there.
         """
         X, y = self.X, self.X @ self.W_Q
-        L, found = X.shape[0], Pairs()
+        L, pairs = X.shape[0], Pairs()
         M = self.c**2 * self.third_cumulants(r)
         cumulants = {("W_Q", "W_Q"): self.W_K.mT @ M @ self.W_K, ("W_K", "W_K"): M, ("W_Q", "W_K"): self.W_K.mT @ M}
         back = r if self.W_O is None else r @ self.W_O.mT
@@ -110,10 +110,10 @@ class AttentionRows(AttentionAt):
                 middle = N @ K @ P.mT
                 middle = middle + cumulants[a, b] if (a, b) in cumulants else middle
                 if a == b:
-                    found.ends[a] = row_sum_ends(u, middle)
+                    pairs.ends[a] = row_sum_ends(u, middle)
                 else:
-                    found.norms[a, b] = pair_norm(u, (middle, v), products[a, b])
-        return found
+                    pairs.norms[a, b] = pair_norm(u, (middle, v), products[a, b])
+        return pairs
 
 
 def split_heads(
@@ -134,14 +134,14 @@ def joint_pairs(heads: Sequence[AttentionRows], K: Tensor, r: Tensor) -> Pairs:
     """Return the blocks of several heads, numbered: "W_Q.1"."""
     if len(heads) == 1:
         return heads[0].pairs(K, r)
-    found = Pairs()
+    pairs = Pairs()
     for h, one in enumerate(heads):
-        found.update(one.pairs(K, r), f".{h}")
+        pairs.update(one.pairs(K, r), f".{h}")
         for other in range(h + 1, len(heads)):  # two heads meet in K alone
             for a, (u, N) in one.factors.items():
                 for b, (v, P) in heads[other].factors.items():
-                    found.norms[f"{a}.{h}", f"{b}.{other}"] = row_sum_norm(u, N @ K @ P.mT, v)
-    return found
+                    pairs.norms[f"{a}.{h}", f"{b}.{other}"] = row_sum_norm(u, N @ K @ P.mT, v)
+    return pairs
 
 
 def joint_factors(heads: Sequence[AttentionRows]) -> dict[str, tuple[Tensor, Tensor]]:

@@ -64,7 +64,7 @@ def attention_structured(
     residual = out - t
     identity = torch.eye(out.shape[1], dtype=out.dtype, device=out.device).expand(out.shape[0], -1, -1)
     names = tuple(joint_factors(rows))
-    found = joint_pairs(rows, identity, residual).bounds(names, factor)
+    bounds = joint_pairs(rows, identity, residual).bounds(names, factor)
     gauss_newton = factor * output_jacobian_norm(rows) ** 2
     left = joint_pairs(rows, 0 * identity, residual).bounds(names, factor).whole
     parts = {
@@ -73,7 +73,7 @@ def attention_structured(
         "gauss_newton": gauss_newton,
         "functional": left,
     }
-    return BlockNorms(names, found.matrix, parts, min(found.spectral, gauss_newton + left))
+    return BlockNorms(names, bounds.matrix, parts, min(bounds.spectral, gauss_newton + left))
 
 
 def output_jacobian_norm(rows: list[AttentionRows]) -> float:
@@ -91,7 +91,7 @@ def as_mask(mask: Array) -> Tensor:
     Raises:
         ValueError: if it is not boolean.
     """
-    found = mask if isinstance(mask, Tensor) else torch.as_tensor(mask, device="cpu")
-    if found.dtype != torch.bool:
-        raise ValueError(f"attention: the bounds take a boolean mask, True where a token may look; got {found.dtype}")
-    return found
+    tensor = mask if isinstance(mask, Tensor) else torch.as_tensor(mask, device="cpu")
+    if tensor.dtype != torch.bool:
+        raise ValueError(f"attention: the bounds take a boolean mask, True where a token may look; got {tensor.dtype}")
+    return tensor

@@ -113,9 +113,9 @@ def post_block_structured(
     last = NormRows(S, dense(gamma_2), dense(beta_2), eps, norm)
     rows = _rows(first, last, hidden, sigma_1, torch.zeros_like(a) if sigma_2 is None else sigma_2, w1, w2, t)
 
-    found = joint_pairs(attention, rows.hessian, rows.gradient)
-    _add_feedforward(found, rows, w1, w2)
-    _add_mixed(found, attention, rows, w1, w2)
+    pairs = joint_pairs(attention, rows.hessian, rows.gradient)
+    _add_feedforward(pairs, rows, w1, w2)
+    _add_mixed(pairs, attention, rows, w1, w2)
     names = (*joint_factors(attention), "W_1", "W_2")
     parts = {
         "sigma_1": float(first.s.min()),
@@ -124,7 +124,7 @@ def post_block_structured(
         "hessian_S": max(spectral_norm(K) for K in rows.hessian_S),
         "hessian_attention": max(spectral_norm(K) for K in rows.hessian),
     }
-    return found.bounds(names, 2 / x.numel(), parts)
+    return pairs.bounds(names, 2 / x.numel(), parts)
 
 
 def _rows(
@@ -140,21 +140,21 @@ def _rows(
     return _Rows(norm.value, hidden, first, second, gradient_S, K, through, into, norm.pull(gradient_Y), at_input)
 
 
-def _add_feedforward(found: Pairs, rows: _Rows, w1: Tensor, w2: Tensor) -> None:
+def _add_feedforward(pairs: Pairs, rows: _Rows, w1: Tensor, w2: Tensor) -> None:
     reach = rows.first.unsqueeze(2) * w2  # L x d_ff x d: d(Y W_1)_i times it is dS_i
-    found.ends["W_1"] = row_sum_ends(rows.Y, reach @ rows.hessian_S @ reach.mT + torch.diag_embed(rows.second))
-    found.ends["W_2"] = row_sum_ends(rows.hidden, rows.hessian_S)
+    pairs.ends["W_1"] = row_sum_ends(rows.Y, reach @ rows.hessian_S @ reach.mT + torch.diag_embed(rows.second))
+    pairs.ends["W_2"] = row_sum_ends(rows.hidden, rows.hessian_S)
     straight, crossed = (reach @ rows.hessian_S, rows.hidden), (torch.diag_embed(rows.first), rows.gradient_S)
-    found.norms["W_1", "W_2"] = pair_norm(rows.Y, straight, crossed)
+    pairs.norms["W_1", "W_2"] = pair_norm(rows.Y, straight, crossed)
 
 
-def _add_mixed(found: Pairs, attention: list[AttentionRows], rows: _Rows, w1: Tensor, w2: Tensor) -> None:
+def _add_mixed(pairs: Pairs, attention: list[AttentionRows], rows: _Rows, w1: Tensor, w2: Tensor) -> None:
     reach = rows.first.unsqueeze(2) * w2
     at_W1 = rows.through @ rows.hessian_S @ reach.mT + w1 * rows.second.unsqueeze(1)
     units = rows.first * (rows.gradient_S @ w2.mT)  # the gradient at Y W_1
     at_W2 = rows.through @ rows.hessian_S
     for name, (u, N) in joint_factors(attention).items():
         to_Y = N @ rows.into
-        found.norms[name, "W_1"] = pair_norm(u, (to_Y @ at_W1, rows.Y), (to_Y, units))
+        pairs.norms[name, "W_1"] = pair_norm(u, (to_Y @ at_W1, rows.Y), (to_Y, units))
         to_hidden = to_Y @ (w1 * rows.first.unsqueeze(1))
-        found.norms[name, "W_2"] = pair_norm(u, (to_Y @ at_W2, rows.hidden), (to_hidden, rows.gradient_S))
+        pairs.norms[name, "W_2"] = pair_norm(u, (to_Y @ at_W2, rows.hidden), (to_hidden, rows.gradient_S))

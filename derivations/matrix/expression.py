@@ -53,7 +53,7 @@ class Matrix(ABC):
 
     def like(self) -> Array | None:
         """Return an array that tells this expression's arithmetic, or None if it is pure structure."""
-        return next((found for child in self.children() if (found := child.like()) is not None), None)
+        return next((own for child in self.children() if (own := child.like()) is not None), None)
 
     def dense(self, like: Array | None = None) -> Array:
         """Return the matrix written out, in the arithmetic of its leaves (else of ``like``; else float64)."""

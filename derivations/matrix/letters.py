@@ -60,7 +60,7 @@ def in_letters(symbol: str) -> str:
     names = _LETTERS.get()
     if not names:
         return symbol
-    return names.get(symbol) or _LETTER.sub(lambda found: _renamed(found[0], names), symbol)
+    return names.get(symbol) or _LETTER.sub(lambda match: _renamed(match[0], names), symbol)
 
 
 def _renamed(letter: str, names: Mapping[str, str]) -> str:

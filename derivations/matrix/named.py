@@ -64,17 +64,17 @@ def definitions(matrix: Matrix) -> list[Named]:
     Raises:
         ValueError: if one name has two definitions.
     """
-    found: dict[str, Named] = {}
+    seen: dict[str, Named] = {}
     ahead = [matrix]
     while ahead:
         for named in _named(ahead.pop(0)):
-            known = found.get(named.symbol)
+            known = seen.get(named.symbol)
             if known is None:
-                found[named.symbol] = named
+                seen[named.symbol] = named
                 ahead.append(named.matrix)
             elif known.matrix is not named.matrix and known.matrix.latex() != named.matrix.latex():
                 raise ValueError(f"definitions: {named.symbol} stands for {known.matrix!r} and for {named.matrix!r}")
-    return list(found.values())
+    return list(seen.values())
 
 
 def _named(matrix: Matrix) -> Iterator[Named]:

@@ -119,8 +119,8 @@ def bound(name: str, **options: Any) -> Callable[[Callable[[LossAt], Norms]], Ca
 @bound("certified", of_matrix=True)
 def from_matrix(at: LossAt) -> Norms:
     """From the float64 matrix, with an outward error for rounding."""
-    found = at.certificate
-    return found.whole.upper, {pair: interval.upper for pair, interval in found.pairs.items()}
+    certificate = at.certificate
+    return certificate.whole.upper, {pair: interval.upper for pair, interval in certificate.pairs.items()}
 
 
 @bound("structured")

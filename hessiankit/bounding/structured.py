@@ -73,18 +73,18 @@ def sites(task: Task) -> list[SiteRoots]:
     steps = _steps(traced)
     tail = _tail(traced, steps)
     tangents = _tangents(traced, task)
-    found: list[SiteRoots] = []
+    roots: list[SiteRoots] = []
     for k, (a, ids, adjoint) in enumerate(steps):
         if k == len(steps) - len(tail):
-            found.append(_tail_site(traced, tail, tangents))
+            roots.append(_tail_site(traced, tail, tangents))
             break
         entering = [None if at is None else tangents[at] for at in ids]
         if not a.primitive.is_linear:
             site = _site(traced, a, entering, adjoint)
             if site is not None:
-                found.append(site)
+                roots.append(site)
         tangents[a.output] = a.primitive.jvp(traced.gather(a), entering)  # type: ignore[arg-type]
-    return found
+    return roots
 
 
 Step = tuple[Application, tuple[int | None, ...], Tensor]
@@ -142,10 +142,10 @@ def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoi
         if axes is not None:  # the most leading axes whose rows the second derivative keeps apart
             row, width = x.shape[axes:], x.shape[axes:].numel()
             units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
-            found = curved({k: units})[k]
-            if found is None:
+            bent = curved({k: units})[k]
+            if bent is None:
                 return None
-            K = found.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
+            K = bent.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
             return _from_matrix(name, K, tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0))  # J: rows, width, P
     together = dict(zip(moving, _units(name, [inputs[k] for k in moving]), strict=True))
     found_of, total = curved(together), len(next(iter(together.values())))
@@ -288,14 +288,14 @@ def structured(task: Task) -> Structured:
     """
     if task.dtype != torch.float64:
         raise InputError(f"structured: the parameters are {task.dtype}, and rounding is allowed for as in float64; convert them")
-    found, slices = sites(task), task.slices
-    plus, minus = (found[0].plus.new_zeros(task.size, task.size) for _ in range(2))
+    roots, slices = sites(task), task.slices
+    plus, minus = (roots[0].plus.new_zeros(task.size, task.size) for _ in range(2))
     own: dict[str, tuple[float, float]] = {}
     smaller: dict[tuple[str, str], float] = {}
     pairs = list(combinations_with_replacement(slices, 2))
     for i, j in sorted(pairs, key=lambda pair: pair[0] != pair[1]):  # the signs of a block need those of two diagonal ones
         rows, columns = slices[i], slices[j]
-        shares = [_share(site, rows, columns) for site in found if site.reads[rows].any() and site.reads[columns].any()]
+        shares = [_share(site, rows, columns) for site in roots if site.reads[rows].any() and site.reads[columns].any()]
         for k, half in enumerate((plus, minus)):
             for share in shares:
                 half[rows, columns] += share[k]
@@ -308,11 +308,11 @@ def structured(task: Task) -> Structured:
     by_sign = max(largest_eigenvalue(plus), largest_eigenvalue(minus))
     bounds: dict[tuple[str, str], float] = {}
     for i, j in pairs:
-        bounds[i, j] = bounds[j, i] = smaller[i, j] * SLACK + _rounding(found, by_sign, slices[i], slices[j])
+        bounds[i, j] = bounds[j, i] = smaller[i, j] * SLACK + _rounding(roots, by_sign, slices[i], slices[j])
     table = torch.tensor([[bounds[i, j] for j in slices] for i in slices], dtype=torch.float64, device="cpu")
-    rounding = _rounding(found, by_sign, slice(None), slice(None))
+    rounding = _rounding(roots, by_sign, slice(None), slice(None))
     whole = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
-    return Structured(whole, bounds, tuple(site.name for site in found))
+    return Structured(whole, bounds, tuple(site.name for site in roots))
 
 
 def _share(site: SiteRoots, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
@@ -330,5 +330,5 @@ def _sum_of_norms(shares: list[tuple[Tensor, Tensor]], enough: float) -> float:
     return total
 
 
-def _rounding(found: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:
-    return ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in found)
+def _rounding(roots: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:
+    return ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in roots)

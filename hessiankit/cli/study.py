@@ -123,7 +123,7 @@ def run_study(
         say("", block_table({loss: (reports[loss, STAGES[0]], reports[loss, STAGES[1]]) for loss in LOSS_NAMES}).top(SHOWN))
     say("", summary(reports, seconds))
     pictures = {loss: out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
-    found = {
+    content = {
         "passed": passed,
         "options": {**sizes, "seed": seed, "dtype": dtype, "device": device, "out": str(out)},
         "environment": environment(),
@@ -132,7 +132,7 @@ def run_study(
         "reports": [{"loss": loss, "stage": stage, **one.to_dict()} for (loss, stage), one in reports.items()],
         "pictures": [path.name for path in pictures.values()],
     }
-    write_json("study", target, found)  # before the pictures, which take more room
+    write_json("study", target, content)  # before the pictures, which take more room
     for loss, path in pictures.items():
         before, after = (reports[loss, stage].hessian for stage in STAGES)
         title = f"Hessian of the {LOSS_NAMES[loss]}"
@@ -140,7 +140,7 @@ def run_study(
     say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {both.caption}")
     if not every:
         say(f"every row: --table; every number: {target}, or --json")
-    return found
+    return content
 
 
 def digits() -> tuple[Tensor, Tensor]:

@@ -157,11 +157,11 @@ def held_out(name: str, seed: int = 0) -> bool:
 
 def _files(folder: Path, suffix: str, excluded: tuple[str, ...], skipped: str) -> list[str]:
     """Return the names of the files below a folder, without folders of some names and files of some beginning, sorted."""
-    found: list[Path] = []
+    paths: list[Path] = []
     for root, folders, names in os.walk(folder):  # os.walk enters the folders that are left in its list
         folders[:] = [f for f in folders if not any(fnmatch(f, pattern) for pattern in (*excluded, ".*"))]
-        found += [Path(root, name) for name in names if name.endswith(suffix) and not name.startswith(skipped)]
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+        paths += [Path(root, name) for name in names if name.endswith(suffix) and not name.startswith(skipped)]
+    return sorted(path.relative_to(folder).as_posix() for path in paths)
 
 
 def _read(path: Path) -> bytes:

@@ -332,7 +332,7 @@ def hessian(
     )
     evaluation = Evaluation(tasks, factors, batch_size, progress)
     shapes = tasks[0].shapes
-    found = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
+    result = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
     if not lazy:
         if isinstance(out, Tensor):
             _check_tensor(out, tasks[0])
@@ -346,7 +346,7 @@ def hessian(
             raise without_effect("hessian", shapes)
         evaluation.seconds = time.perf_counter() - start
     evaluation.seal()
-    return found
+    return result
 
 
 def _check_tensor(out: Tensor, task: Task) -> None:

@@ -201,12 +201,12 @@ def hessian_diagonal(
         reduction=reduction,
         handshake=handshake,
     )
-    found = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
+    sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
-            found.run(gauss_newton=kind != "hessian")
-            cost = found.cost
+            sums.run(gauss_newton=kind != "hessian")
+            cost = sums.cost
     except TooCostly as refused:
         cost = refused.products
         if method == "exact":
@@ -215,8 +215,8 @@ def hessian_diagonal(
                 f"with the Hessian, more than max_products={max_products:,}; pass method='auto' for an estimate with intervals, "
                 "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
             ) from None
-    flat, value, fallbacks = found.entries, found.loss, tuple(dict.fromkeys(found.fallbacks))
-    if method == "estimate" or cost > found.most:
+    flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
+    if method == "estimate" or cost > sums.most:
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
         check_effect(tasks, batches)

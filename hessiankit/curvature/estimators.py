@@ -159,10 +159,10 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     size, eps = operator.shape[0], torch.finfo(operator.torch_dtype).eps
 
     def product(vectors: Tensor) -> Tensor:
-        found = (operator @ vectors.to(operator.torch_dtype)).double()
-        if not bool(torch.isfinite(found).all()):
+        products = (operator @ vectors.to(operator.torch_dtype)).double()
+        if not bool(torch.isfinite(products).all()):
             raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
-        return found
+        return products
 
     if size <= max(products, SMALL):
         H = product(torch.eye(size, dtype=torch.float64, device=operator.device))

@@ -194,8 +194,8 @@ class Evaluation:
             names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
         if names:
             self._check_unchanged()
-        found: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
-        return tuple(name for name in names if name not in found)
+        reaching: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
+        return tuple(name for name in names if name not in reaching)
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
         start = time.perf_counter()

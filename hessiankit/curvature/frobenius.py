@@ -66,7 +66,7 @@ class FrobeniusNorms(Printed):
         Raises:
             InputError: There is no such parameter, or the name has an index.
         """
-        found = []
+        names = []
         for name in (name_i, name_j):
             whole, rows = locate("FrobeniusNorms.block", name, self.shapes)
             if rows is not None:
@@ -74,8 +74,8 @@ class FrobeniusNorms(Printed):
                     f"FrobeniusNorms.block: {name!r} is a part of a parameter, but the norms are of whole ones; pass "
                     f"{whole!r}, or take hessian(..., lazy=True).frobenius_norm"
                 )
-            found.append(whole)
-        i, j = found
+            names.append(whole)
+        i, j = names
         return self.blocks[i, j] if (i, j) in self.blocks else self.blocks[j, i]
 
     def rows(self, name: str) -> float:
@@ -192,13 +192,13 @@ def frobenius_norms(
         if not plan.chunks:
             raise without_effect(WHO, shapes)
         total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, progress, outer=kind != "hessian")
-        found: dict[tuple[str, str], float] = {}
+        norms: dict[tuple[str, str], float] = {}
         for n in range(len(plan.panels.parts)):
-            found |= _norms(total.panel(n)[0])  # which goes before the next one comes
+            norms |= _norms(total.panel(n)[0])  # which goes before the next one comes
         value = total.loss()
     if plan.fallbacks:
         check_fallbacks(tasks, factors, kind)
-    blocks = {(i, j): found[i, j] for i in shapes for j in shapes if (i, j) in found}
+    blocks = {(i, j): norms[i, j] for i in shapes for j in shapes if (i, j) in norms}
     return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
 
 
@@ -220,14 +220,14 @@ def _dense(
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
     names = list(first.parameters)
-    found = {(i, j): _norm(matrix.block(i, j)) for n, i in enumerate(names) for j in names[n:]}
-    if (broken := next((pair for pair, norm in found.items() if not math.isfinite(norm)), None)) is not None:
+    norms = {(i, j): _norm(matrix.block(i, j)) for n, i in enumerate(names) for j in names[n:]}
+    if (broken := next((pair for pair, norm in norms.items() if not math.isfinite(norm)), None)) is not None:
         raise not_finite(WHO, *broken, tasks)
-    if not any(found.values()) and not any(reached(task) for task in tasks):
+    if not any(norms.values()) and not any(reached(task) for task in tasks):
         raise without_effect(WHO, names)
     if fallbacks:
         evaluation.check_symmetric(matrix, matrix.mirror(), value, fallbacks)
-    return found, value, fallbacks
+    return norms, value, fallbacks
 
 
 def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:

@@ -92,11 +92,11 @@ class JacobianOperator(TensorOperator):
         with self._at_the_point():
             return self._finite(torch.cat([self._push(part) for part in rows.split(self.block_size)]), rows)
 
-    def _finite(self, found: Tensor, rows: Tensor) -> Tensor:
-        if not bool(torch.isfinite(found).all()) and bool(torch.isfinite(rows).all()):
+    def _finite(self, products: Tensor, rows: Tensor) -> Tensor:
+        if not bool(torch.isfinite(products).all()) and bool(torch.isfinite(rows).all()):
             place = origin_of_any([self._task])
             raise InputError(f"{WHO}: products with the Jacobian are NaN or infinite{place}. {REMEDY}")
-        return found
+        return products
 
     def _push(self, rows: Tensor) -> Tensor:
         tangents: dict[int, Tensor] = {}
@@ -129,9 +129,9 @@ class JacobianOperator(TensorOperator):
             meet(output, bar)
             for at, covector in zip(inputs, point.pull(bar), strict=True):
                 if at is not None and covector is not None:
-                    found = plus(bars.get(at), covector)
-                    assert found is not None
-                    bars[at] = found
+                    total = plus(bars.get(at), covector)
+                    assert total is not None
+                    bars[at] = total
         return bars
 
     def sample_gradients(self, cotangents: Tensor) -> Tensor:
@@ -150,12 +150,12 @@ class JacobianOperator(TensorOperator):
             seen = f"cotangents of shape {tuple(cotangents.shape)}, {cotangents.dtype}"
             raise InputError(f"{WHO}: {seen}; expected {expected[0]}, {expected[1]}, with samples first")
         samples = self.output_shape[0]
-        found = []
+        gradients = []
         for some in torch.arange(samples, device=self.device).split(self.block_size):
             alone = cotangents.new_zeros(len(some), *self.output_shape)
             alone[torch.arange(len(some), device=self.device), some] = cotangents[some]
-            found.append(self.pull(alone.flatten(1)))
-        return torch.cat(found)
+            gradients.append(self.pull(alone.flatten(1)))
+        return torch.cat(gradients)
 
     def _adjoint(self) -> TransposedJacobian:
         return TransposedJacobian(self)

@@ -41,15 +41,15 @@ class SiteJacobian(JacobianOperator):
 
     def at_sites(self, rows: Tensor) -> dict[int, Tensor]:
         """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
-        found: dict[int, Tensor] = {}
+        covectors_of: dict[int, Tensor] = {}
 
         def keep(value: int, bar: Tensor) -> None:
             if value in self.sites:
-                found[value] = bar.reshape(len(bar), -1, bar.shape[-1])
+                covectors_of[value] = bar.reshape(len(bar), -1, bar.shape[-1])
 
         with self._at_the_point():
             self._pulled(rows, keep)
-        return found
+        return covectors_of
 
 
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
@@ -158,8 +158,8 @@ class KroneckerFactors:
             if drawn:
                 task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS)
                 self.is_drawn = True
-            found = self._used_once(J)
-            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, found, counted))
+            used = self._used_once(J)
+            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, used, counted))
         held = self._batches[0].held
         for other in self._batches[1:]:
             held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
@@ -181,7 +181,7 @@ class KroneckerFactors:
         generator = torch.Generator().manual_seed(0)
         u = torch.randn(1, J.shape[0], generator=generator, dtype=torch.float64, device="cpu").to(J.device, J.torch_dtype)
         bars, whole = J.at_sites(u), J.pull(u)[0]
-        found = []
+        used = []
         for at, site in J.sites.items():
             for one in site.jacobians:
                 bias = isinstance(one, GainJacobian) and one.is_ones
@@ -191,8 +191,8 @@ class KroneckerFactors:
                 of_whole = whole[J.slices[one.parameter]]
                 of_whole = of_whole if one.at is None else of_whole[one.at.to(J.device)]
                 if float((own - of_whole).abs().max()) <= torch.finfo(J.torch_dtype).eps ** 0.5 * float(own.abs().max()):
-                    found.append((at, one))
-        return found
+                    used.append((at, one))
+        return used
 
     def _add(self, batch: FactoredBatch) -> None:
         for weight, (_, one) in zip(self.weights, batch.held, strict=True):
@@ -230,14 +230,14 @@ class KroneckerFactors:
 
     def kfac(self) -> list[Structure]:
         """Return A (x) G for every weight, G for every bias."""
-        found: list[Structure] = []
+        structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:
-                found.append(dense_block(self.positions(w), w.gradients))
+                structures.append(dense_block(self.positions(w), w.gradients))
             else:
                 pair = (w.inputs / w.rows, w.gradients)
-                found.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
-        return found
+                structures.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
+        return structures
 
     def ekfac(self) -> list[Structure]:
         """Return (U_A (x) U_G) diag(s) (U_A (x) U_G)^T, s the diagonal of the exact block in that basis (George et al. 2018)."""

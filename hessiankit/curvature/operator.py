@@ -143,10 +143,10 @@ class HessianOperator(SymmetricOperator):
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
-        found = self._blocks(rows)
+        products = self._blocks(rows)
         if self._is_untested and len(rows):
-            self._test_symmetry(rows, found)
-        return found
+            self._test_symmetry(rows, products)
+        return products
 
     @full_precision()
     def _blocks(self, rows: Tensor) -> Tensor:
@@ -172,8 +172,8 @@ class HessianOperator(SymmetricOperator):
         """
         if not _is_parameters(b):
             return super().solve(b, **options)
-        found = super().solve(self._flat(b), **options)
-        return replace(found, x=self._like(b, found.x))
+        solution = super().solve(self._flat(b), **options)
+        return replace(solution, x=self._like(b, solution.x))
 
     def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
         """Return tensors in the shapes of the parameters as one vector (P,).
@@ -257,17 +257,17 @@ class HessianOperator(SymmetricOperator):
         return self._approximations[name]
 
     def _diagonal(self, tasks: list[Task], *, gauss_newton: bool) -> Tensor:
-        found = DiagonalSum(WHO, tasks, self._weights, None, None, MOST)
+        sums = DiagonalSum(WHO, tasks, self._weights, None, None, MOST)
         try:
-            found.run(gauss_newton=gauss_newton)
+            sums.run(gauss_newton=gauss_newton)
         except TooCostly as error:
             raise InputError(
                 f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; pass "
                 "the result of hessian_diagonal(..., method='auto') as preconditioner, or fewer params=[...]"
             ) from None
-        return found.entries
+        return sums.entries
 
-    def _test_symmetry(self, rows: Tensor, found: Tensor) -> None:
+    def _test_symmetry(self, rows: Tensor, products: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
 
         Where they are parallel two random ones take their place, at the price of their products.
@@ -275,9 +275,9 @@ class HessianOperator(SymmetricOperator):
         Raises:
             InputError: They are not.
         """
-        self._check_finite(rows, found)
+        self._check_finite(rows, products)
         large, pair = self.shape[0] > LARGE, self._pair  # of its own: another thread may multiply too
-        for v, Hv in zip(rows, found, strict=True):
+        for v, Hv in zip(rows, products, strict=True):
             if pair is None:
                 pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
             elif not abs(float(pair[0] @ v)) < 0.99 * float(pair[0].norm() * v.norm()):  # or one is zero
@@ -288,8 +288,8 @@ class HessianOperator(SymmetricOperator):
                 return
         self._pair, self._is_untested = (None, False) if large else (pair, True)
 
-    def _check_finite(self, rows: Tensor, found: Tensor) -> None:
-        if not bool(torch.isfinite(torch.stack(torch.aminmax(found))).all()) and bool(torch.isfinite(rows).all()):
+    def _check_finite(self, rows: Tensor, products: Tensor) -> None:
+        if not bool(torch.isfinite(torch.stack(torch.aminmax(products))).all()) and bool(torch.isfinite(rows).all()):
             place = next((phrase for b in self._batches if (phrase := b.origin())), None)
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")

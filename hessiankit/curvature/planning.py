@@ -123,17 +123,17 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
     known: dict[Any, tuple[int, Cost, tuple[str, ...]] | None] = {}
     by_size = sorted(range(len(tasks)), key=lambda n: -_entries(tasks[n]))
     last: tuple[int, Cost, tuple[str, ...]] | None = None
-    found: dict[int, tuple[int, Cost, tuple[str, ...]] | None] = {}
+    measured: dict[int, tuple[int, Cost, tuple[str, ...]] | None] = {}
     for n in by_size:
         key = _signature(tasks[n])
         if key not in known:
             known[key] = _measured(tasks[n], batch_size) if len(known) < MEASURED else last
-        found[n] = last = known[key]
+        measured[n] = last = known[key]
     chunks: list[Chunk] = []
     costs: list[Cost] = []
     fallbacks: list[str] = []
     for n, task in enumerate(tasks):
-        one = found[n]
+        one = measured[n]
         if one is None:  # nothing in it depends on the parameters
             continue
         step, cost, names = one

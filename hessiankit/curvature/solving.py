@@ -180,14 +180,14 @@ class InverseOperator(SymmetricOperator):
         self.operator, self.damping, self.options = operator, damping, options
 
     def _rows(self, rows: Tensor) -> Tensor:
-        found = solve(self.operator, rows.T, damping=self.damping, **self.options)
-        if not found.converged:
+        solution = solve(self.operator, rows.T, damping=self.damping, **self.options)
+        if not solution.converged:
             raise ConvergenceError(
-                f"InverseOperator: relative residual {found.residual:.1e} after {found.products} products, asked for "
-                f"{found.tol:g}: {found._state}; the error's .found is the solution so far",
-                found,
+                f"InverseOperator: relative residual {solution.residual:.1e} after {solution.products} products, asked for "
+                f"{solution.tol:g}: {solution._state}; the error's .found is the solution so far",
+                solution,
             )
-        return found.x.T
+        return solution.x.T
 
 
 class _NotPositive(Exception):
@@ -343,9 +343,9 @@ def _restarted(solver: Callable[[Tensor, float, int], Tensor], b: Tensor, tol: f
 
 def _lowest(operator: TensorOperator, system: _System) -> RitzValue:
     assert system.last is not None
-    found = lanczos(lambda v: -(operator @ v), system.last, tol=1e-3, most=LOWEST)
-    system.products += found.products
-    return RitzValue(-found.value, found.residual, found.products, found.converged, found.vector)
+    lowest = lanczos(lambda v: -(operator @ v), system.last, tol=1e-3, most=LOWEST)
+    system.products += lowest.products
+    return RitzValue(-lowest.value, lowest.residual, lowest.products, lowest.converged, lowest.vector)
 
 
 def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol: float, most: int) -> Tensor:

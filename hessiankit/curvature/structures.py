@@ -135,11 +135,11 @@ class StructuredOperator(TensorOperator):
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:
         """Return f(A): the function applied to the eigenvalues, those that are zero for want of a structure too."""
-        found: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]
+        structures: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]
         if len(self.rest):
             zeros = torch.zeros(len(self.rest), dtype=self.torch_dtype, device=self.device)
-            found.append(DiagonalBlock(self.rest, function(zeros), 0))
-        return StructuredOperator(self.shape[0], found, self.torch_dtype, self.device)
+            structures.append(DiagonalBlock(self.rest, function(zeros), 0))
+        return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
 
     def inverse(self, damping: float = 0.0) -> StructuredOperator:
         """Return (|A| + damping I)^-1, |A| with the magnitudes of the eigenvalues, never below sqrt(eps) of the largest.

@@ -98,15 +98,15 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
     >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
     [0, 1, 4, 5]
     """
-    found = []
+    entries = []
     for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
         for name in _meant(item, shapes):
             whole, rows = locate(who, name, shapes)
             every = torch.arange(slices[whole].start, slices[whole].stop, device="cpu")
-            found.append(every if rows is None else every[rows])
-    if not found:
+            entries.append(every if rows is None else every[rows])
+    if not entries:
         raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")
-    return torch.cat(found).unique()
+    return torch.cat(entries).unique()
 
 
 def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
@@ -114,8 +114,8 @@ def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
     names = (*shapes, *getattr(shapes, "also", {}))
     if not isinstance(item, str) or item in names:
         return [item]
-    found = [name for name in names if fnmatchcase(name, item)]
+    matching = [name for name in names if fnmatchcase(name, item)]
     pattern, bracket, inside = item.rpartition("[")
-    if not found and bracket and item.endswith("]"):
-        found = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
-    return found or [item]
+    if not matching and bracket and item.endswith("]"):
+        matching = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
+    return matching or [item]

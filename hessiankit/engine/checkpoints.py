@@ -30,8 +30,8 @@ class CheckpointSegment:
 
     def products(self, weights: Container[int | None]) -> tuple[int, ...]:
         """Return the outputs of products with weights, which take longer to recompute than they are worth."""
-        found = (a for a in self.applications if a.primitive.is_product and a.inputs[1] in weights)
-        return tuple(a.output for a in found)
+        products = (a for a in self.applications if a.primitive.is_product and a.inputs[1] in weights)
+        return tuple(a.output for a in products)
 
 
 def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegment]:
@@ -40,7 +40,7 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
     if not layers:
         return [CheckpointSegment(tuple(path), ())]
     own, last = set(trace.parameters.values()), last_readers(path)
-    found: list[CheckpointSegment] = []
+    segments: list[CheckpointSegment] = []
     live: set[int] = set()
     some: list[Application] = []
     entries: tuple[int, ...] = ()
@@ -51,9 +51,9 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
         made += size(trace.values[a.output])
         passing = sum(size(trace.values[at]) for at in live)
         if len(live) == 1 and made > WIDER * passing and not live & own:
-            found.append(CheckpointSegment(tuple(some), entries))
+            segments.append(CheckpointSegment(tuple(some), entries))
             some, entries, made = [], tuple(live), 0
-    return [*found, CheckpointSegment(tuple(some), entries)] if some else found
+    return [*segments, CheckpointSegment(tuple(some), entries)] if some else segments
 
 
 def size(x: Tensor) -> int:

@@ -50,12 +50,12 @@ def origin(traced: Trace) -> str | None:
     for a in traced.applications:
         if bool(torch.isnan(traced.values[a.output]).any()):
             return f"{_name_of(a)} returns NaN"
-    found = traced.adjoints()
+    adjoints = traced.adjoints()
     for a in reversed(traced.applications):
-        if a.output in found and _has_infinite_slope(traced, a, found[a.output]):
+        if a.output in adjoints and _has_infinite_slope(traced, a, adjoints[a.output]):
             return f"{_name_of(a)} has no finite derivative at its input{_zeros(traced, a)}"
     for a in reversed(traced.applications):
-        if a.output in found and not a.primitive.is_linear and _has_infinite_curvature(traced, a, found[a.output]):
+        if a.output in adjoints and not a.primitive.is_linear and _has_infinite_curvature(traced, a, adjoints[a.output]):
             return f"{_name_of(a)} has no finite second derivative at its input{_zeros(traced, a)}"
     return None
 
@@ -64,9 +64,9 @@ def origin_of_any(tasks: Sequence[Task]) -> str:
     """Return a clause that names the first such operation of some requests, or ""."""
     with torch.no_grad():
         for task in tasks:
-            found = origin(loss_trace(task, normalizer_of(task)).trace)
-            if found is not None:
-                return f": the operation {found}"
+            phrase = origin(loss_trace(task, normalizer_of(task)).trace)
+            if phrase is not None:
+                return f": the operation {phrase}"
     return ""
 
 

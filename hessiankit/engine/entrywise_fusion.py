@@ -51,9 +51,9 @@ def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[
     for step in steps:
         for at in _moving(step):
             readers.setdefault(at, []).append(step.output)
-        found = {roots.get(at, at) for at in _moving(step)}
-        if len(found) == 1 and _is_entrywise(step):
-            roots[step.output] = found.pop()
+        sources = {roots.get(at, at) for at in _moving(step)}
+        if len(sources) == 1 and _is_entrywise(step):
+            roots[step.output] = sources.pop()
     runs: dict[int, list[Step]] = {}
     for step in steps:
         if step.output in roots:
@@ -102,15 +102,15 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
         if bar is None and moved is None:
             continue
         add_covectors(bars, step.inputs, step.primitive.pull(bar, moved))
-    found = []
+    steps = []
     for step in run:
         if step.output in leaving:
             bent = bars.get(root) if step.output == leaving[-1] else None
             slope = tangents[step.output][0].contiguous()
             one = LinearisedEntrywise(step.primitive.primitive, (first,), slope, None if bent is None else bent[0])
             one.forget()
-            found.append(Step(one, (root,), step.output))
-    return found
+            steps.append(Step(one, (root,), step.output))
+    return steps
 
 
 def asymmetry(step: Step) -> Tensor:
@@ -124,10 +124,10 @@ def asymmetry(step: Step) -> Tensor:
     t, s = draw(inputs), draw(inputs)
     pushed = step.primitive.push(t)
     u = draw([pushed[0]])
-    found = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
+    gaps = [_gap(u, [pushed], t, step.primitive.pull(u[0]))]
     if step.primitive.is_nonlinear:
-        found.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
-    return torch.stack(found).amax()  # NaN where there is one
+        gaps.append(_gap(s, step.primitive.pull(None, t), t, step.primitive.pull(None, s)))
+    return torch.stack(gaps).amax()  # NaN where there is one
 
 
 def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> Tensor:

@@ -359,15 +359,15 @@ class EntrySelection:
 
 def selections(trace: Trace) -> dict[int, EntrySelection]:
     """Return the values that are parameters, or entries of one parameter rearranged, by id."""
-    found = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
+    selected = {at: EntrySelection(name, None) for name, at in trace.parameters.items()}
     for a in trace.applications:
-        before = found.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
+        before = selected.get(a.inputs[0]) if len(a.inputs) == 1 and a.inputs[0] is not None else None
         if before is None or not a.primitive.selects:
             continue
         value = trace.values[a.inputs[0]]  # type: ignore[index]
         positions = torch.arange(value.numel(), device=value.device).reshape(value.shape) if before.at is None else before.at
-        found[a.output] = EntrySelection(before.parameter, a.primitive.value(positions))
-    return found
+        selected[a.output] = EntrySelection(before.parameter, a.primitive.value(positions))
+    return selected
 
 
 def find_sites(trace: Trace) -> dict[int, Site]:

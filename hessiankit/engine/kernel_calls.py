@@ -87,14 +87,14 @@ def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
 
     So the curvature between a weight and the Jacobian of what it multiplies, a T d, and that of a later place, a b K.
     """
-    found: list[KernelSum] = []
+    kept: list[KernelSum] = []
     for one in sums:
-        k = next((k for k, other in enumerate(found) if _can_be_joined(other, one)), None)
+        k = next((k for k, other in enumerate(kept) if _can_be_joined(other, one)), None)
         if k is None:
-            found.append(one)
+            kept.append(one)
         else:
-            found[k] = replace(found[k], terms=found[k].terms + one.terms)
-    return found
+            kept[k] = replace(kept[k], terms=kept[k].terms + one.terms)
+    return kept
 
 
 def _can_be_joined(one: KernelSum, other: KernelSum) -> bool:

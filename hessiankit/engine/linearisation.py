@@ -372,7 +372,7 @@ class MicroBatched:
 
     def origin(self) -> str | None:
         """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
-        return next((found for part in self._parts if (found := part.origin())), None)
+        return next((phrase for part in self._parts if (phrase := part.origin())), None)
 
 
 def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None) -> Batch:

@@ -142,9 +142,11 @@ class BlockAt:
         Raises:
             InputError: If the norm has no chapter.
         """
-        found = {arg: f"{dotted}.{p}" for arg, p in (("gamma", "weight"), ("beta", "bias")) if f"{dotted}.{p}" in self.parameters}
-        arrays = {arg: self.parameters.get(where) for arg, where in found.items()}
-        renamed = {arg: self.symbols[where] for arg, where in found.items()}
+        arguments = {
+            arg: f"{dotted}.{p}" for arg, p in (("gamma", "weight"), ("beta", "bias")) if f"{dotted}.{p}" in self.parameters
+        }
+        arrays = {arg: self.parameters.get(where) for arg, where in arguments.items()}
+        renamed = {arg: self.symbols[where] for arg, where in arguments.items()}
         if not isinstance(part, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
             raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
         kind, groups, given = norm_of(part, getattr(X.value, "dtype", None))

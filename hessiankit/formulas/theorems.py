@@ -123,11 +123,11 @@ def statement(asked: str) -> tuple[str, Theorem]:
     Raises:
         InputError: There is no such statement; it names the nearest chapters and statements.
     """
-    found = find(asked)
-    if found is None:
+    result = find(asked)
+    if result is None:
         known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
         raise unknown("derive", "what", asked, [*CHAPTER_NAMES, *ids()], known)
-    return found
+    return result
 
 
 def find(asked: str) -> tuple[str, Theorem] | None:

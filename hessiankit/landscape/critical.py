@@ -168,8 +168,8 @@ def critical_sharpness(
 
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        found = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_at, groups, passes)
-    return replace(found, seconds=time.perf_counter() - start)
+        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_at, groups, passes)
+    return replace(search, seconds=time.perf_counter() - start)
 
 
 def along_step(

@@ -42,7 +42,7 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
         raise InputError(
             f"{WHO}: by={by!r} needs parameters by name, which a {type(operator).__name__} does not have; leave it out"
         )
-    found: dict[str, list[Tensor]] = {}
+    members: dict[str, list[Tensor]] = {}
     if isinstance(by, str):
         check_name(WHO, "by", by, BY)
         if by == "parameter":
@@ -56,16 +56,16 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
     for key, value in by.items():
         if isinstance(key, Part):
             if key.parameter in operator.slices:
-                found.setdefault(value, []).append(_rows_of_part(key, operator))
+                members.setdefault(value, []).append(_rows_of_part(key, operator))
             continue
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
         of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.also or "[" in key)
         group, names = (value, key) if of_names else (key, value)
-        found.setdefault(group, []).append(positions(WHO, names, operator.shapes, operator.slices))
-    if not found:
+        members.setdefault(group, []).append(positions(WHO, names, operator.shapes, operator.slices))
+    if not members:
         raise InputError(f"{WHO}: by has no group; name some")
-    return {name: torch.cat(rows).unique() for name, rows in found.items()}
+    return {name: torch.cat(rows).unique() for name, rows in members.items()}
 
 
 def _layers(module: nn.Module, operator: Any) -> dict[str, str]:
@@ -75,8 +75,8 @@ def _layers(module: nn.Module, operator: Any) -> dict[str, str]:
     paths = {name: of_one[0].path for name, of_one in places.items() if name in operator.slices}
     if not layers.paths:
         return {name: path or "outside" for name, path in paths.items()}
-    found = {name: layers.index(path) for name, path in paths.items()}
-    return {name: "outside" if index is None else f"layer {index}" for name, index in found.items()}
+    layer_of = {name: layers.index(path) for name, path in paths.items()}
+    return {name: "outside" if index is None else f"layer {index}" for name, index in layer_of.items()}
 
 
 def _rows_of_part(part: Part, operator: Any) -> Tensor:

@@ -143,7 +143,7 @@ def read_state(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor])
     """
     name, reader = type(optimizer).__name__, _reader(who, optimizer)
     places = {id(p): (group, k) for group in optimizer.param_groups for k, p in enumerate(group["params"])}
-    found: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
+    metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
     largest, decays = 0.0, dict[tuple[float, bool], None]()
     for of, p in parameters.items():
         group, k = places.get(id(p), ({}, 0))
@@ -161,15 +161,15 @@ def read_state(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor])
         if k < len(cuts := group.get("slices", ())):  # of hessiankit.blockwise_lr
             for piece in cuts[k]["pieces"]:
                 factors.narrow(cuts[k]["axis"], piece["start"], piece["stop"] - piece["start"]).mul_(piece["factor"])
-        found.append((metric, lr * metric.response / 2, factors))
+        metrics.append((metric, lr * metric.response / 2, factors))
         largest = max(largest, lr * float(factors.max()))
         if decay := float(group.get("weight_decay", 0.0)):
             decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (AdamW, Adafactor)))
             decays[decay, bool(decoupled)] = None
     if not largest > 0:
         raise InputError(f"{who}: the learning rate of {name} is {largest:g}, and nothing moves; set one above 0")
-    fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in found)
-    scales = [(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in found]
+    fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in metrics)
+    scales = [(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in metrics]
     notes = tuple(_said(decay, decoupled) for decay, decoupled in decays)
     return OptimizerState(name, torch.cat(scales), largest, 1 / fastest, rule, notes)
 

@@ -20,16 +20,16 @@ DECADES = 6  # of a density, below its largest value
 ACROSS = 3  # slices in a row
 
 
-def plot_spectrum(found: Any, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:
+def plot_spectrum(spectrum: Any, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:
     """Draw both densities of a spectrum; see :meth:`hessiankit.landscape.Spectrum.plot`."""
     with picture("Spectrum.plot", 8.6, 3.3, path) as figure:
         figure.text(0.07, 0.955, title, fontsize=8.5, color=INK, va="top")
-        draw_linear(figure.add_axes((0.07, 0.15, 0.41, 0.69)), found, linear)
-        draw_log(figure.add_axes((0.565, 0.15, 0.41, 0.69)), found, log)
+        draw_linear(figure.add_axes((0.07, 0.15, 0.41, 0.69)), spectrum, linear)
+        draw_log(figure.add_axes((0.565, 0.15, 0.41, 0.69)), spectrum, log)
     return figure
 
 
-def draw_linear(axes: Axes, found: Any, density: Density) -> None:
+def draw_linear(axes: Axes, spectrum: Any, density: Density) -> None:
     """Draw the density over the eigenvalues, in log scale upwards, with marks at those found."""
     top = float(density.values.max())
     floor = top * 10.0**-DECADES
@@ -38,11 +38,11 @@ def draw_linear(axes: Axes, found: Any, density: Density) -> None:
     axes.set_xlabel("eigenvalue", fontsize=8)
     axes.set_ylabel("density", fontsize=8)
     axes.tick_params(labelsize=7.5)
-    _marks(axes, found, found.eigenvalues.numpy(), floor)
+    _marks(axes, spectrum, spectrum.eigenvalues.numpy(), floor)
     axes.legend(fontsize=7, frameon=False)
 
 
-def draw_log(axes: Axes, found: Any, density: Density) -> None:
+def draw_log(axes: Axes, spectrum: Any, density: Density) -> None:
     """Draw the densities of positive and of negative eigenvalues per decade of their size."""
     assert density.negative is not None
     assert density.negative_errors is not None
@@ -60,7 +60,7 @@ def draw_log(axes: Axes, found: Any, density: Density) -> None:
     if density.zeros > 0:
         axes.set_title(f"{100 * density.zeros:.3g} % are zero to rounding", fontsize=7.5, color=FAINT, loc="right")
     axes.legend(fontsize=7, frameon=False, loc="upper left")  # of the lines; the marks are those of the other panel
-    _marks(axes, found, found.eigenvalues.abs().numpy(), floor)
+    _marks(axes, spectrum, spectrum.eigenvalues.abs().numpy(), floor)
 
 
 def _curve(
@@ -71,9 +71,9 @@ def _curve(
     axes.plot(x, np.maximum(y, floor), color=colour, linewidth=1.0, **style)
 
 
-def _marks(axes: Axes, found: Any, x: np.ndarray, floor: float) -> None:
+def _marks(axes: Axes, spectrum: Any, x: np.ndarray, floor: float) -> None:
     """Mark the eigenvalues at the foot of the axes, the outliers filled."""
-    n, top = found.outliers, found.top
+    n, top = spectrum.outliers, spectrum.top
     for part, colour, face, label in (
         (x[:n], ORANGE, ORANGE, "above the widest gap"),
         (x[n:top], ORANGE, "none", "largest"),
@@ -82,26 +82,26 @@ def _marks(axes: Axes, found: Any, x: np.ndarray, floor: float) -> None:
         if len(part):
             style = {"marker": "o", "s": 14, "facecolors": face, "edgecolors": colour, "linewidths": 0.7, "clip_on": False}
             axes.scatter(part, np.full(len(part), 1.6 * floor), label=label, zorder=3, **style)  # type: ignore[arg-type]
-    if found.preconditioner is not None and found.preconditioner.rule:
-        axes.axvline(found.preconditioner.threshold, color=GREEN, linewidth=1.0, linestyle="--", label="threshold")
+    if spectrum.preconditioner is not None and spectrum.preconditioner.rule:
+        axes.axvline(spectrum.preconditioner.threshold, color=GREEN, linewidth=1.0, linestyle="--", label="threshold")
 
 
-def plot_slices(found: Any, path: Path | str | None) -> Picture:
+def plot_slices(slices: Any, path: Path | str | None) -> Picture:
     """Draw the slices side by side, and the plane; see :meth:`hessiankit.landscape.LossSlices.plot`."""
-    panels = len(found) + (found.plane is not None)
+    panels = len(slices) + (slices.plane is not None)
     across, down = min(ACROSS, panels), -(-panels // ACROSS)
     wide, high = 3.1 * across + 0.2, 2.4 * down + 0.2
     with picture("LossSlices.plot", wide, high, path) as figure:
         places = [(3.1 * (k % across) + 0.55, high - 2.4 * (k // across) - 2.0) for k in range(panels)]
         every = [figure.add_axes((x / wide, y / high, 2.4 / wide, 1.55 / high)) for x, y in places]
-        for axes, one in zip(every, found.slices, strict=False):
+        for axes, one in zip(every, slices.slices, strict=False):
             draw_slice(axes, one)
             axes.set_title(f"{one.name}: model within {one.tolerance:.0%} for {one.range}", fontsize=6.5, loc="left")
         every[0].legend(fontsize=6.5, frameon=False, loc="upper center")
-        if found.plane is not None:
-            draw_plane(every[-1], found.plane)
-            every[-1].set_xlabel(f"t, {found[0].name}", fontsize=6.5, labelpad=1)
-            every[-1].set_ylabel(f"t, {found[1].name}", fontsize=6.5, labelpad=1)
+        if slices.plane is not None:
+            draw_plane(every[-1], slices.plane)
+            every[-1].set_xlabel(f"t, {slices[0].name}", fontsize=6.5, labelpad=1)
+            every[-1].set_ylabel(f"t, {slices[1].name}", fontsize=6.5, labelpad=1)
     return figure
 
 

@@ -127,11 +127,11 @@ def optimizer_preconditioner(
     who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
     """Return the metric of an optimizer in the entries of some parameters; see :func:`read_state`."""
-    found = read_state(who, unwrapped(optimizer), parameters)
-    if not bool(torch.isfinite(found.scale).all()):
-        raise InputError(f"{who}: {found.name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
-    root = _diagonal(found.scale.to(device, dtype))
-    return Preconditioner(found.name, root, found.lr, found.threshold, found.rule, found.notes)
+    state = read_state(who, unwrapped(optimizer), parameters)
+    if not bool(torch.isfinite(state.scale).all()):
+        raise InputError(f"{who}: {state.name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
+    root = _diagonal(state.scale.to(device, dtype))
+    return Preconditioner(state.name, root, state.lr, state.threshold, state.rule, state.notes)
 
 
 def _diagonal(values: Tensor) -> StructuredOperator:

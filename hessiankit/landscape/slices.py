@@ -257,7 +257,7 @@ def loss_slices(
     steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
-    found = []
+    slices = []
     for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
         losses = _Around(tasks, factors, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
@@ -266,9 +266,9 @@ def loss_slices(
         sides = [_extent(holds, side.tolist()) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)]
         radius = min(extent for extent, _ in sides)
         bounded = any(over and extent == radius for extent, over in sides)
-        found.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
+        slices.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
     whole = _plane(_Around(tasks, factors, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
-    return LossSlices(tuple(found), whole, notes, time.perf_counter() - start)
+    return LossSlices(tuple(slices), whole, notes, time.perf_counter() - start)
 
 
 def _plane(losses: _Around, t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
@@ -344,10 +344,10 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
         return [f"eigenvalue {value:.4g}" for value in along.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
     others = [along] if isinstance(along, Mapping) else along
     if isinstance(others, list | tuple) and others and all(isinstance(there, Mapping) for there in others):
-        found = [_to_checkpoint(there, task) for there in others]
+        directions = [_to_checkpoint(there, task) for there in others]
         names = ["to the checkpoint"] if others is not along else [f"to checkpoint {k + 1}" for k in range(len(others))]
-        notes = tuple(dict.fromkeys(note for _, several in found for note in several))
-        return names, torch.stack([d for d, _ in found], dim=1), notes
+        notes = tuple(dict.fromkeys(note for _, several in directions for note in several))
+        return names, torch.stack([d for d, _ in directions], dim=1), notes
     plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()
     if not plain or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.numel():
         seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__

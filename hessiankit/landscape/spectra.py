@@ -184,13 +184,13 @@ def spectrum(
     P = None if preconditioner is None else preconditioner_of(WHO, preconditioner, matrix, model)
     point = float(getattr(operator, "loss", math.nan))
     with progress_bar() if progress else nullcontext(silent) as tell:
-        found = _in_metric("whole", matrix, P, plan, tell)
+        result = _in_metric("whole", matrix, P, plan, tell)
         blocks = {
             name: _in_metric(f"block {name}", SubOperator(matrix, rows, rows), P and P.of(rows), plan, tell)
             for name, rows in groups.items()
         }
     named = {name: replace(block, kind=kind, loss=point) for name, block in blocks.items()}
-    return replace(found, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
+    return replace(result, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
 
 
 def _check(k: int, bottom: int | None, directions: int, steps: int, method: str, tol: float | None, most: int | None) -> None:

@@ -164,8 +164,8 @@ class Spectrum(Printed, WithDict):
         ranks = (
             f"trace {_short(self.trace)}, effective rank {_short(self.effective_rank)}, stable rank {_short(self.stable_rank)}"
         )
-        found = f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
-        return ranks + found
+        outliers = f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
+        return ranks + outliers
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()

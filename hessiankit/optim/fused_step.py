@@ -110,8 +110,8 @@ def _differs(piece: dict[str, Any], group: dict[str, Any]) -> bool:
 
 def _stepped(optimizer: Optimizer, like: Tensor) -> Tensor | float:
     """Return 0 where a fused optimizer skipped the step itself because GradScaler found an infinity, else 1."""
-    found = getattr(optimizer, "found_inf", None)
-    return 1.0 if found is None else (found == 0).to(like)
+    skipped = getattr(optimizer, "found_inf", None)
+    return 1.0 if skipped is None else (skipped == 0).to(like)
 
 
 def _refuse_copies(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:

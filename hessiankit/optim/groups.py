@@ -89,13 +89,13 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
         InputError: If a part is of no parameter of the model, or a parameter is not covered exactly once.
     """
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    found: dict[str, list[Part]] = {name: [] for name in shapes}
+    parts_of: dict[str, list[Part]] = {name: [] for name in shapes}
     for part in parts:
-        if part.parameter not in found:
+        if part.parameter not in parts_of:
             raise InputError(f"blockwise_lr: parts= has {part.name!r}, and the model has no parameter {part.parameter!r}.")
         check_name("blockwise_lr", f"type of part {part.name!r}", part.type, TYPES)
-        found[part.parameter].append(part)
-    for name, own in found.items():
+        parts_of[part.parameter].append(part)
+    for name, own in parts_of.items():
         if not own:
             raise InputError(f"blockwise_lr: parts= has nothing of {name!r}; expected every parameter, or it is never trained.")
         if len(own) == 1 and own[0].axis is None:
@@ -110,7 +110,7 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
                 f"blockwise_lr: {', '.join(part.name for part in own)} do not cover {name!r} of shape {tuple(shapes[name])} "
                 "exactly once."
             )
-    return found
+    return parts_of
 
 
 HEADERS = ("block type", "tensors", "entries", "ratio", "interval", "lr", "weight decay", "lr x decay")
@@ -201,18 +201,18 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows, with one for each type of a fused group under its own."""
-        found = []
+        rows = []
         for g in self:
             entries = sum(p.numel() for p in g["params"])
             muon = " (Muon)" if g.get("use_muon") else ""
-            found.append(_row(g["block_type"] + muon, str(len(g["params"])), entries, g, float(g["lr"])))
+            rows.append(_row(g["block_type"] + muon, str(len(g["params"])), entries, g, float(g["lr"])))
             slices = g.get("slices", ())
             for kind in dict.fromkeys(piece["block_type"] for cuts in slices for piece in cuts["pieces"]):
                 own = [(cuts, piece) for cuts in slices for piece in cuts["pieces"] if piece["block_type"] == kind]
                 shares = [(piece["stop"] - piece["start"]) / cuts["shape"][cuts["axis"]] for cuts, piece in own]
                 entries = round(sum(share * math.prod(cuts["shape"]) for share, (cuts, _) in zip(shares, own, strict=True)))
-                found.append(_row(f"  {kind}, slices", "", entries, own[0][1], float(g["lr"]) * own[0][1]["factor"]))
-        return found
+                rows.append(_row(f"  {kind}, slices", "", entries, own[0][1], float(g["lr"]) * own[0][1]["factor"]))
+        return rows
 
     def _headline(self) -> str:
         return f"{len(self)} groups" + (f"; {self.title}" if self.title else "")
@@ -300,13 +300,13 @@ def blockwise_lr(
     if parts is not None and policy:
         raise InputError(f"blockwise_lr: parts= and {next(iter(policy))}= both; the parts are decided, leave one out.")
     by_parameter = parts_by_parameter(model, model_parts(model, **policy) if parts is None else parts)
-    title, found, covers = _ratios(ratios, optimizer, sharpness, power, cap)
+    title, factors, covers = _ratios(ratios, optimizer, sharpness, power, cap)
     if head_ratio is not None:
-        found["Head"] = by_type({"Head": head_ratio})["Head"]
+        factors["Head"] = by_type({"Head": head_ratio})["Head"]
         covers |= {"Head"}
-    muon_ratios = None if optimizer != "muon" else by_type({}) if isinstance(ratios, str) else found
+    muon_ratios = None if optimizer != "muon" else by_type({}) if isinstance(ratios, str) else factors
     rule = RatePolicy(
-        found, muon_ratios, float(lr), float(lr if muon_lr is None else muon_lr), float(weight_decay), decay, couple_decay
+        factors, muon_ratios, float(lr), float(lr if muon_lr is None else muon_lr), float(weight_decay), decay, couple_decay
     )
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not trainable:
@@ -381,15 +381,15 @@ def _merged(groups: Iterable[dict[str, Any]], guard: str, *, one_each: bool) -> 
     """
     if one_each:
         return [{**group, "guard": guard, "name": group["param_names"][0]} for group in groups]
-    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         places = tuple(TYPES.index(kind) for kind in group["block_type"].split("+"))
         order = (len(places) > 1, places, -group["weight_decay"])
         key = (order, group.get("use_muon"))
-        if key not in found:
-            found[key] = {**group, "guard": guard}
+        if key not in merged:
+            merged[key] = {**group, "guard": guard}
             continue
         for name in ("params", *_ALIGNED):
             if name in group:
-                found[key][name] += group[name]
-    return [found[key] for key in sorted(found, key=lambda key: key[0])]
+                merged[key][name] += group[name]
+    return [merged[key] for key in sorted(merged, key=lambda key: key[0])]

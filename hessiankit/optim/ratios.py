@@ -70,12 +70,12 @@ def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
     unknown = sorted(set(ratios) - set(TYPES))
     if unknown:
         raise InputError(f"blockwise_lr: ratios has {unknown[0]!r}, which is no block type; expected some of {', '.join(TYPES)}.")
-    found = dict.fromkeys(TYPES, Ratio(1.0))
+    factors = dict.fromkeys(TYPES, Ratio(1.0))
     for kind, given in ratios.items():
         if not isinstance(given, Ratio) and not 0 < float(given) < math.inf:
             raise InputError(f"blockwise_lr: the ratio of {kind} is {float(given)}; expected a positive number.")
-        found[kind] = given if isinstance(given, Ratio) else Ratio(float(given))
-    return found
+        factors[kind] = given if isinstance(given, Ratio) else Ratio(float(given))
+    return factors
 
 
 POWER, CAP = 0.5, 4.0
@@ -119,7 +119,7 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
     def bounded(quotient: float) -> float:
         return float(min(cap, max(1 / cap, max(quotient, 0.0) ** power)))
 
-    found = {base: Ratio(1.0, 1.0, 1.0)}
+    measured = {base: Ratio(1.0, 1.0, 1.0)}
     for kind in sharpness.types:
         if kind == base:
             continue
@@ -134,5 +134,5 @@ def measured_ratios(sharpness: Any, *, power: float = POWER, cap: float = CAP, b
                 f"{quotient.high}]; measure with more draws."
             )
         low, high = bounded(quotient.low), bounded(quotient.high)
-        found[kind] = Ratio(min(max(1.0, low), high), low, high)
-    return found
+        measured[kind] = Ratio(min(max(1.0, low), high), low, high)
+    return measured

@@ -42,14 +42,14 @@ class Adapted:
         [('Other', 'latent')]
         """
         suffix = " bias" if self.kind == "bias" else ""
-        found = [replace(f, role=f.role + suffix, reason=f"it adapts a weight: {f.reason}") for f in base]
+        findings = [replace(f, role=f.role + suffix, reason=f"it adapts a weight: {f.reason}") for f in base]
         if self.kind == "copy" or not base:
-            return found
+            return findings
         axis = base[0].axis
         if axis is None:
-            return found[:1]
+            return findings[:1]
         if self.kind != "other" and p.shape[0] == self.parameter.shape[axis]:
-            return [replace(f, axis=0) for f in found]
+            return [replace(f, axis=0) for f in findings]
         types, roles = (list(dict.fromkeys(getattr(f, name) for f in base)) for name in ("type", "role"))
         role = roles[0] if len(roles) == 1 else "latent"
         why = f"it adapts a weight that makes {' and '.join(roles)}"
@@ -95,7 +95,7 @@ def _inside(module: nn.Module) -> nn.Module | None:
 
 def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
     """Return what every parameter of an adapter adapts, by its name in ``named_parameters()``."""
-    found: dict[str, Adapted] = {}
+    targets: dict[str, Adapted] = {}
     for path, module in model.named_modules():
         if (inner := _inside(module)) is None:
             continue
@@ -103,8 +103,8 @@ def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
         own = {id(p) for p in inner.parameters()}
         for name, p in module.named_parameters():
             if id(p) not in own and (adapted := _of_parameter(name, module, base)) is not None:
-                found.setdefault(child_path(path, name), adapted)
-    return found
+                targets.setdefault(child_path(path, name), adapted)
+    return targets
 
 
 def _of_parameter(name: str, module: nn.Module, base: nn.Module) -> Adapted | None:

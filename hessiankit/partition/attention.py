@@ -58,14 +58,14 @@ def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]
 
 def fused_findings(model: nn.Module) -> dict[str, dict[int, list[Finding]]]:
     """Return the findings on slices of fused weights, by the path of the module that holds them and the parameter's id."""
-    found: dict[str, dict[int, list[Finding]]] = {}
+    findings: dict[str, dict[int, list[Finding]]] = {}
     for one in fused_slices(model):
         role = one.role.replace("_", " ")
         reason = f"slice of {one.parameter.removeprefix(one.owner + '.')} of {type(model.get_submodule(one.owner)).__name__}"
         named = f"{role} bias" if one.kind == "bias" else role
         finding = Finding(TYPE_OF_ROLE[role], named, reason, one.axis, one.merged)
-        found.setdefault(one.owner, {}).setdefault(id(model.get_parameter(one.parameter)), []).append(finding)
-    return found
+        findings.setdefault(one.owner, {}).setdefault(id(model.get_parameter(one.parameter)), []).append(finding)
+    return findings
 
 
 def _add(unit: AttentionUnit, layer: nn.Module, role: str, reason: str) -> None:

@@ -69,11 +69,11 @@ def owners(model: nn.Module) -> dict[str, list[Owner]]:
     {'0.weight': ['0.weight', '1.weight']}
     """
     listed = {id(p): name for name, p in model.named_parameters()}
-    found: dict[str, list[Owner]] = {name: [] for name in listed.values()}
+    owners_of: dict[str, list[Owner]] = {name: [] for name in listed.values()}
     for path, module in model.named_modules():
         for leaf, p in module.named_parameters(recurse=False, remove_duplicate=False):
-            found[listed[id(p)]].append(Owner(path, module, leaf))
-    return found
+            owners_of[listed[id(p)]].append(Owner(path, module, leaf))
+    return owners_of
 
 
 def is_within(path: str, root: str) -> bool:
@@ -105,18 +105,18 @@ def segments_of(line: Tensor) -> Iterator[tuple[int, int]]:
     yield from zip(starts, ends, strict=True)
 
 
-def uncovered_segments(found: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...]:
+def uncovered_segments(findings: list[Finding], p: Tensor) -> tuple[tuple[int, int], ...]:
     """Return the segments of a parameter that no finding covers, along their axis; ``((0, 1),)`` if there are no findings.
 
     >>> uncovered_segments([Finding("QK", "query", "", 0, ((1, 3),))], torch.ones(5, 2))
     ((0, 1), (3, 5))
     """
-    if not found:
+    if not findings:
         return ((0, 1),)
-    if found[0].axis is None:
+    if findings[0].axis is None:
         return ()
-    free = torch.ones(p.shape[found[0].axis], dtype=torch.bool, device="cpu")
-    for first, after in (segment for f in found for segment in f.segments):
+    free = torch.ones(p.shape[findings[0].axis], dtype=torch.bool, device="cpu")
+    for first, after in (segment for f in findings for segment in f.segments):
         free[first:after] = False
     return tuple(segments_of(free))
 
@@ -153,17 +153,17 @@ def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list
     return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
 
 
-def _whole(found: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
+def _whole(findings: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
     """Return findings that cover the whole parameter: the uncovered segments by ``rest``, or as type ``"?"``."""
-    if not found or found[0].axis is None:
-        return found
-    free = uncovered_segments(found, p)
+    if not findings or findings[0].axis is None:
+        return findings
+    free = uncovered_segments(findings, p)
     if not free:
-        return found
-    axis = found[0].axis
+        return findings
+    axis = findings[0].axis
     if rest and rest[0].axis is None:
-        return [*found, replace(rest[0], axis=axis, segments=free)]
-    return [*found, Finding(UNKNOWN, "", "what the flow of data leaves of it", axis, free)]
+        return [*findings, replace(rest[0], axis=axis, segments=free)]
+    return [*findings, Finding(UNKNOWN, "", "what the flow of data leaves of it", axis, free)]
 
 
 def _overlap(one: Finding, other: Finding) -> bool:

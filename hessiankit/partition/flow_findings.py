@@ -74,8 +74,8 @@ def _main_output(outputs: Any) -> Tensor:
     logits = getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    found = outputs.values() if isinstance(outputs, dict) else _pytree.tree_leaves(outputs)
-    for x in found:
+    leaves = outputs.values() if isinstance(outputs, dict) else _pytree.tree_leaves(outputs)
+    for x in leaves:
         if isinstance(x, Tensor) and x.is_floating_point():
             return x
     raise InputError(f"model_parts: on inputs= the model returned {type(outputs).__name__}; expected a tensor among its outputs")
@@ -93,17 +93,17 @@ class _FlowFindings:
         weights = {name for m in run.multiplications.values() for name in m.weight}
         self.findings: dict[str, list[Finding]] = {}
         for name, p in parameters.items():
-            found = list(self._of(name, p, name in weights, name in run.biases))
-            if found:
-                self.findings[name] = found
+            findings = list(self._of(name, p, name in weights, name in run.biases))
+            if findings:
+                self.findings[name] = findings
 
     def _of(self, name: str, p: Tensor, is_weight: bool, is_bias: bool) -> Iterator[Finding]:
         uses = self.run.uses.get(name, set())
         if "chosen" in uses and "of an expert" not in uses:
             uses = uses | {"lookup"}
         if not is_weight and not is_bias:
-            found = [Finding(t, role, f"flow: {why}") for use, t, role, why in _USES if use in uses]
-            yield from found[:1]
+            findings = [Finding(t, role, f"flow: {why}") for use, t, role, why in _USES if use in uses]
+            yield from findings[:1]
             return
         if "lookup" in uses:
             yield Finding("Emb", "embedding", "flow: rows of it are looked up")

@@ -218,10 +218,10 @@ class Run:
     # -- products ----------------------------------------------------------------------------------------------------------
 
     def _product(self, number: int, node: Node, name: str) -> FlowValue | None:
-        found = factors(name, node.args)
-        if found is None or not all(isinstance(f, Node) and f in self.values for f in found[0]):
+        both = factors(name, node.args)
+        if both is None or not all(isinstance(f, Node) and f in self.values for f in both[0]):
             return None
-        (first, second), bias, ordered = found
+        (first, second), bias, ordered = both
         a, b = self.values[first], self.values[second]
         if ordered and b.is_weight:
             weight, other = second, first
@@ -309,8 +309,8 @@ class Run:
             return
         leaves = [(name, p) for name, p in self.leaves.items() if p.requires_grad]
         direction = torch.randn(operand.shape, generator=self.generator, dtype=torch.float64, device="cpu").to(operand)
-        found = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
-        for (name, _), gradient in zip(leaves, found, strict=True):
+        gradients = torch.autograd.grad(operand, [p for _, p in leaves], direction, retain_graph=True, allow_unused=True)
+        for (name, _), gradient in zip(leaves, gradients, strict=True):
             if gradient is not None and bool((gradient != 0).any()):
                 before = self.masks[name].get(role)
                 self.masks[name][role] = gradient != 0 if before is None else before | (gradient != 0)

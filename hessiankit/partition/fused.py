@@ -42,11 +42,11 @@ class FusedSlice:
     @property
     def merged(self) -> tuple[tuple[int, int], ...]:
         """The segments, adjacent ones merged."""
-        found: list[tuple[int, int]] = []
+        merged: list[tuple[int, int]] = []
         for first, after in self.segments:
-            adjacent = bool(found) and found[-1][1] == first
-            found[-1:] = [(found[-1][0], after)] if adjacent else [*found[-1:], (first, after)]
-        return tuple(found)
+            adjacent = bool(merged) and merged[-1][1] == first
+            merged[-1:] = [(merged[-1][0], after)] if adjacent else [*merged[-1:], (first, after)]
+        return tuple(merged)
 
 
 def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[FusedSlice]:
@@ -96,15 +96,15 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     >>> named_slices(nn.MultiheadAttention(4, 2), heads=True)["key.head_1.weight"]
     'in_proj_weight[6:8]'
     """
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for one in fused_slices(module, separate=heads):
         path = f"{one.owner}.{one.role}" if one.owner else one.role
         if heads and one.role in _ROLES:
             for h, segment in enumerate(one.segments):
-                found[f"{path}.head_{h}.{one.kind}"] = indexed(one.parameter, one.axis, [segment])
+                names[f"{path}.head_{h}.{one.kind}"] = indexed(one.parameter, one.axis, [segment])
         else:
-            found[f"{path}.{one.kind}"] = indexed(one.parameter, one.axis, one.merged)
-    return found
+            names[f"{path}.{one.kind}"] = indexed(one.parameter, one.axis, one.merged)
+    return names
 
 
 def _layout(blocks: Iterable[tuple[str, int]]) -> Layout:
@@ -188,8 +188,8 @@ def _megatron(module: nn.Module, heads: int, head_dim: int) -> Layout:
 
 def _codegen(heads: int, head_dim: int) -> Layout:
     """[group][its q heads, v heads, k heads] of four groups: the order in which CodeGen's weights were made."""
-    found = _layout((role, head_dim) for _ in range(4) for role in ("query", "value", "key") for _ in range(heads // 4))
-    return {role: found[role] for role in _ROLES}
+    layout = _layout((role, head_dim) for _ in range(4) for role in ("query", "value", "key") for _ in range(heads // 4))
+    return {role: layout[role] for role in _ROLES}
 
 
 def _latent(module: nn.Module, heads: int) -> Iterator[Fused]:

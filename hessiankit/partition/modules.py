@@ -66,8 +66,8 @@ def is_scale(module: nn.Module) -> bool:
     rows = _rows_of(module)
     if rows is None or len(list(module.parameters())) != 1:
         return False
-    found = _forward(module, rows)
-    return found is not None and torch.equal(found, rows * next(module.parameters()))
+    output = _forward(module, rows)
+    return output is not None and torch.equal(output, rows * next(module.parameters()))
 
 
 def _rows_of(module: nn.Module) -> Tensor | None:
@@ -85,10 +85,10 @@ def _forward(module: nn.Module, rows: Tensor) -> Tensor | None:
     """Return a module's output for some rows, or None if it is not rows of the same shape."""
     try:
         with torch.no_grad():  # forward, not the call: no hook of the user runs
-            found = module.forward(rows)
+            output = module.forward(rows)
     except Exception:  # any error of another library: not a map of rows
         return None
-    return found if isinstance(found, Tensor) and found.shape == rows.shape else None
+    return output if isinstance(output, Tensor) and output.shape == rows.shape else None
 
 
 _RULES = (

@@ -64,7 +64,7 @@ def find_layers(model: nn.Module, units: list[AttentionUnit]) -> Layers:
     """
     order = {path: k for k, (path, _) in enumerate(model.named_modules())}
     for complete in (True, False):
-        found: list[str] = []
+        layers: list[str] = []
         for path, module in model.named_modules():
             if not isinstance(module, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
                 continue
@@ -72,10 +72,10 @@ def find_layers(model: nn.Module, units: list[AttentionUnit]) -> Layers:
             blocks = [at for at, element in elements.items() if _is_block(at, element, units, complete)]
             if blocks:
                 rows = isinstance(module, nn.ModuleList)  # also those without attention, in a model that mixes kinds
-                found = [at for at in found if not is_within(path, at)]
-                found += [at for at in (elements if rows else blocks) if next(elements[at].parameters(), None) is not None]
-        if found:
-            return Layers(tuple(sorted(found, key=order.__getitem__)), order)
+                layers = [at for at in layers if not is_within(path, at)]
+                layers += [at for at in (elements if rows else blocks) if next(elements[at].parameters(), None) is not None]
+        if layers:
+            return Layers(tuple(sorted(layers, key=order.__getitem__)), order)
     return Layers((), order)
 
 
@@ -204,12 +204,12 @@ class _PlaceReader:
 
     def _usual(self) -> set[tuple[str, str]]:
         """Return the children of those blocks that hold an attention."""
-        found = set()
+        children = set()
         for block in self.layers.paths:
             if any(is_within(unit.path, block) for unit in self.units):
-                found |= {self._limb(f"{block}.{child}") for child, _ in self.model.get_submodule(block).named_children()}
-                found.add(self._limb(block))
-        return found
+                children |= {self._limb(f"{block}.{child}") for child, _ in self.model.get_submodule(block).named_children()}
+                children.add(self._limb(block))
+        return children
 
     def _is_router(self, owner: Owner) -> bool:
         """Whether a layer has as many outputs as there are experts beside it, or in its parent module."""
@@ -255,9 +255,9 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
     for name in ("get_output_embeddings", "get_classifier"):
         if callable(ask := getattr(model, name, None)):
             try:
-                found = ask()
+                layer = ask()
             except (AttributeError, NotImplementedError, TypeError):
                 continue
-            if isinstance(found, nn.Module) and is_linear(found):
-                return found
+            if isinstance(layer, nn.Module) and is_linear(layer):
+                return layer
     return None

@@ -125,9 +125,9 @@ def block_types(
     return BlockTypes(model_parts(model, inputs=inputs, overrides=overrides, biases=biases, final_norm=final_norm, tied=tied))
 
 
-def _of_parameter(name: str, p: Tensor, found: list[Finding], path: str, layers: Layers, policy: Policy) -> list[Part]:
+def _of_parameter(name: str, p: Tensor, findings: list[Finding], path: str, layers: Layers, policy: Policy) -> list[Part]:
     parts = []
-    for f in found:
+    for f in findings:
         cut = sum(b - a for a, b in f.segments)
         size = p.numel() if f.axis is None else p.numel() // p.shape[f.axis] * cut
         part = Part(name, f.type, f.role, layers.index(path), f.reason, size, f.axis, f.segments)

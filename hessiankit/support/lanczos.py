@@ -114,13 +114,13 @@ class LanczosBasis:
         self.largest = max(self.largest, float(w.norm()))
         w, column = self._orthogonal(w, n)
         w, again = self._orthogonal(w, n)
-        found = (column + again).double().cpu()
+        projections = (column + again).double().cpu()
         beta = float(w.norm())
         if not math.isfinite(beta):
             raise InputError(
                 f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite, so it has no eigenvalues to find"
             )
-        off = float((found[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
+        off = float((projections[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
         error = off / self.largest if self.largest else 0.0
         eps = torch.finfo(w.dtype).eps
         if error > eps**0.5:
@@ -128,7 +128,7 @@ class LanczosBasis:
                 f"lanczos: <u, Hv> and <v, Hu> differ by {error:.1e} of |Hv|, more than rounding, so that H is not symmetric: an "
                 "operation of the model has a wrong second derivative, or the model is not the same at every call"
             )
-        self.T[:n, n - 1] = self.T[n - 1, :n] = found
+        self.T[:n, n - 1] = self.T[n - 1, :n] = projections
         self.n, self.beta, self.taken, self.known = n, beta, self.taken + 1, torch.zeros(n, dtype=torch.float64, device="cpu")
         self.known[-1] = beta
         if beta > SINGULAR * eps * self.largest:
@@ -250,11 +250,11 @@ def extreme_eigenpairs(
     V = space.combine(vectors[:, chosen[::-1]])
     V = V / V.norm(dim=1, keepdim=True)
     HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
-    found = (V * HV).sum(1, keepdim=True)
-    residuals = (HV - found * V).norm(dim=1).double().cpu()
+    quotients = (V * HV).sum(1, keepdim=True)
+    residuals = (HV - quotients * V).norm(dim=1).double().cpu()
     ok = len(V) == wanted and bool((residuals <= tol * scale).all())
-    order = found[:, 0].argsort(descending=True, stable=True)
-    return RitzPairs(found[order, 0].double().cpu(), V[order], residuals[order.cpu()], space.taken + len(V), ok)
+    order = quotients[:, 0].argsort(descending=True, stable=True)
+    return RitzPairs(quotients[order, 0].double().cpu(), V[order], residuals[order.cpu()], space.taken + len(V), ok)
 
 
 def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:
@@ -265,8 +265,8 @@ def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 6
     >>> round(found.value, 9), found.residual < 1e-9, found.converged
     (5.0, True, True)
     """
-    found = extreme_eigenpairs(product, start, tol=tol, most=most, basis=min(basis, most), again=False)
-    return RitzValue(float(found.values[0]), float(found.residuals[0]), found.products, found.converged, found.vectors[0])
+    pairs = extreme_eigenpairs(product, start, tol=tol, most=most, basis=min(basis, most), again=False)
+    return RitzValue(float(pairs.values[0]), float(pairs.residuals[0]), pairs.products, pairs.converged, pairs.vectors[0])
 
 
 def quadrature(

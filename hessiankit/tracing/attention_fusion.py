@@ -79,8 +79,8 @@ def _between_products(
         if a is None or isinstance(a.primitive, MatMul):
             return None if a is None else [a]
         known = isinstance(a.primitive, (*MOVES, *AFFINE))
-        found = next((chain for k in a.inputs if (chain := before(k))), None) if known else None
-        return found and [*found, a]
+        chain_before = next((chain for k in a.inputs if (chain := before(k))), None) if known else None
+        return chain_before and [*chain_before, a]
 
     chain = before(softmax.inputs[0])
     if chain is None:
@@ -172,10 +172,10 @@ class _Logits:
         else:
             mask = ~self.hidden
         mask = mask.expand(torch.broadcast_shapes(mask.shape, (L, S)))
-        found = next((m for m in masks if m.dtype == mask.dtype and torch.equal(m, mask)), mask)
-        if found is mask:
+        equal = next((m for m in masks if m.dtype == mask.dtype and torch.equal(m, mask)), mask)
+        if equal is mask:
             masks.append(mask)
-        return {"mask": found}
+        return {"mask": equal}
 
     def _apply(self, a: Application, before: int) -> bool:
         """Take one operation over; False if it is not one of those that are."""

@@ -125,16 +125,16 @@ def estimates(
 ) -> list[Covectors]:
     """Return central differences of a function along tangents with several steps, from large to small."""
     largest = max((_largest(t) / _size(x) for x, t in zip(inputs, tangents, strict=True)), default=1.0) or 1.0
-    found = []
+    results = []
     for step in steps:
         with suppress(RuntimeError):  # outside the domain, as a matrix that is no longer positive definite
-            found.append(_along(function, inputs, tangents, step / largest, weights))
-    return found
+            results.append(_along(function, inputs, tangents, step / largest, weights))
+    return results
 
 
-def settled(found: Sequence[Covectors]) -> tuple[Covectors, float]:
+def settled(results: Sequence[Covectors]) -> tuple[Covectors, float]:
     """Return that of several estimates which differs least from the one before, and by how much; nothing and infinity for one."""
-    pairs = [(difference(later, earlier), later) for earlier, later in pairwise(found)]
+    pairs = [(difference(later, earlier), later) for earlier, later in pairwise(results)]
     gap, best = min(pairs, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"), default=(float("inf"), ()))
     return best, gap
 

@@ -101,13 +101,13 @@ class AutomaticDifferentiation(Primitive):
             proof.inputs, proof.routes, proof.refusals, proof.remark = tuple(inputs), {}, {}, ""
         if order not in proof.routes and order not in proof.refusals:
             try:
-                found = self._first(inputs) if order == 1 else self._second(inputs, adjoint)
+                route = self._first(inputs) if order == 1 else self._second(inputs, adjoint)
             except TraceError as error:
                 proof.refusals[order] = str(error)
                 raise
-            if found is None:  # not finite: what reads the result says where
+            if route is None:  # not finite: what reads the result says where
                 return REVERSE if order == 1 else REVERSE_TWICE
-            proof.routes[order] = found
+            proof.routes[order] = route
         if order in proof.refusals:
             raise TraceError(proof.refusals[order])
         return proof.routes[order]
@@ -173,41 +173,43 @@ class AutomaticDifferentiation(Primitive):
         dtype: torch.dtype,
     ) -> tuple[str | None, Covectors]:
         """Return the route that is right and what it gives; None for the route where that is not finite."""
-        found: dict[str, Covectors] = {}
+        results: dict[str, Covectors] = {}
         missing: dict[str, Exception] = {}
         for name, run in routes.items():
             try:
-                found[name] = run()
+                results[name] = run()
             except torch.OutOfMemoryError:
                 raise
             except TOLERATED as error:
                 missing[name] = error
-        if not found:
+        if not results:
             raise self._impossible(next(iter(missing.values())))
-        preferred, eps = next(iter(found)), torch.finfo(dtype).eps
-        gap = difference(*found.values()) if len(found) == 2 else float("inf")
+        preferred, eps = next(iter(results)), torch.finfo(dtype).eps
+        gap = difference(*results.values()) if len(results) == 2 else float("inf")
         gap = float("inf") if gap != gap else gap  # one of them is not finite
-        if not any(_finite(values) for values in found.values()):
-            return None, found[preferred]
+        if not any(_finite(values) for values in results.values()):
+            return None, results[preferred]
         agree = gap <= rounding(eps)
         truth, uncertainty = by_differences(FEWER_STEPS, FEWER_WEIGHTS) if agree else by_differences()
-        off = {name: difference(values, truth) if truth else float("inf") for name, values in found.items()}
+        off = {name: difference(values, truth) if truth else float("inf") for name, values in results.items()}
         if agree and not (uncertainty <= UNSETTLED < off[preferred]):
-            return preferred, found[preferred]
+            return preferred, results[preferred]
         margin = max(3 * uncertainty, min(100 * rounding(eps), 0.1))
-        clear = uncertainty <= (max(0.2 * min(gap, 1.0), rounding(eps)) if len(found) == 2 else 0.01)
+        clear = uncertainty <= (max(0.2 * min(gap, 1.0), rounding(eps)) if len(results) == 2 else 0.01)
         right = min((name for name in off if clear and off[name] <= margin), key=off.__getitem__, default=None)
         if right is not None:
-            if len(found) == 2 and max(off.values()) > margin:
-                (wrong,) = set(found) - {right}
+            if len(results) == 2 and max(off.values()) > margin:
+                (wrong,) = set(results) - {right}
                 self._proof.remark = f" (by {right}: {wrong} is wrong by {gap:.2g})"
-            return right, found[right]
+            return right, results[right]
         below = "its value" if which == "first" else "its gradient"
         seen = "; ".join(
             [f"{name} is {distance:.2g} from central differences of {below}" for name, distance in off.items()]
             + [f"{name} raised {first_line(error)}" for name, error in missing.items()]
         )
-        apart = f"its two routes {'agree' if agree else f'differ by {gap:.2g} of the largest entry'}: " if len(found) == 2 else ""
+        apart = (
+            f"its two routes {'agree' if agree else f'differ by {gap:.2g} of the largest entry'}: " if len(results) == 2 else ""
+        )
         raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
 
     def _check_batch(self, which: str, batch: Covectors, alone: Covectors) -> None:

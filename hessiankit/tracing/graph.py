@@ -172,20 +172,20 @@ class Edges:
         """
         passed: dict[Any, None] = {start[0]: None}
         while True:
-            found = self._behind(passed)
-            inner = [edge for edge in found if len(found) > 1 and not found.keys().isdisjoint(_all_behind(edge[0]))]
+            seen = self._behind(passed)
+            inner = [edge for edge in seen if len(seen) > 1 and not seen.keys().isdisjoint(_all_behind(edge[0]))]
             if not inner:
-                return found, tuple(dict.fromkeys(function.name() for function in passed))
+                return seen, tuple(dict.fromkeys(function.name() for function in passed))
             passed.update((function, None) for function, _ in inner)
 
     def leaves(self, start: Edge) -> tuple[Tensor, ...]:
         """Return the leaves that an edge depends on."""
-        found = {id(function.variable): function.variable for function, _ in _all_behind(start[0]) if _is_leaf(function)}
-        return tuple(found.values())
+        leaves = {id(function.variable): function.variable for function, _ in _all_behind(start[0]) if _is_leaf(function)}
+        return tuple(leaves.values())
 
     def _behind(self, passed: dict[Any, None]) -> dict[Edge, Node]:
         """Walk back from functions to the next values that were seen; take the functions on the way into ``passed``."""
-        found: dict[Edge, Node] = {}
+        nodes: dict[Edge, Node] = {}
         waiting = list(passed)
         while waiting:
             for edge in waiting.pop().next_functions:
@@ -193,11 +193,11 @@ class Edges:
                     continue
                 seen = self._seen.get(edge) or self._leaf(edge)
                 if seen is not None:
-                    found[edge] = seen.node
+                    nodes[edge] = seen.node
                 elif not _is_leaf(edge[0]):
                     passed[edge[0]] = None
                     waiting.append(edge[0])
-        return found
+        return nodes
 
     def look(self) -> None:
         """Take in the tensors noted since the last time."""
@@ -233,16 +233,16 @@ def place(x: Tensor) -> tuple[Any, ...]:
 
 def _all_behind(function: Any) -> dict[Edge, None]:
     """Return every edge that a function's derivative is passed on to, near or far."""
-    found: dict[Edge, None] = {}
+    edges: dict[Edge, None] = {}
     known, waiting = {function}, [function]
     while waiting:
         for edge in waiting.pop().next_functions:
             if edge[0] is not None:
-                found[edge] = None
+                edges[edge] = None
                 if edge[0] not in known:
                     known.add(edge[0])
                     waiting.append(edge[0])
-    return found
+    return edges
 
 
 def _is_leaf(function: Any) -> bool:

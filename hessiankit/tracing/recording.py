@@ -82,7 +82,7 @@ def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> t
     if not tensors or not torch.is_autocast_enabled(device) or getattr(getattr(function, "_schema", None), "is_mutable", False):
         return None
     with torch.no_grad(), torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
-        found = _tensors(function(*args, **kwargs))
+        results = _tensors(function(*args, **kwargs))
         with full_precision():
             for dtype in (None, torch.get_autocast_dtype(device), torch.float32):
                 if dtype is not None and all(x.dtype == dtype for x in tensors):
@@ -91,7 +91,7 @@ def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> t
                     alone = _tensors(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
                 except RuntimeError:  # types that do not go together without autocast
                     continue
-                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(found, alone, strict=True)):
+                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, alone, strict=True)):
                     return dtype
     name = getattr(function, "__name__", str(function))
     raise TraceError(

@@ -80,9 +80,9 @@ def _batched(function: Callable[..., Covectors], stacks: Sequence[Tensor]) -> Co
     present: list[bool] = []
 
     def without_none(*u: Tensor) -> tuple[Tensor, ...]:
-        found = function(*u)
-        present[:] = [c is not None for c in found]
-        return tuple(c for c in found if c is not None)
+        results = function(*u)
+        present[:] = [c is not None for c in results]
+        return tuple(c for c in results if c is not None)
 
     length = len(stacks[0])
     columns: Sequence[Tensor] | None = None

@@ -133,10 +133,10 @@ class Segment(Primitive):
 def segment(unseen: Unseen, moving: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
     """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move."""
     edges, inputs = zip(*moving, strict=True)
-    found = Segment(unseen.root, edges, inputs, f"autograd: {shortened(unseen.names)}", unseen.leaves)
-    with found._differentiated():
+    primitive = Segment(unseen.root, edges, inputs, f"autograd: {shortened(unseen.names)}", unseen.leaves)
+    with primitive._differentiated():
         affine = reverse.is_affine(unseen.root, edges)
-    return replace(found, is_linear=affine)
+    return replace(primitive, is_linear=affine)
 
 
 @contextmanager

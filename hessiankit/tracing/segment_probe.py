@@ -50,8 +50,8 @@ def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Prob
     names = tuple(dict.fromkeys(a.primitive.name for a in path if isinstance(a.primitive, Segment)))
     if not names:
         return None
-    found = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
-    return Probe(names, *found, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
+    results = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
+    return Probe(names, *results, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
 
 
 def verify_segments(
@@ -80,24 +80,24 @@ def verify_segments(
     )
 
     def call(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        loss, found = call_at(dict(zip(point, at, strict=True)))
-        given = ((found[name], x) for name, x in point.items())
+        loss, results = call_at(dict(zip(point, at, strict=True)))
+        given = ((results[name], x) for name, x in point.items())
         return (*(torch.zeros_like(x) if g is None else g for g, x in given), at[0].new_tensor([loss]).double())
 
     size, steep = (max((float(x.abs().max()) for x in kind if x.numel()), default=0.0) for kind in (product, gradients))
     noise = 64 * (allowed / 100) ** 2 * steep  # of the gradient's rounding errors, before they are divided by a step
-    found = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
+    results = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
     finer = next((steps for steps in FINER_STEPS if noise / min(steps) < UNSETTLED * size), ())
-    if not settled([values[:-1] for values in found])[1] <= UNSETTLED:
-        found += estimates(call, tuple(point.values()), tangents, finer, FEWER_WEIGHTS)
+    if not settled([values[:-1] for values in results])[1] <= UNSETTLED:
+        results += estimates(call, tuple(point.values()), tangents, finer, FEWER_WEIGHTS)
     terms = torch.cat([(g * t).double().flatten() for g, t in zip(gradients, tangents, strict=True)])
-    change, unsure = settled([values[-1:] for values in found])
+    change, unsure = settled([values[-1:] for values in results])
     off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
     scale = float(terms.abs().sum())
     gap = float(off.abs()) / scale if scale else 0.0
     if gap > max(3 * unsure, allowed):
         raise _differs("first", gap, unsure, "the loss", names)
-    theirs, unsure = settled([values[:-1] for values in found])
+    theirs, unsure = settled([values[:-1] for values in results])
     gap = difference(product, theirs) if theirs else float("inf")
     if gap > max(3 * unsure, allowed):
         raise _differs("second", gap, unsure, "its gradient", names)
@@ -121,11 +121,11 @@ def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, .
 
 def _direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
     """Return the same tangents for the same parameters, whatever their order."""
-    found = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
+    direction = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
     for name, row in (still or {}).items():
-        if name in found:
-            found[name][row] = 0
-    return found
+        if name in direction:
+            direction[name][row] = 0
+    return direction
 
 
 def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

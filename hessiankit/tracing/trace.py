@@ -116,11 +116,11 @@ class Trace(Printed):
     @torch.no_grad()
     def descendants(self, value: int) -> set[int]:
         """Return a value and those that are computed from it."""
-        found = {value}
+        values = {value}
         for application in self.applications:
-            if any(at in found for at in application.inputs):
-                found.add(application.output)
-        return found
+            if any(at in values for at in application.inputs):
+                values.add(application.output)
+        return values
 
     def adjoints(self, scale: float = 1.0) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
@@ -128,14 +128,14 @@ class Trace(Printed):
         One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v.
         """
         seed = torch.full_like(self.values[self.output], scale)
-        found = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
+        adjoints = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
         for application in reversed(self.applications):
-            adjoint, ids = found.get(application.output), self.moving_inputs(application)
+            adjoint, ids = adjoints.get(application.output), self.moving_inputs(application)
             if adjoint is not None:
                 moving = [at is not None for at in ids]
                 at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
-                accumulate(found, ids, at_point.pull(adjoint))
-        return {at: adjoint[0] for at, adjoint in found.items()}
+                accumulate(adjoints, ids, at_point.pull(adjoint))
+        return {at: adjoint[0] for at, adjoint in adjoints.items()}
 
 
 def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Sequence[Tensor | None]) -> None:
@@ -312,11 +312,11 @@ def _record(
     by_tensor = {id(known[n]): ids[n] for n in moving}
     run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
-    found: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
-    if found is not None and not any(is_sparse):
-        wanted = _names(found)
+    rule: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
+    if rule is not None and not any(is_sparse):
+        wanted = _names(rule)
         args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
-        match = found(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
+        match = rule(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
             return []  # this output_index comes from inputs that do not move
     if match is None:

@@ -107,17 +107,17 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     """Compare the twin's closed form with two references along a direction on each parameter, and its diagonal with it."""
     start = time.perf_counter()
     twin, x, target = wide_twin(block, seed)
-    problem, found = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
+    problem, exact = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
     probes = probe_directions(problem, 1, seed)
     routes = {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}
     judge = Judge(tuple(problem.params), torch.float64, RoundingNoise(problem, routes, 2.0**-52))
-    mine = probes.V @ found.matrix
+    mine = probes.V @ exact.matrix
     for name in JUDGES:
         try:
             gaps = Layout(problem, probes.owners).gaps(mine, REFERENCES[name].products(problem, probes.V))
         except Unsupported:
             continue
         yield from judge.rows(gaps, TOLERANCE, name, time.perf_counter() - start, cells_of_labels("wide twin", gaps))
-    diagonal, whole = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, found.matrix.diagonal()
+    diagonal, whole = hessian_diagonal(twin, x, target, handshake=False, max_products=None).flat, exact.matrix.diagonal()
     error = float((diagonal - whole).abs().max() / whole.abs().max())
     yield CheckRow("wide twin: diagonal", "hessian", error, error <= TOLERANCE, time.perf_counter() - start)

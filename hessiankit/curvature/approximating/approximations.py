@@ -275,18 +275,18 @@ class Point:
         return model, about
 
     def _blocks(self, groups: Mapping[str, Any]) -> list[Structure]:
-        found: list[Structure] = []
+        blocks: list[Structure] = []
         for wanted in groups.values():
             at = positions(WHO, wanted, self.shapes, self.slices).to(self.device)
-            found.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
-        return found
+            blocks.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
+        return blocks
 
     def _groups(self, key: Callable[[Any], Any]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for part in model_parts(self.module):
             if part.parameter in self.slices:
-                found.setdefault(str(key(part)), []).append(part.name)
-        return found
+                groups.setdefault(str(key(part)), []).append(part.name)
+        return groups
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:
@@ -303,7 +303,7 @@ class Point:
             values, basis = values[top], basis[:, top]
         else:
             start = np.random.default_rng(self.options["seed"]).standard_normal(self.size).astype(self.operator.dtype)
-            found = eigsh(self.operator, k=k, which="LM", v0=start, tol=1e-3)
-            values, basis = (torch.from_numpy(x).to(self.device, self.dtype) for x in found)
+            pairs = eigsh(self.operator, k=k, which="LM", v0=start, tol=1e-3)
+            values, basis = (torch.from_numpy(x).to(self.device, self.dtype) for x in pairs)
         rest = self.exact_diagonal - (basis.square() * values).sum(1)
         return LowRankPlusDiagonal(basis, values, rest)

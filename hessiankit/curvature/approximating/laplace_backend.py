@@ -45,8 +45,8 @@ class GaussNewtonBackend:
 
     def diag(self: Any, x: Any, y: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return the loss and the exact diagonal of the Gauss-Newton matrix, (P,)."""
-        found = hessian_diagonal(self.model, _inputs(x), y, **self._options(**kwargs))
-        return self._scaled(found.loss, found.flat)  # type: ignore[no-any-return]
+        diagonal = hessian_diagonal(self.model, _inputs(x), y, **self._options(**kwargs))
+        return self._scaled(diagonal.loss, diagonal.flat)  # type: ignore[no-any-return]
 
     def kron(self: Any, x: Any, y: Tensor, N: int, **kwargs: Any) -> tuple[Tensor, Any]:
         """Return the loss and KFAC of one batch of M among N samples; vectors without factors, as the gains of norms, have their

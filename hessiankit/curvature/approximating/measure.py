@@ -60,13 +60,13 @@ def cosine(u: Tensor, v: Tensor) -> float:
 def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tensor]:
     """Return the Frobenius and the spectral norm of every block (i, j) of a symmetric matrix, (n, n) each."""
     n, rows = len(slices), list(slices.values())
-    found = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
+    pair_norms = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     for i in range(n):
         for j in range(i, n):
             block = matrix[rows[i], rows[j]]
             norms = torch.tensor([float(block.norm()), spectral_norm(block)], dtype=torch.float64, device="cpu")
-            found[:, i, j] = found[:, j, i] = norms
-    return found[0], found[1]
+            pair_norms[:, i, j] = pair_norms[:, j, i] = norms
+    return pair_norms[0], pair_norms[1]
 
 
 class DenseTruth:
@@ -181,11 +181,11 @@ class ProductTruth:
         self.step = self._solve()
 
     def _largest(self, product: Callable[[Tensor], Tensor], of: str) -> float:
-        found = lanczos(product, self._start, tol=1e-3, most=self.products)
-        if not found.converged:
-            state = f"a residual of {found.relative:.1%} after {found.products} products"
+        largest = lanczos(product, self._start, tol=1e-3, most=self.products)
+        if not largest.converged:
+            state = f"a residual of {largest.relative:.1%} after {largest.products} products"
             self.notes.append(f"the largest eigenvalue of {of} has {state}")
-        return found.value
+        return largest.value
 
     def _norm(self, product: Callable[[Tensor], Tensor]) -> Estimate:
         """Return the Frobenius norm with its interval."""
@@ -245,8 +245,8 @@ class ProductTruth:
         if not math.isfinite(root.largest):
             return math.inf
         top = self._largest(product, "M^(-1/2) (A + damping) M^(-1/2)")
-        found = lanczos(lambda v: 2 * top * v - product(v), self._start, tol=5e-8, most=self.products)  # never zero
-        bottom = 2 * top - found.value
-        if bottom > 0 and found.residual > 0.1 * bottom:
+        smallest = lanczos(lambda v: 2 * top * v - product(v), self._start, tol=5e-8, most=self.products)  # never zero
+        bottom = 2 * top - smallest.value
+        if bottom > 0 and smallest.residual > 0.1 * bottom:
             self.notes.append("condition numbers are lower bounds: least eigenvalues have not converged; pass more products")
         return top / bottom if bottom > 0 else math.inf

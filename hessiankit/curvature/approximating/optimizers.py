@@ -24,7 +24,7 @@ from hessiankit.engine.problem.task import Task
 
 def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
     """Return the gradients of the losses of the B samples that count, scaled so that their mean is that of the whole: (B, P)."""
-    found = []
+    rows = []
     alone = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
     for task, share, one in zip(tasks, shares, alone, strict=True):
         J = JacobianOperator(replace(task, reference=None))
@@ -32,8 +32,8 @@ def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
             Z = task.read().detach().requires_grad_()
             (slope,) = torch.autograd.grad(own_loss(task, Z), Z)
         c = slope.detach().to(J.torch_dtype)
-        found.append(share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
-    gradients = torch.cat(found)
+        rows.append(share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
+    gradients = torch.cat(rows)
     return len(gradients) * gradients
 
 
@@ -62,17 +62,17 @@ class MiniBatchMoments:
 
         Its root is what Shampoo divides by: L^(-1/4) G R^(-1/4). For vectors it is E[g_b g_b^T].
         """
-        found: list[Structure] = []
+        structures: list[Structure] = []
         for name, rows in self.slices.items():
             at = torch.arange(rows.start, rows.stop, device=self.rows.device)
             G = self.rows[:, rows]
             if len(self.shapes[name]) < 2:
-                found.append(dense_block(at, G.T @ G))
+                structures.append(dense_block(at, G.T @ G))
                 continue
             G = G.reshape(len(G), self.shapes[name][0], -1)
             left, right = torch.einsum("bij,bkj->ik", G, G), torch.einsum("bij,bik->jk", G, G)
-            found.append(kronecker_block(at, _root(left), _root(right)))
-        return found
+            structures.append(kronecker_block(at, _root(left), _root(right)))
+        return structures
 
     def muon(self) -> list[Structure]:
         """Return G G^T (x) I of the mean gradient G of each matrix, whose root turns G into its orthogonal factor U V^T.
@@ -80,18 +80,18 @@ class MiniBatchMoments:
         Jordan et al., Muon, 2024. On the smaller side: I (x) G^T G where there are fewer columns. Vectors, which Muon leaves to
         Adam, have Adam's second moment.
         """
-        found: list[Structure] = []
+        structures: list[Structure] = []
         for name, rows in self.slices.items():
             at = torch.arange(rows.start, rows.stop, device=self.rows.device)
             if len(self.shapes[name]) < 2:
-                found.append(diagonal(at, self.rows[:, rows].square().sum(0)))
+                structures.append(diagonal(at, self.rows[:, rows].square().sum(0)))
                 continue
             G = self.mean[rows].reshape(self.shapes[name][0], -1)
             m, n = G.shape
             identity = torch.eye(max(m, n), dtype=G.dtype, device=G.device)
             pair = (G @ G.T, identity) if m <= n else (identity, G.T @ G)
-            found.append(replace(kronecker_block(at, *pair), numbers=min(m, n) * (min(m, n) + 1) // 2))
-        return found
+            structures.append(replace(kronecker_block(at, *pair), numbers=min(m, n) * (min(m, n) + 1) // 2))
+        return structures
 
 
 def _root(matrix: Tensor) -> Tensor:

@@ -285,8 +285,8 @@ def top_eigenvalues(
         raise
     keys = {"LA": -pairs.values, "SA": pairs.values, "LM": -pairs.values.abs()}
     order = keys[which].argsort(stable=True)[:k]
-    found = replace(pairs, values=pairs.values[order], vectors=pairs.vectors.cpu()[order], residuals=pairs.residuals[order])
-    result: RitzPairs = ranks.broadcast(found)
+    largest = replace(pairs, values=pairs.values[order], vectors=pairs.vectors.cpu()[order], residuals=pairs.residuals[order])
+    result: RitzPairs = ranks.broadcast(largest)
     return result
 
 

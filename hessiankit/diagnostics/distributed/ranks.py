@@ -51,10 +51,10 @@ class Ranks:
         """Return the values of all ranks, in the order of the ranks."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
+        values: list[Any] = [None] * self.size
         with self.exchange():
-            dist.all_gather_object(found, value, group=self.group)
-        return found
+            dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""

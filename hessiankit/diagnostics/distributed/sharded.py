@@ -92,13 +92,13 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
             )
         return replica
 
-    found = ranks.together(check)
-    targets = {**dict(found.named_parameters()), **dict(found.named_buffers())}
+    error = ranks.together(check)
+    targets = {**dict(error.named_parameters()), **dict(error.named_buffers())}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         targets[name].copy_(ranks.whole(value))
-    for copy, original in zip(found.modules(), model.modules(), strict=True):
+    for copy, original in zip(error.modules(), model.modules(), strict=True):
         copy.training = original.training
-    return found
+    return error
 
 
 def _shapes(model: nn.Module) -> dict[str, str]:
@@ -151,8 +151,8 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
     if not sums.values:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
     looked_up = {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in seen.items()}
-    found = collected(sums, measured, options, looked_up, began)
-    return replace(found, entries=_Gathered(ranks, sums.entries), seconds=max(ranks.gather(found.seconds)))
+    replicates = collected(sums, measured, options, looked_up, began)
+    return replace(replicates, entries=_Gathered(ranks, sums.entries), seconds=max(ranks.gather(replicates.seconds)))
 
 
 class _Gathered(Mapping[str, Tensor]):
@@ -173,14 +173,14 @@ class _Gathered(Mapping[str, Tensor]):
 
 def _gradients(ranks: Ranks, measured: MeasuredParts) -> dict[str, Tensor]:
     """Return the gradients of the backward pass before, of the mean over all ranks."""
-    found = {}
+    gradients = {}
     for name, p in measured.parameters.items():
         if not isinstance(p, DTensor):  # FSDP2 does not reduce what it does not shard
             own = torch.zeros_like(p) if p.grad is None else p.grad
-            found[name] = ranks.sum(own.detach().clone()) / ranks.size
+            gradients[name] = ranks.sum(own.detach().clone()) / ranks.size
         elif p.grad is not None:
-            found[name] = p.grad
-    return found
+            gradients[name] = p.grad
+    return gradients
 
 
 def _steps(ranks: Ranks, batches: Sequence[MicroBatch]) -> tuple[int, MicroBatch]:

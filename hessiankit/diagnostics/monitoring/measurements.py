@@ -133,11 +133,11 @@ def eigenvalue(
     product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
     of = product if P is None else (lambda v: P.root @ product(P.root @ v))
     with sdpa_kernel(SDPBackend.MATH) if taken == "autograd" else nullcontext():
-        found = lanczos(of, start, tol=tol, most=products)
-    if last is not None and found.vector is not None:
-        last["vector"] = found.vector
-    metric = {} if P is None else {"lr": P.lr, "threshold": P.threshold, "ratio": P.ratio(found.value)}
-    return {**found.to_dict(), **metric, "route": taken, **({"why": why} if why else {})}
+        top = lanczos(of, start, tol=tol, most=products)
+    if last is not None and top.vector is not None:
+        last["vector"] = top.vector
+    metric = {} if P is None else {"lr": P.lr, "threshold": P.threshold, "ratio": P.ratio(top.value)}
+    return {**top.to_dict(), **metric, "route": taken, **({"why": why} if why else {})}
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -175,8 +175,8 @@ def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer
     with sdpa_kernel(SDPBackend.MATH):
         product = HessianProducts(loss, [own], "hessian").of(0)
         gradient = torch.cat([slope.reshape(-1) for slope in loss.gradient(own)])
-        found = along_step(WHO, optimizer, parameters, gradient, product, loss_at, {}, passes)
-    return {name: value for name, value in found.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
+        search = along_step(WHO, optimizer, parameters, gradient, product, loss_at, {}, passes)
+    return {name: value for name, value in search.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
 
 
 @torch.no_grad()

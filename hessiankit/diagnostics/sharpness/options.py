@@ -121,9 +121,9 @@ def _metric(model: nn.Module, parameters: Mapping[str, nn.Parameter], preconditi
         torch_dtype=first.dtype,
         device=first.device,
     )
-    found = preconditioner_of(WHO, preconditioner, like, model)
-    (diagonal, *others) = found.root.structures
+    metric = preconditioner_of(WHO, preconditioner, like, model)
+    (diagonal, *others) = metric.root.structures
     if others or not isinstance(diagonal, DiagonalBlock):
         raise InputError(f"{WHO}: preconditioner is no diagonal; pass a torch optimizer, or tensors by parameter name")
     roots = zip(parameters.items(), diagonal.values.split(sizes), strict=True)
-    return {"metric": found.name, "roots": {name: root.view_as(p) for (name, p), root in roots}}
+    return {"metric": metric.name, "roots": {name: root.view_as(p) for (name, p), root in roots}}

@@ -78,15 +78,15 @@ class SquaredGradients:
         """Return the parts' sums, float64 (parts,) on the CPU, after a check that they are finite."""
         if len({x.device for x in squares}) > 1:
             squares = [x.cpu() for x in squares]
-        found = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
-        bad = ~torch.isfinite(found)
+        sums = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
+        bad = ~torch.isfinite(sums)
         if bool(bad.any()):
             part = self.parts[int(bad.nonzero()[0])]
             raise InputError(
                 f"{self.who}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative "
                 "overflows there (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
             )
-        return found
+        return sums
 
 
 def _zeros(p: Tensor) -> Tensor:

@@ -56,8 +56,8 @@ for _operation, _moment in ((aten.var_mean.correction, _variance), (aten.std_mea
     def _and_mean(
         x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False, moment: Any = _moment
     ) -> Any:
-        found = moment(x, dim, correction=correction, keepdim=keepdim)
-        return found if found is NotImplemented else (found, x.mean(_axes(x, dim), keepdim=keepdim))
+        moments = moment(x, dim, correction=correction, keepdim=keepdim)
+        return moments if moments is NotImplemented else (moments, x.mean(_axes(x, dim), keepdim=keepdim))
 
 
 @decomposes(aten.linalg_vector_norm.default)
