@@ -212,8 +212,8 @@ def _axis(X: Tensor, dim: int) -> int:
 
 def _complete(inputs: Inputs, tangents: Tangents) -> list[Tensor]:
     """Return the tangents with zeros for those that are None."""
-    some = next((t for t in tangents if t is not None), None)
-    if some is None:
+    known = next((t for t in tangents if t is not None), None)
+    if known is None:
         raise ValueError("jvp: every tangent is None; at least one input must move")
-    zero = some.new_zeros(())
-    return [zero.expand(some.shape[0], *x.shape) if t is None else t for x, t in zip(inputs, tangents, strict=True)]
+    zero = known.new_zeros(())
+    return [zero.expand(known.shape[0], *x.shape) if t is None else t for x, t in zip(inputs, tangents, strict=True)]

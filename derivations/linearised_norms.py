@@ -80,11 +80,11 @@ class LinearisedNorm(Linearised):
         x, out = self.off, None
         if t is not None:
             out = t.new_empty(t.shape)
-            for some, into in stacks(t, out):
-                along = torch.mul(some, x, out=into).sum(-1, keepdim=True)
-                torch.addcmul(some, along, x, value=-1 / self.d, out=into)
+            for part, into in stacks(t, out):
+                along = torch.mul(part, x, out=into).sum(-1, keepdim=True)
+                torch.addcmul(part, along, x, value=-1 / self.d, out=into)
                 if self.centred:
-                    into.sub_(some.sum(-1, keepdim=True), alpha=1 / self.d)
+                    into.sub_(part.sum(-1, keepdim=True), alpha=1 / self.d)
                 into.mul_(self.scale)
         if t_gamma is not None:
             out = self.x * t_gamma if out is None else out.addcmul_(self.x, t_gamma)
@@ -122,11 +122,11 @@ class LinearisedNorm(Linearised):
         self, u: Tensor | None, t: Tensor | None, t_gamma: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return the covectors of X, (S, rows, d), and of gamma, (S, d)."""
-        given = u if u is not None else t if t is not None else t_gamma
-        if given is None:
+        present = u if u is not None else t if t is not None else t_gamma
+        if present is None:
             return None, None
-        out, scratch = given.new_empty(given.shape[0], *self.x.shape), None
-        to_gamma = out.new_empty(out.shape[0], self.d) if self.moves_gain and given is not t_gamma else None
+        out, scratch = present.new_empty(present.shape[0], *self.x.shape), None
+        to_gamma = out.new_empty(out.shape[0], self.d) if self.moves_gain and present is not t_gamma else None
         for into, some_u, some_t, some_gain, gain in stacks(out, u, t, t_gamma, to_gamma):
             scratch = torch.empty_like(into) if scratch is None else scratch[: len(into)]
             along = None if some_t is None else _dot(some_t, self.off, scratch)  # d tau

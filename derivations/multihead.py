@@ -47,16 +47,16 @@ class MultiHeadAttentionAt(OperationAt):
 
     def __post_init__(self) -> None:
         if not self.heads or (self.weights is not None and len(self.weights) != len(self.heads)):
-            given = None if self.weights is None else len(self.weights)
-            raise ValueError(f"MultiHeadAttentionAt: got {len(self.heads)} heads and attention weights for {given}")
+            count = None if self.weights is None else len(self.weights)
+            raise ValueError(f"MultiHeadAttentionAt: got {len(self.heads)} heads and attention weights for {count}")
         _ = self.total
 
     @cached_property
     def points(self) -> tuple[AttentionAt, ...]:
         """The heads, each the single-head chapter at the point."""
-        given = [None] * len(self.heads) if self.weights is None else list(self.weights)
+        weights = [None] * len(self.heads) if self.weights is None else list(self.weights)
         common = {"mask": self.mask, "scale": self.scale}
-        return tuple(AttentionAt(self.X, **head, **common, weights=A) for head, A in zip(self.heads, given, strict=True))
+        return tuple(AttentionAt(self.X, **head, **common, weights=A) for head, A in zip(self.heads, weights, strict=True))
 
     @cached_property
     def total(self) -> Total:

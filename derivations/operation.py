@@ -90,8 +90,8 @@ class OperationAt(ABC):
     @property
     def arguments(self) -> dict[str, Shape]:
         """The arguments by name, each with its shape; those that are None are left out."""
-        given = {name: getattr(self, name) for name in self.argument_names}
-        return {name: shape_of(array) for name, array in given.items() if array is not None}
+        every = {name: getattr(self, name) for name in self.argument_names}
+        return {name: shape_of(array) for name, array in every.items() if array is not None}
 
     @property
     @abstractmethod

@@ -180,8 +180,8 @@ class LinearisedSoftmax(Linearised):
             return (None if bar is None else self.covariance(bar),)
         centred = self.covariance
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
-        for some, into, u in stacks(t, out, bar):
-            moved = centred.differences(some)
+        for part, into, u in stacks(t, out, bar):
+            moved = centred.differences(part)
             along = torch.mul(moved, self.a, out=into).sum(self.axis, keepdim=True)
             if u is None:
                 torch.mul(moved, self.q, out=into)
@@ -214,8 +214,8 @@ class Covariance:
     def __call__(self, t: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return C_a t for tangents (S, *shape of the weights), multiplied by a weight for each row if there is one."""
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
-        for some, into in stacks(t, out):
-            self.centre(self.differences(some, out=into).mul_(self.a))
+        for part, into in stacks(t, out):
+            self.centre(self.differences(part, out=into).mul_(self.a))
             if weight is not None:
                 into.mul_(weight)
         return out

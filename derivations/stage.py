@@ -135,9 +135,9 @@ class Stage:
         whole, own = self._whole, self.symbol
         reading = [{a: self._spoken(a) for a in whole.reading(name)} for name in names]
         if len(names) == 1:
-            made = [(whole.through(a, *names), _slopes(own, said, *names, a in self.reads)) for a, said in reading[0].items()]
+            summands = [(whole.through(a, *names), _slopes(own, said, *names, a in self.reads)) for a, said in reading[0].items()]
         else:
-            made = [
+            summands = [
                 (whole.through(a, *names), f"first derivative of ${own}$ in ${said}$ times second derivative of ${said}$")
                 for a, said in reading[0].items()
                 if a in reading[1] and a in self.reads
@@ -148,8 +148,8 @@ class Stage:
                     inside = [s for k, s in ((a, said), (b, other)) if k in self.reads]
                     one = f", times the first derivative of ${''.join(inside)}$"
                     slopes = {0: "", 1: one}.get(len(inside), ", between two first derivatives")
-                    made.append((whole.between(a, b, *names), text + slopes))
-        return [Term(matrix, text) for matrix, text in made if not isinstance(matrix, Zero)]
+                    summands.append((whole.between(a, b, *names), text + slopes))
+        return [Term(matrix, text) for matrix, text in summands if not isinstance(matrix, Zero)]
 
     def seen_from(self, cut: Stage) -> Operation:
         """Return the same operation with ``cut`` an open argument, called by its symbol, wherever it is reached."""

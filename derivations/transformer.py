@@ -250,8 +250,8 @@ class PostNormBlockAt:
     @cached_property
     def arguments(self) -> dict[str, Shape]:
         """The arguments in the order of the computation; those that are None are left out."""
-        given = {name: getattr(self, name) for name in (*_ATTENTION, *_NORM_1, *_FEEDFORWARD, *_NORM_2)}
-        return {name: shape_of(array) for name, array in given.items() if array is not None}
+        every = {name: getattr(self, name) for name in (*_ATTENTION, *_NORM_1, *_FEEDFORWARD, *_NORM_2)}
+        return {name: shape_of(array) for name, array in every.items() if array is not None}
 
     @property
     def value(self) -> Array:

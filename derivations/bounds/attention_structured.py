@@ -66,14 +66,14 @@ def attention_structured(
     names = tuple(joint_factors(rows))
     bounds = joint_pairs(rows, identity, residual).bounds(names, factor)
     gauss_newton = factor * output_jacobian_norm(rows) ** 2
-    left = joint_pairs(rows, 0 * identity, residual).bounds(names, factor).whole
+    rest = joint_pairs(rows, 0 * identity, residual).bounds(names, factor).whole
     parts = {
         "residual_F": float(residual.norm()),
         "covariance": max(spectral_norm(C) for one in rows for C in one.covariances),
         "gauss_newton": gauss_newton,
-        "functional": left,
+        "functional": rest,
     }
-    return BlockNorms(names, bounds.matrix, parts, min(bounds.spectral, gauss_newton + left))
+    return BlockNorms(names, bounds.matrix, parts, min(bounds.spectral, gauss_newton + rest))
 
 
 def output_jacobian_norm(rows: list[AttentionRows]) -> float:

@@ -101,8 +101,8 @@ class Attention(nn.Module):
         affine: bool = True,
     ) -> None:
         super().__init__()
-        given = {name: n for name, n in (("d_k", d_k), ("d_v", d_v), ("n_kv_heads", n_kv_heads)) if n is not None}
-        check_sizes("Attention", d_model=d_model, n_heads=n_heads, **given)
+        sizes = {name: n for name, n in (("d_k", d_k), ("d_v", d_v), ("n_kv_heads", n_kv_heads)) if n is not None}
+        check_sizes("Attention", d_model=d_model, n_heads=n_heads, **sizes)
         if d_model % n_heads and (d_k is None or d_v is None):
             raise InputError(f"Attention: d_model={d_model} does not split into n_heads={n_heads} equal heads")
         self.n_heads, self.causal, self.rotary, self.rotary_theta = n_heads, causal, rotary, rotary_theta
@@ -137,8 +137,8 @@ class Attention(nn.Module):
         widths = {"q": (self.d_k, q), "k": (self.d_k, k), "v": (self.d_v, v), "c": (self.d_v, c)}
         for letter, (head, full) in widths.items():
             width = head if norm_scope == "head" else full
-            made = make_norm("Attention", norm, width, eps=eps, affine=affine) if letter in norms else None
-            setattr(self, f"norm_{letter}", made)
+            layer = make_norm("Attention", norm, width, eps=eps, affine=affine) if letter in norms else None
+            setattr(self, f"norm_{letter}", layer)
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map tokens ``(..., L, d_model)`` to ``(..., L, d_model)``.

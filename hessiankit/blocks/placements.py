@@ -246,7 +246,7 @@ def _lns(name: str, equation: Equation, description: str, source: str = f"{COD},
 
 def _families() -> list[Placement]:
     """Return HybridNorm's Table 4: norms inside the attention, crossed with the norms outside."""
-    made = []
+    placements = []
     for inside in ("qkvc", "qkv", "qkc", "qk", "kv", "kc"):
         letters = ", ".join(inside.replace("c", ""))
         words = f"{letters} {'and the context ' if 'c' in inside else ''}normalised"
@@ -257,8 +257,10 @@ def _families() -> list[Placement]:
             ("pre-{}-pre", pre, (1, 2), "Pre-Norm attention and network", "Eqs. 47-48"),
         ):
             full = f"{outside}, {words}"
-            made.append(Placement(name.format(inside), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inside))
-    return made
+            placements.append(
+                Placement(name.format(inside), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inside)
+            )
+    return placements
 
 
 _ALL = [

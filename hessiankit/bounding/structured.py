@@ -186,8 +186,8 @@ def _components(B: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> SiteRoots:
     """Return the applications at the end as one site: their Hessian in the value and the parameters that they read."""
-    made = {a.output for a, _, _ in tail}
-    ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in made))
+    outputs = {a.output for a, _, _ in tail}
+    ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in outputs))
     units = _units("the end", [trace.values[at] for at in ids])
     moved: dict[int, Tensor] = dict(zip(ids, units, strict=True))
     for a, inputs, _ in tail[:-1]:

@@ -337,9 +337,9 @@ def hessian(
         if isinstance(out, Tensor):
             _check_tensor(out, tasks[0])
         if path is not None:
-            given: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
+            of_file: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
             with torch.no_grad():
-                written = write_matrix(path, tasks, factors, batch_size, progress, **given)
+                written = write_matrix(path, tasks, factors, batch_size, progress, **of_file)
             evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
         evaluation.whole(out if isinstance(out, Tensor) else None)
         if len(evaluation.unused) == len(shapes):

@@ -151,10 +151,10 @@ class JacobianOperator(TensorOperator):
             raise InputError(f"{WHO}: {seen}; expected {expected[0]}, {expected[1]}, with samples first")
         samples = self.output_shape[0]
         gradients = []
-        for some in torch.arange(samples, device=self.device).split(self.block_size):
-            alone = cotangents.new_zeros(len(some), *self.output_shape)
-            alone[torch.arange(len(some), device=self.device), some] = cotangents[some]
-            gradients.append(self.pull(alone.flatten(1)))
+        for block in torch.arange(samples, device=self.device).split(self.block_size):
+            single = cotangents.new_zeros(len(block), *self.output_shape)
+            single[torch.arange(len(block), device=self.device), block] = cotangents[block]
+            gradients.append(self.pull(single.flatten(1)))
         return torch.cat(gradients)
 
     def _adjoint(self) -> TransposedJacobian:

@@ -216,11 +216,11 @@ class KroneckerFactors:
         terms: list[Any] = [slice(None)] if batch.drawn else list(range(T))
         places = [(k, t, b) for k in range(K) for t in terms for b in samples]
         for start in range(0, len(places), most):
-            some = places[start : start + most]
-            rows = batch.columns.new_zeros(len(some), B, T, C)
-            for n, (k, t, b) in enumerate(some):
+            chunk = places[start : start + most]
+            rows = batch.columns.new_zeros(len(chunk), B, T, C)
+            for n, (k, t, b) in enumerate(chunk):
                 rows[n, b, t] = batch.columns[k, b, t]
-            yield J.at_sites(rows.reshape(len(some), -1))
+            yield J.at_sites(rows.reshape(len(chunk), -1))
 
     def positions(self, weight: LayerFactors) -> Tensor:
         """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
@@ -268,8 +268,8 @@ def completed(structures: list[Structure], size: int, whole: Callable[[], Tensor
     covered = torch.zeros(size, dtype=torch.bool, device=structures[0].values.device)
     for part in structures:
         covered[part.at] = True
-    left = (~covered).nonzero()[:, 0]
-    return [*structures, diagonal(left, whole()[left])] if len(left) else structures
+    uncovered = (~covered).nonzero()[:, 0]
+    return [*structures, diagonal(uncovered, whole()[uncovered])] if len(uncovered) else structures
 
 
 def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:
@@ -281,6 +281,6 @@ def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:
     U, V = (part.right, part.left) if one.transposed else (part.left, part.right)
     x = one.X.reshape(g.shape[1], -1, one.X.shape[1]) @ U
     total = x.new_zeros(U.shape[1], V.shape[1])
-    for some in (g @ V).split(max(1, ENTRIES // (g.shape[1] * total.numel()))):
-        total += torch.einsum("bti,sbtp->sbip", x, some).square().sum((0, 1))
+    for chunk in (g @ V).split(max(1, ENTRIES // (g.shape[1] * total.numel()))):
+        total += torch.einsum("bti,sbtp->sbip", x, chunk).square().sum((0, 1))
     return (total.T if one.transposed else total).reshape(-1)

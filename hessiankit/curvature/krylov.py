@@ -123,7 +123,7 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
     alpha_bar, slope, size = alpha, alpha * total, alpha**2
     rho = rho_bar = cosine_bar = 1.0
     sine_bar = 0.0
-    left, turned_left = total, 0.0  # of the right-hand side: what the rotations have not reached yet, and what they have
+    remainder, turned_left = total, 0.0  # of the right-hand side: what the rotations have not reached yet, and what they have
     rho_tilde, theta_tilde, zeta, tau = 1.0, 0.0, 0.0, 0.0
     for _ in range(1, most, 2):
         u = product(v) - alpha * u
@@ -144,13 +144,13 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
         x = x + (zeta / (rho * rho_bar)) * second
         direction = v - (theta / rho) * direction
         # |r|: the rotations of R's rows
-        reached, left = cosine * left, -sine * left
+        reached, remainder = cosine * remainder, -sine * remainder
         rho_tilde_old = math.hypot(rho_tilde, theta_bar)
         cosine_tilde, sine_tilde = rho_tilde / rho_tilde_old, theta_bar / rho_tilde_old
         theta_tilde_old, theta_tilde, rho_tilde = theta_tilde, sine_tilde * rho_bar, cosine_tilde * rho_bar
         turned_left = cosine_tilde * reached - sine_tilde * turned_left
         tau = (zeta_old - theta_tilde_old * tau) / rho_tilde_old
-        residual = math.hypot(turned_left - (zeta - theta_tilde * tau) / rho_tilde, left)
+        residual = math.hypot(turned_left - (zeta - theta_tilde * tau) / rho_tilde, remainder)
         size += beta**2 + alpha**2
         if residual <= tol * total or abs(slope) <= 1e-3 * tol * math.sqrt(size) * residual:
             break

@@ -448,8 +448,8 @@ def linearised(
     tasks: list[Task] = []
     batches: list[Batch] = []
     counts: list[float] = []
-    for given, count in requests(WHO, module, data, target, loss, params, **options):
-        task = as_gauss_newton(given, kind, seed=seed, draws=draws)
+    for request, count in requests(WHO, module, data, target, loss, params, **options):
+        task = as_gauss_newton(request, kind, seed=seed, draws=draws)
         with torch.no_grad():
             batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
         tasks.append(replace(task, reference=None) if tasks else task)  # one gradient, not one a batch

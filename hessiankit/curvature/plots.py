@@ -329,18 +329,18 @@ def _array(values: Tensor | np.ndarray | Sequence[Sequence[float]], where: str, 
     return array
 
 
-def _zero_below(arrays: Sequence[np.ndarray], given: float | None) -> float:
-    return given if given is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
+def _zero_below(arrays: Sequence[np.ndarray], asked: float | None) -> float:
+    return asked if asked is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
 
 
-def _limits(given: Limits | None, values: np.ndarray, outside: float) -> Limits:
-    if given is not None and not 0 < given[0] < given[1] < math.inf:
-        raise InputError(f"heatmap: limits={given} are not the ends of a log scale; pass two numbers 0 < low < high")
-    return given or colour_range(values, outside)
+def _limits(asked: Limits | None, values: np.ndarray, outside: float) -> Limits:
+    if asked is not None and not 0 < asked[0] < asked[1] < math.inf:
+        raise InputError(f"heatmap: limits={asked} are not the ends of a log scale; pass two numbers 0 < low < high")
+    return asked or colour_range(values, outside)
 
 
-def _labels(given: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    labels = short_labels(names) if given is None else list(given)
+def _labels(asked: Sequence[str] | None, names: Sequence[str]) -> list[str]:
+    labels = short_labels(names) if asked is None else list(asked)
     if len(labels) != len(names):
         raise InputError(f"heatmap: {len(labels)} labels for {len(names)} blocks; pass one for each")
     return labels

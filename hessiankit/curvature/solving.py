@@ -69,8 +69,8 @@ class Solution(Printed, WithDict):
     @property
     def _state(self) -> str:
         if self.least_squares:
-            left = "what is left of b is in the null space of H + damping I"
-            return f"NO SOLUTION: {left}, x is a least-squares solution; raise damping"
+            cause = "what is left of b is in the null space of H + damping I"
+            return f"NO SOLUTION: {cause}, x is a least-squares solution; raise damping"
         return f"NOT CONVERGED to {self.tol:g}: raise max_products or damping, or precondition"
 
     def _headline(self) -> str:
@@ -263,15 +263,15 @@ def solve(
                     "larger damping, method='minres', or a Gauss-Newton operator"
                 ) from None
             x, used = _run("minres", system, column, M, tol, max_products), "minres"
-        size, left = norm(column), column - system.product(x)
-        if (spare := end - system.products) > 0 and method == "auto" and norm(left) > tol * size:
+        size, remainder = norm(column), column - system.product(x)
+        if (spare := end - system.products) > 0 and method == "auto" and norm(remainder) > tol * size:
             other = _run("lsmr", system, column, None, tol, spare)
             rest = column - system.product(other)
-            if norm(rest) <= (1 + tol) * norm(left) or system.is_null(rest, column, tol):
-                x, left, used = other, rest, "lsmr"
-        worst = max(worst, norm(left) / size if size else 0.0)
-        if norm(left) > tol * size:
-            short.append(system.products < end and system.is_null(left, column, tol))
+            if norm(rest) <= (1 + tol) * norm(remainder) or system.is_null(rest, column, tol):
+                x, remainder, used = other, rest, "lsmr"
+        worst = max(worst, norm(remainder) / size if size else 0.0)
+        if norm(remainder) > tol * size:
+            short.append(system.products < end and system.is_null(remainder, column, tol))
         columns.append(x)
     X = torch.stack(columns, dim=1)
     return Solution(
@@ -367,36 +367,36 @@ def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol:
     return B
 
 
-def _preconditioner(operator: TensorOperator, given: Any, damping: float) -> Product | None:
+def _preconditioner(operator: TensorOperator, asked: Any, damping: float) -> Product | None:
     """Return v -> M v, or None."""
-    if given is None:
+    if asked is None:
         return None
     size, dtype = operator.shape[0], operator.torch_dtype
-    if isinstance(given, str):
-        check_name("solve", "preconditioner", given, PRECONDITIONERS)
+    if isinstance(asked, str):
+        check_name("solve", "preconditioner", asked, PRECONDITIONERS)
         if not hasattr(operator, "approximation"):
             raise InputError(
-                f"solve: preconditioner={given!r} needs the operator of a module, and this one is a {type(operator).__name__}; "
+                f"solve: preconditioner={asked!r} needs the operator of a module, and this one is a {type(operator).__name__}; "
                 "take hessian_operator(..., params=[...])"
             )
-        given = operator.approximation(given).inverse(damping)
-    if isinstance(given, np.ndarray | Tensor):
-        given = torch.as_tensor(given, device=operator.device).detach().to(dtype)
-    diagonal = given if isinstance(given, Tensor) and given.ndim != 2 else getattr(given, "flat", None)
+        asked = operator.approximation(asked).inverse(damping)
+    if isinstance(asked, np.ndarray | Tensor):
+        asked = torch.as_tensor(asked, device=operator.device).detach().to(dtype)
+    diagonal = asked if isinstance(asked, Tensor) and asked.ndim != 2 else getattr(asked, "flat", None)
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
             raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")
         entries = diagonal_matrix(torch.arange(size, device=operator.device), diagonal.detach().to(operator.device, dtype))
-        given = StructuredOperator(size, [entries], dtype, operator.device).inverse(damping)
-    apply = given.__matmul__ if hasattr(given, "shape") and hasattr(given, "__matmul__") else given
-    if not callable(apply) or tuple(getattr(given, "shape", (size, size))) != (size, size):
-        seen = tuple(given.shape) if hasattr(given, "shape") else type(given).__name__
+        asked = StructuredOperator(size, [entries], dtype, operator.device).inverse(damping)
+    apply = asked.__matmul__ if hasattr(asked, "shape") and hasattr(asked, "__matmul__") else asked
+    if not callable(apply) or tuple(getattr(asked, "shape", (size, size))) != (size, size):
+        seen = tuple(asked.shape) if hasattr(asked, "shape") else type(asked).__name__
         raise InputError(
             f"solve: preconditioner is {seen}; expected a diagonal ({size},), an operator ({size}, {size}) or a function"
         )
 
     def multiply(v: Tensor) -> Tensor:
-        on_the_host = hasattr(given, "matvec") and not isinstance(given, TensorOperator)  # an operator of SciPy
+        on_the_host = hasattr(asked, "matvec") and not isinstance(asked, TensorOperator)  # an operator of SciPy
         return torch.as_tensor(apply(v.double().cpu().numpy() if on_the_host else v)).detach().to(v)
 
     return multiply

@@ -110,8 +110,8 @@ class PanelSum:
 
     def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
         task, scale = self.tasks[chunk.batch], self.weights[chunk.batch]
-        some = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-        (part,) = parts(some, normalizer_of(task), some.batch, cut=False, share=scale, gauss_newton=self.outer)
+        samples = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
+        (part,) = parts(samples, normalizer_of(task), samples.batch, cut=False, share=scale, gauss_newton=self.outer)
         self._values[k] = part.loss
         compare = self._handshakes.get(chunk.batch)
         add_part(part, panel, compare, normalizer_of(task), share=scale, gauss_newton=self.outer)
@@ -272,8 +272,8 @@ def _check_rows(path: Path, matrix: np.memmap, tasks: Sequence[Task], weights: S
     for k, (_, rows) in enumerate(finished):
         along[k, rows] = torch.randn(rows.stop - rows.start, generator=generator, dtype=torch.float64, device="cpu")
         for start in range(rows.start, rows.stop, step):
-            some = slice(start, min(start + step, rows.stop))
-            seen[k] += torch.from_numpy(along[k, some].numpy() @ matrix[some])
+            chunk = slice(start, min(start + step, rows.stop))
+            seen[k] += torch.from_numpy(along[k, chunk].numpy() @ matrix[chunk])
     expected = torch.zeros_like(along)
     for task, weight in zip(tasks, weights, strict=True):
         batch = linearise(task, gauss_newton=False)

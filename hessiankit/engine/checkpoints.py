@@ -42,18 +42,18 @@ def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegmen
     own, last = set(trace.parameters.values()), last_readers(path)
     segments: list[CheckpointSegment] = []
     live: set[int] = set()
-    some: list[Application] = []
+    segment: list[Application] = []
     entries: tuple[int, ...] = ()
-    made = 0
+    count = 0
     for a in path:
-        some.append(a)
+        segment.append(a)
         live = {at for at in (*live, a.output) if last.get(at) not in (None, a.output)}
-        made += size(trace.values[a.output])
+        count += size(trace.values[a.output])
         passing = sum(size(trace.values[at]) for at in live)
-        if len(live) == 1 and made > WIDER * passing and not live & own:
-            segments.append(CheckpointSegment(tuple(some), entries))
-            some, entries, made = [], tuple(live), 0
-    return [*segments, CheckpointSegment(tuple(some), entries)] if some else segments
+        if len(live) == 1 and count > WIDER * passing and not live & own:
+            segments.append(CheckpointSegment(tuple(segment), entries))
+            segment, entries, count = [], tuple(live), 0
+    return [*segments, CheckpointSegment(tuple(segment), entries)] if segment else segments
 
 
 def size(x: Tensor) -> int:

@@ -82,9 +82,9 @@ def add_equal_columns(u: ParameterJacobian, v: ParameterJacobian, k: Tensor, int
 
 def add_weights(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
     """Add sum_n x_n[i] K_n[p, q] y_n[j] to ``into`` (i, p, j, q), a few inputs and outputs at a time."""
-    left = kernel_sum(X, Y, K, into, same=same)
-    if left is not None:
-        return left
+    by_kernel = kernel_sum(X, Y, K, into, same=same)
+    if by_kernel is not None:
+        return by_kernel
     rows, p, q = K.shape
     i, j = X.shape[1], Y.shape[1]
     target = into.permute(0, 2, 1, 3)  # (i, j, p, q)

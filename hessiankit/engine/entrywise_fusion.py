@@ -35,8 +35,8 @@ class Step:
     @cached_property
     def bends(self) -> bool:
         """Whether a second derivative can arise: not of a product of which one factor moves."""
-        alone = self.primitive.primitive.is_product and sum(at is not None for at in self.inputs) < 2
-        return self.primitive.is_nonlinear and not alone
+        is_constant_product = self.primitive.primitive.is_product and sum(at is not None for at in self.inputs) < 2
+        return self.primitive.is_nonlinear and not is_constant_product
 
 
 def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[Step]:
@@ -60,10 +60,10 @@ def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[
             runs.setdefault(roots[step.output], []).append(step)
     replaced: dict[int, Step | None] = {}
     for root, run in runs.items():
-        made = [step.output for step in run]
-        leaving = [at for at in made if at in later or not set(made).issuperset(readers.get(at, (-1,)))]
+        outputs = [step.output for step in run]
+        leaving = [at for at in outputs if at in later or not set(outputs).issuperset(readers.get(at, (-1,)))]
         if len(leaving) < len(run):
-            replaced |= dict.fromkeys(made) | {step.output: step for step in _in_place_of(root, run, leaving)}
+            replaced |= dict.fromkeys(outputs) | {step.output: step for step in _in_place_of(root, run, leaving)}
     return [new for step in steps if (new := replaced.get(step.output, step)) is not None]
 
 
@@ -134,7 +134,7 @@ def _gap(s: Tensors, a: Tensors, t: Tensors, b: Tensors) -> Tensor:
     """Return |<s, a> - <t, b>|, relative to |s| |a|."""
     zero = next(x for x in (*s, *t) if x is not None).new_zeros(())
     pairs = ([(x, y) for x, y in zip(*both, strict=True) if x is not None and y is not None] for both in ((s, a), (t, b)))
-    one, other = (torch.stack([zero, *((x * y).sum() for x, y in some)]).sum() for some in pairs)
+    one, other = (torch.stack([zero, *((x * y).sum() for x, y in terms)]).sum() for terms in pairs)
     left, right = (torch.stack([zero, *(x.norm() for x in xs if x is not None)]).norm() for xs in (s, a))
     size, apart = left * right, (one - other).abs()
     return torch.where(size == 0, apart, apart / size)

@@ -118,8 +118,8 @@ class Linearisation:
         out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
-            for some, into in zip(rows.split(step), out.split(step), strict=True):
-                self._multiply(some.contiguous(), into)
+            for part, into in zip(rows.split(step), out.split(step), strict=True):
+                self._multiply(part.contiguous(), into)
         return out
 
     def gradient(self) -> Tensor:
@@ -173,7 +173,7 @@ class Linearisation:
         spare: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # memory of gradients that have been compared
         for segment in reversed(self._segments):
             kept = () if segment is self._segments[-1] else segment.products(names)
-            given, after = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints)
+            entering, after = {at: values[at] for at in (*segment.entries, *kept)}, dict(adjoints)
             steps: list[Step] = []  # the last one first, as the sweep goes back
             run: list[Step] = []
             later: set[int | None] = set()  # values that a step reads
@@ -198,7 +198,7 @@ class Linearisation:
                         spare[gradient.shape[1:], gradient.dtype] = gradient
             _fuse(run, steps, later)
             self._steps_of.insert(0, None if self._recompute else steps[::-1])
-            self._checkpoints.insert(0, (given, after))
+            self._checkpoints.insert(0, (entering, after))
 
     def _test(self, step: Step, a: Application) -> bool:
         """Test the derivatives of one operation, unless it is large itself; return whether they are tested."""
@@ -245,8 +245,8 @@ class Linearisation:
         kept = self._steps_of[k]
         if kept is not None:
             return kept
-        segment, (given, after) = self._segments[k], self._checkpoints[k]
-        values, adjoints = dict(given), dict(after)
+        segment, (entering, after) = self._segments[k], self._checkpoints[k]
+        values, adjoints = dict(entering), dict(after)
         for a in segment.applications:
             if a.output not in values:
                 values[a.output] = self._value(a, gather(a, values, self._constants))

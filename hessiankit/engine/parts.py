@@ -82,12 +82,12 @@ def parts(
     step, start = batch_size if cut and batch_size else task.batch, 0
     while start < task.batch:
         stop = min(start + step, task.batch)
-        some = task.part(slice(start, stop)) if cut else task
-        traced = loss_trace(some, normalizer)
+        samples = task.part(slice(start, stop)) if cut else task
+        traced = loss_trace(samples, normalizer)
         paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        chosen, cost = cheapest(some, paths, alone=alone)
-        part = BatchPart(some, traced, paths, chosen, cost, stop, loss)
+        chosen, cost = cheapest(samples, paths, alone=alone)
+        part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
         if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue

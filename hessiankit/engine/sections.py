@@ -159,14 +159,14 @@ def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> l
         cut: Whether to cut wherever a single value passes; None: where it pays.
         alone: Whether only curvature of places with themselves is computed.
     """
-    made = {step.output: n for n, step in enumerate(paths.steps)}
+    producers = {step.output: n for n, step in enumerate(paths.steps)}
     reads: dict[int, list[int]] = {}
     for n, step in enumerate(paths.steps):
         for at in step.inputs:
             if at is not None:
                 reads.setdefault(at, []).append(n)
-    born = {at: made.get(at, by[0]) for at, by in reads.items()}
-    where = {place.at: made[place.at] if place.at in made else born[place.at] for place in paths.places}
+    born = {at: producers.get(at, by[0]) for at, by in reads.items()}
+    where = {place.at: producers[place.at] if place.at in producers else born[place.at] for place in paths.places}
     crossing = [0] * (len(paths.steps) + 1)
     for at, by in reads.items():
         crossing[born[at]] += 1

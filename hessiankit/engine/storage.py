@@ -58,7 +58,8 @@ class SymmetricStorage:
         every, cuts = range(len(self.order)), list(self.slices.values())
         self.rows, self.columns = rows or every, columns or every
         self.top, self.left = (
-            slice(cuts[some[0]].start, cuts[some[-1]].stop) if some else slice(0, 0) for some in (self.rows, self.columns)
+            slice(cuts[positions[0]].start, cuts[positions[-1]].stop) if positions else slice(0, 0)
+            for positions in (self.rows, self.columns)
         )
         shape = (self.top.stop - self.top.start, self.left.stop - self.left.start)
         self.data = zeros(shape, dtype, device) if data is None else data
@@ -120,10 +121,10 @@ class SymmetricStorage:
 
     def finish(self) -> None:
         """Add what is left, sums to one block together where that is possible; the first to a whole block is written over it."""
-        for left in joined(self._sums):
-            pair = self._blocks[left.into.data_ptr()]
-            is_first = pair not in self._written and left.into.numel() == self.block(*pair).numel()
-            self._run(replace(left, over=True) if is_first else left)
+        for pending in joined(self._sums):
+            pair = self._blocks[pending.into.data_ptr()]
+            is_first = pair not in self._written and pending.into.numel() == self.block(*pair).numel()
+            self._run(replace(pending, over=True) if is_first else pending)
             self._written.add(pair)
         self._sums, self._blocks = [], {}
 
@@ -133,9 +134,9 @@ class SymmetricStorage:
         names = list(self.slices)
         self._written.update((names[i], names[j]) for i in self.rows for j in self.columns if i <= j)
 
-    def _run(self, left: KernelSum | None) -> None:
-        if left is not None:
-            self.skew = max(self.skew, left.add())
+    def _run(self, pending: KernelSum | None) -> None:
+        if pending is not None:
+            self.skew = max(self.skew, pending.add())
 
     def mirror(self) -> float:
         """Average the blocks (i, i), and fill those below them.

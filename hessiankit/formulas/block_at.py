@@ -149,8 +149,8 @@ class BlockAt:
         renamed = {arg: self.symbols[where] for arg, where in arguments.items()}
         if not isinstance(part, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
             raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
-        kind, groups, given = norm_of(part, getattr(X.value, "dtype", None))
-        eps: Any = Fraction(repr(given)) if is_exact(X.value) else given
+        kind, groups, options = norm_of(part, getattr(X.value, "dtype", None))
+        eps: Any = Fraction(repr(options)) if is_exact(X.value) else options
         eps = eps if self.exact.eps is None else self.exact.eps(name, X.value, part)
         at: Operation
         if isinstance(part, GroupNorm):

@@ -128,8 +128,8 @@ class LayerNormOfThePaper(OperationAt):
         return self._objects.hessian
 
 
-def _norm(chapter: Make, *, eps: float, X: Array, **given: Any) -> Operation:
-    return chapter(X, **given, eps=Fraction(repr(eps)) if is_exact(X) else eps)
+def _norm(chapter: Make, *, eps: float, X: Array, **options: Any) -> Operation:
+    return chapter(X, **options, eps=Fraction(repr(eps)) if is_exact(X) else eps)
 
 
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:

@@ -130,13 +130,13 @@ def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[s
     inner = {"norm_q": q, "norm_k": k, "norm_v": v, "norm_c": c} if full else dict.fromkeys(("norm_q", "norm_k"), sizes.query)
     inner = inner if full else {**inner, "norm_v": sizes.value, "norm_c": sizes.value}
     generator = torch.Generator().manual_seed(seed)
-    made = {}
+    copies = {}
     for name, p in block.named_parameters():
         *path, last = name.split(".")
         own = (inner[path[-1]],) if path and path[-1] in inner else tuple(d if n == block.d_model else n for n in p.shape)
         shape = widths.get(last) or widths.get(f"W_{last[2:]}", ())[1:] if last[:2] in ("W_", "b_") else own
-        made[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return made, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
+        copies[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+    return copies, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _power(letter: str, n: int) -> str:
@@ -214,9 +214,9 @@ class Factor(float):
 
     def __new__(cls, value: float, letter: Any) -> Factor:
         """Return the number ``value``, printed as the SymPy expression ``letter``."""
-        made = super().__new__(cls, value)
-        made.letter = letter
-        return made
+        factor = super().__new__(cls, value)
+        factor.letter = letter
+        return factor
 
 
 def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | None:

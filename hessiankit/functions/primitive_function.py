@@ -279,7 +279,7 @@ def _along(function: Callable[..., Any], tensors: Sequence[Given], moved: Sequen
     """Return the derivative of a function along tangents of those of its tensors that move."""
     at = [k for k, v in enumerate(moved) if v is not None]
     chosen, tangents = (tuple(xs[k] for k in at) for xs in (tensors, moved))
-    return torch.func.jvp(lambda *some: function(*_with(tensors, at, some)), chosen, tangents)[1]
+    return torch.func.jvp(lambda *values: function(*_with(tensors, at, values)), chosen, tangents)[1]
 
 
 def _transposed(
@@ -294,8 +294,8 @@ def _transposed(
     return _with([None] * len(tensors), at, back(filled if isinstance(out, tuple) else filled[0]))
 
 
-def _with(tensors: Sequence[Given], at: Sequence[int], some: Sequence[Given]) -> list[Given]:
+def _with(tensors: Sequence[Given], at: Sequence[int], replaced: Sequence[Given]) -> list[Given]:
     out = list(tensors)
-    for k, x in zip(at, some, strict=True):
+    for k, x in zip(at, replaced, strict=True):
         out[k] = x
     return out

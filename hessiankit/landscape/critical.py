@@ -219,8 +219,8 @@ def along_step(
         return CriticalSharpness(name, lr, loss, square**0.5, slope, curvature, ends[0], ends[1], 1 + ends[2])
 
     own = {name: at.to(step.device) for name, at in groups.items()}
-    alone = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in own.items()}
-    return replace(one(step), groups=alone)
+    by_group = {name: one(torch.zeros_like(step).index_copy(0, at, step[at])) for name, at in own.items()}
+    return replace(one(step), groups=by_group)
 
 
 def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float, float, int]:

@@ -90,12 +90,12 @@ class PreconditionedOperator(SymmetricOperator):
         return self.root._rows(self.whole._rows(self.root._rows(rows)))
 
 
-def preconditioner_of(who: str, given: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
+def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
     """Return the preconditioner that a user means.
 
     Args:
         who: What an error message starts with.
-        given: One of :data:`FORMS`.
+        asked: One of :data:`FORMS`.
         matrix: The operator that it is for, with ``slices`` and ``shapes`` where parameters have names.
         module: Whose parameters an optimizer holds.
 
@@ -103,19 +103,19 @@ def preconditioner_of(who: str, given: Any, matrix: Any, module: nn.Module | Non
         InputError: It is none of these, has another size, or is not positive.
     """
     size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
-    if isinstance(given, Optimizer):
+    if isinstance(asked, Optimizer):
         if module is None:
             raise InputError(f"{who}: an optimizer's parameters are those of a module; pass the module with its data")
-        return optimizer_preconditioner(who, given, {name: module.get_parameter(name) for name in matrix.slices}, **like)
-    if isinstance(given, Mapping):
-        given = _flat(who, given, matrix)
-    if isinstance(given, LinearOperator) or (isinstance(given, (Tensor, np.ndarray)) and given.ndim == 2):
-        if tuple(given.shape) != (size, size):
-            raise InputError(f"{who}: preconditioner is {tuple(given.shape)}; expected ({size}, {size})")
-        return Preconditioner("operator", _root(who, given, **like))
-    if not isinstance(given, (Tensor, np.ndarray)):
-        raise InputError(f"{who}: preconditioner is a {type(given).__name__}; expected {FORMS}")
-    values = torch.as_tensor(given).detach().to(**like)
+        return optimizer_preconditioner(who, asked, {name: module.get_parameter(name) for name in matrix.slices}, **like)
+    if isinstance(asked, Mapping):
+        asked = _flat(who, asked, matrix)
+    if isinstance(asked, LinearOperator) or (isinstance(asked, (Tensor, np.ndarray)) and asked.ndim == 2):
+        if tuple(asked.shape) != (size, size):
+            raise InputError(f"{who}: preconditioner is {tuple(asked.shape)}; expected ({size}, {size})")
+        return Preconditioner("operator", _root(who, asked, **like))
+    if not isinstance(asked, (Tensor, np.ndarray)):
+        raise InputError(f"{who}: preconditioner is a {type(asked).__name__}; expected {FORMS}")
+    values = torch.as_tensor(asked).detach().to(**like)
     if tuple(values.shape) != (size,):
         raise InputError(f"{who}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):

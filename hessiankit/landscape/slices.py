@@ -372,8 +372,8 @@ def _to_checkpoint(there: Mapping[str, Any], task: Task) -> tuple[Tensor, tuple[
         if name not in there:
             raise InputError(f"{WHO}: the checkpoint has no {name!r}; pass a state_dict() of this module")
         parts.append((there[name].to(p.device, torch.float64) - p.double()).reshape(-1))
-    left = [n for n, x in there.items() if n not in task.parameters and not torch.equal(x.to(here[n]), here[n])]
-    notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, left))}",) if left else ()
+    others = [n for n, x in there.items() if n not in task.parameters and not torch.equal(x.to(here[n]), here[n])]
+    notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, others))}",) if others else ()
     return torch.cat(parts).to(task.dtype), notes
 
 

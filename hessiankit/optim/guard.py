@@ -99,9 +99,9 @@ def check_groups(optimizer: Optimizer) -> None:
         return
     largest = max(seen, key=lambda g: float(g["expected_lr"]))
     for group in seen:
-        left = float(group["lr"]) * float(largest["expected_lr"])
+        expected = float(group["lr"]) * float(largest["expected_lr"])
         right = float(largest["lr"]) * float(group["expected_lr"])
-        if not abs(left - right) <= _CLOSE * max(abs(left), abs(right)):
+        if not abs(expected - right) <= _CLOSE * max(abs(expected), abs(right)):
             _report(optimizer, largest, group)
             return
 

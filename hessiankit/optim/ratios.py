@@ -71,10 +71,10 @@ def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
     if unknown:
         raise InputError(f"blockwise_lr: ratios has {unknown[0]!r}, which is no block type; expected some of {', '.join(TYPES)}.")
     factors = dict.fromkeys(TYPES, Ratio(1.0))
-    for kind, given in ratios.items():
-        if not isinstance(given, Ratio) and not 0 < float(given) < math.inf:
-            raise InputError(f"blockwise_lr: the ratio of {kind} is {float(given)}; expected a positive number.")
-        factors[kind] = given if isinstance(given, Ratio) else Ratio(float(given))
+    for kind, ratio in ratios.items():
+        if not isinstance(ratio, Ratio) and not 0 < float(ratio) < math.inf:
+            raise InputError(f"blockwise_lr: the ratio of {kind} is {float(ratio)}; expected a positive number.")
+        factors[kind] = ratio if isinstance(ratio, Ratio) else Ratio(float(ratio))
     return factors
 
 

@@ -38,8 +38,8 @@ def schedule_factor(
     if step <= start:
         return peak
     done = (step - start) / (steps - start)
-    left = (1 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1 - done
-    return final + (peak - final) * left
+    remaining = (1 + math.cos(math.pi * done)) / 2 if kind == "cosine" else 1 - done
+    return final + (peak - final) * remaining
 
 
 class BlockwiseSchedule(LRScheduler):

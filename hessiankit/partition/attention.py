@@ -108,11 +108,11 @@ def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
 def _add_output(unit: AttentionUnit, model: nn.Module, module: nn.Module) -> None:
     """Find the output layer: the one linear map left in the module, else in its nearest ancestor that has one."""
     while True:
-        left = list(_linear_maps(unit, module))
-        named = [(child, layer) for child, layer in left if set(child.lower().split(".")) & _OUTPUTS]
-        for child, layer in named if len(left) > 1 else left:
+        maps = list(_linear_maps(unit, module))
+        named = [(child, layer) for child, layer in maps if set(child.lower().split(".")) & _OUTPUTS]
+        for child, layer in named if len(maps) > 1 else maps:
             _add(unit, layer, "output", f"{child} of {type(module).__name__}, which holds the attention")
-        if left or not unit.root:
+        if maps or not unit.root:
             return
         above = unit.root.rpartition(".")[0]
         parent = model.get_submodule(above)

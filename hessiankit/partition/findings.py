@@ -237,8 +237,8 @@ def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tupl
         unused -= set(hits)
         types = {overrides[pattern] for pattern in hits}
         if len(types) > 1:
-            given = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
-            raise InputError(f"model_parts: overrides give {part.name!r} different types ({given}); make them exclusive")
+            patterns = ", ".join(f"{pattern!r}: {overrides[pattern]!r}" for pattern in hits)
+            raise InputError(f"model_parts: overrides give {part.name!r} different types ({patterns}); make them exclusive")
         result.append(replace(part, type=types.pop(), reason=f"override {hits[0]!r}") if hits else part)
     if unused:
         missed = ", ".join(repr(pattern) for pattern in overrides if pattern in unused)

@@ -142,9 +142,9 @@ class _FlowFindings:
             return "Emb", "input map", "it reads the inputs and begins the residual", False
         if self._is_down(number):
             return "FFN", "down", "its output goes to the residual, its input comes from another weight", False
-        made = [self._made(reader) for reader in readers]
-        if made and all(made):
-            roles = sorted(frozenset().union(*made), key=list(_ATTENTION).index)
+        results = [self._made(reader) for reader in readers]
+        if results and all(results):
+            roles = sorted(frozenset().union(*results), key=list(_ATTENTION).index)
             types = {TYPE_OF_ROLE[role] for role in roles}
             role = roles[0] if len(roles) == 1 else "latent"
             return (types.pop() if len(types) == 1 else "Other"), role, f"it feeds weights that make {' and '.join(roles)}", False

@@ -120,16 +120,16 @@ def joined(values: Iterable[FlowValue]) -> FlowValue:
     >>> joined([FlowValue(Rank.DATA, sources=frozenset({1})), FlowValue(Rank.DATA, sources=frozenset({2}))]).sources
     frozenset({1, 2})
     """
-    given = list(values)
-    if not given:
+    every = list(values)
+    if not every:
         return FlowValue()
-    rank = max(v.rank for v in given)
+    rank = max(v.rank for v in every)
     both = {
-        name: frozenset().union(*(getattr(v, name) for v in given))
+        name: frozenset().union(*(getattr(v, name) for v in every))
         for name in ("sources", "products", "scores", "probs", "context", "summands")
     }
-    params = frozenset().union(*(v.params for v in given)) if rank < Rank.DATA else frozenset()
-    return FlowValue(rank, params, weighted=any(v.weighted for v in given), **both)
+    params = frozenset().union(*(v.params for v in every)) if rank < Rank.DATA else frozenset()
+    return FlowValue(rank, params, weighted=any(v.weighted for v in every), **both)
 
 
 @dataclass
@@ -171,11 +171,11 @@ class Run:
         self.contexts: set[int] = set()
         self.generator = torch.Generator().manual_seed(0)
         self.at: dict[int, list[Node]] = defaultdict(list)  # nodes by memory
-        given = iter([*self.leaves.items(), *(("", x) for x in data)])
+        remaining = iter([*self.leaves.items(), *(("", x) for x in data)])
         with torch.enable_grad():
             for number, node in enumerate(recording.graph.nodes):
                 if node.op == "placeholder":
-                    name, self.known[node] = next(given)
+                    name, self.known[node] = next(remaining)
                     weight, datum = FlowValue(Rank.WEIGHT, frozenset({name})), FlowValue(Rank.DATA, summands=summand(number))
                     self.values[node] = weight if name else datum
                 elif node.op == "get_attr":

@@ -48,8 +48,8 @@ def progress_bar(part: str = "", *, of: int = 1, before: Sequence[float] = ()) -
             seconds = (
                 sum(before) / len(before) * (of - len(before)) - gone if before else gone * (total - done) / done if done else 0.0
             )
-            left = f"{seconds:.0f} s left" if seconds >= 1 and (before or of == 1) else ""
+            remaining = f"{seconds:.0f} s left" if seconds >= 1 and (before or of == 1) else ""
             which = f"{part} {len(before) + 1} of {of}: " if part else ""
-            bar.update(task, description=f"{which}{what}", completed=done, total=total, left=left)
+            bar.update(task, description=f"{which}{what}", completed=done, total=total, left=remaining)
 
         yield tell

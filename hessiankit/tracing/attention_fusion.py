@@ -42,18 +42,18 @@ def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
         bending: Values of which the primitive's second derivative counts; None: all.
     """
     path = ancestors_of_output(trace)
-    made = {a.output: a for a in path}
+    producers = {a.output: a for a in path}
     counts = Counter(at for a in path for at in a.inputs)
-    only = {at: made[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in made}
+    only = {at: producers[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in producers}
     replaced: dict[int, list[Application]] = {}
     masks: list[Tensor] = []
     for a in path:
-        chain = _between_products(a, made, only) if isinstance(a.primitive, Softmax) else None
+        chain = _between_products(a, producers, only) if isinstance(a.primitive, Softmax) else None
         if chain is None or trace.values[chain[-2].output].shape[-2:].numel() < ENTRIES:
             continue
         if bending is not None and (chain[0].output in bending) is not (chain[-1].output in bending):
             continue
-        fused = _fused(trace, chain, made, masks)
+        fused = _fused(trace, chain, producers, masks)
         if fused is not None:
             replaced |= {a.output: [] for a in chain} | {chain[-1].output: fused}
     replace(trace, path, replaced)
@@ -70,12 +70,12 @@ def replace(trace: Trace, path: Sequence[Application], replaced: Mapping[int, Se
 
 
 def _between_products(
-    softmax: Application, made: Mapping[int, Application], only: Mapping[int, Application]
+    softmax: Application, producers: Mapping[int, Application], only: Mapping[int, Application]
 ) -> list[Application] | None:
     """Return what leads from a product through a softmax to a product of the weights, where no other operation reads it."""
 
     def before(at: int | None) -> list[Application] | None:
-        a = made.get(at) if at in only else None  # type: ignore[arg-type]
+        a = producers.get(at) if at in only else None  # type: ignore[arg-type]
         if a is None or isinstance(a.primitive, MatMul):
             return None if a is None else [a]
         known = isinstance(a.primitive, (*MOVES, *AFFINE))
@@ -92,7 +92,7 @@ def _between_products(
 
 
 def _fused(
-    trace: Trace, chain: Sequence[Application], made: Mapping[int, Application], masks: list[Tensor]
+    trace: Trace, chain: Sequence[Application], producers: Mapping[int, Application], masks: list[Tensor]
 ) -> list[Application] | None:
     """Return attention as one application, after those that bring Q and K to its form; None if that would not be exact."""
     product, last, values = chain[0], chain[-1], trace.values
@@ -115,7 +115,7 @@ def _fused(
             new.append(Application(primitive, (at,), to, last.name))
         return to
 
-    by, ndim = made.get(transposed), values[transposed].ndim
+    by, ndim = producers.get(transposed), values[transposed].ndim
     swap = Permute((*range(ndim - 2), ndim - 1, ndim - 2))
     k = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, transposed)
     assert k is not None

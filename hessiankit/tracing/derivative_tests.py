@@ -66,12 +66,12 @@ def difference(a: Covectors, b: Covectors) -> float:
     whole = max((_largest(x) for x in (*a, *b) if x is not None), default=0.0)
     worst = 0.0
     for x, y in zip(a, b, strict=True):
-        given = [z for z in (x, y) if z is not None and z.numel()]
-        if not given:
+        present = [z for z in (x, y) if z is not None and z.numel()]
+        if not present:
             continue
-        apart = given[0] - given[1] if len(given) == 2 else given[0]
+        apart = present[0] - present[1] if len(present) == 2 else present[0]
         floor = torch.finfo(apart.dtype).eps ** 0.25 * whole
-        scale = max(_largest(z) for z in given) + floor
+        scale = max(_largest(z) for z in present) + floor
         if scale != 0.0:
             gap = _largest(apart) / scale
             worst = gap if worst == worst and not gap <= worst else worst  # NaN stays
@@ -92,10 +92,10 @@ def asymmetry(first: Sequence[Tensor], second: Sequence[Tensor], to_first: Covec
     return _sums_apart(left, right)
 
 
-def batch_difference(batch: Covectors, alone: Covectors) -> float:
+def batch_difference(batch: Covectors, single: Covectors) -> float:
     """Return how far a batch, of twice a vector and the vector, is from what the vector gave alone."""
     rows = [tuple(None if c is None else c[k] / (2 - k) for c in batch) for k in (0, 1)]
-    return max(difference(row, alone) for row in rows)
+    return max(difference(row, single) for row in rows)
 
 
 def central_differences(

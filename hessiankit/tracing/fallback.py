@@ -212,10 +212,10 @@ class AutomaticDifferentiation(Primitive):
         )
         raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
 
-    def _check_batch(self, which: str, batch: Covectors, alone: Covectors) -> None:
+    def _check_batch(self, which: str, batch: Covectors, single: Covectors) -> None:
         """Compare what vmap made of twice a vector and the vector with what the vector alone gave."""
-        gap = batch_difference(batch, alone)
-        if gap > max((rounding(torch.finfo(c.dtype).eps) for c in alone if c is not None), default=0.0):
+        gap = batch_difference(batch, single)
+        if gap > max((rounding(torch.finfo(c.dtype).eps) for c in single if c is not None), default=0.0):
             raise self._refusal(which, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
 
     def _graph(self, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:

@@ -30,27 +30,27 @@ def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
         bending: Values of which the primitive's second derivative counts; None: all.
     """
     path = ancestors_of_output(trace)
-    made, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
+    producers, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
     replaced: dict[int, list[Application]] = {}
     for loss in path:
         ce = loss.primitive.loss if isinstance(loss.primitive, SampledLoss) else loss.primitive
         if not isinstance(ce, CrossEntropy) or ce.normalizer is None:
             continue
-        chain = _from_product(trace, loss, made, counts)
+        chain = _from_product(trace, loss, producers, counts)
         if chain and trace.values[chain[0].output].numel() > ENTRIES and (bending is None or loss.output in bending):
             inside = bending is None or chain[0].output in bending
-            fused = _fused(trace, chain, loss, ce, made, gauss_newton=not inside)
+            fused = _fused(trace, chain, loss, ce, producers, gauss_newton=not inside)
             replaced |= {a.output: [] for a in chain} | {loss.output: fused}
     replace(trace, path, replaced)
 
 
 def _from_product(
-    trace: Trace, loss: Application, made: Mapping[int, Application], counts: Mapping[int | None, int]
+    trace: Trace, loss: Application, producers: Mapping[int, Application], counts: Mapping[int | None, int]
 ) -> list[Application] | None:
     """Return what leads from a product with a matrix to a loss and only moves rows of logits, where nothing else reads them."""
     chain: list[Application] = []
     at = loss.inputs[0]
-    while at is not None and counts[at] == 1 and (a := made.get(at)) is not None:
+    while at is not None and counts[at] == 1 and (a := producers.get(at)) is not None:
         chain.insert(0, a)
         if isinstance(a.primitive, (Linear, MatMul)):
             weight = trace.values[a.inputs[1]]  # type: ignore[index]
@@ -85,7 +85,7 @@ def _fused(
     chain: Sequence[Application],
     loss: Application,
     ce: CrossEntropy,
-    made: Mapping[int, Application],
+    producers: Mapping[int, Application],
     *,
     gauss_newton: bool,
 ) -> list[Application]:
@@ -105,7 +105,7 @@ def _fused(
         p = a.primitive
         at = moved(Reshape((*p.shape[:-1], values[at].shape[-1])) if isinstance(p, Reshape) else p, at)
     if isinstance(product.primitive, MatMul):
-        by, swap = made.get(weight), Permute((1, 0))
+        by, swap = producers.get(weight), Permute((1, 0))
         weight = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, weight)
     head = LinearCrossEntropy(ce.ignore_index, ce.label_smoothing, ce.normalizer, gauss_newton)
     labels: tuple[int | None, ...] = (loss.inputs[1],)

@@ -119,9 +119,9 @@ def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     schema = getattr(operation, "_schema", None)
     if schema is None or not schema.is_mutable:
         return []
-    given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
+    by_name = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
     names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return torch.utils._pytree.tree_leaves([given.get(name) for name in names])
+    return torch.utils._pytree.tree_leaves([by_name.get(name) for name in names])
 
 
 def _written(node: Node) -> list[Node]:

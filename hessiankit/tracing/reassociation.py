@@ -25,11 +25,11 @@ from hessiankit.tracing.trace import Application, Trace
 def reassociate(trace: Trace) -> None:
     """Rewrite the products of a trace, in place."""
     _keep_axes(trace)
-    made = {a.output: a for a in trace.applications}
+    producers = {a.output: a for a in trace.applications}
     uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
     rewritten: list[Application] = []
     for a in trace.applications:
-        rewritten += _values_last(trace, a, made, uses) or _keys_last(trace, a, made, uses) or [a]
+        rewritten += _values_last(trace, a, producers, uses) or _keys_last(trace, a, producers, uses) or [a]
     used = {trace.output}
     kept = []
     for a in reversed(rewritten):  # values of the old brackets go
@@ -92,9 +92,9 @@ def _acts_on_rows(trace: Trace, a: Application) -> bool:
     return one or isinstance(a.primitive, Linear)
 
 
-def _projection(trace: Trace, at: int | None, made: dict[int, Application], uses: Counter[int]) -> Application | None:
+def _projection(trace: Trace, at: int | None, producers: dict[int, Application], uses: Counter[int]) -> Application | None:
     """Return the application X W or X W^T that computes a value, if X is at rest and the value is read once."""
-    a = made.get(at) if at is not None else None
+    a = producers.get(at) if at is not None else None
     if a is None or uses[a.output] != 1 or not isinstance(a.primitive, (MatMul, Linear)):
         return None
     x, weight = a.inputs[0], a.inputs[1]
@@ -103,13 +103,13 @@ def _projection(trace: Trace, at: int | None, made: dict[int, Application], uses
     return a
 
 
-def _values_last(trace: Trace, a: Application, made: dict[int, Application], uses: Counter[int]) -> list[Application]:
+def _values_last(trace: Trace, a: Application, producers: dict[int, Application], uses: Counter[int]) -> list[Application]:
     """A (X W + b) as (A X) W + b; the bias only where the rows of A sum to one."""
     left = a.inputs[0]
-    projection = _projection(trace, a.inputs[1], made, uses) if isinstance(a.primitive, MatMul) else None
+    projection = _projection(trace, a.inputs[1], producers, uses) if isinstance(a.primitive, MatMul) else None
     if projection is None or left is None:
         return []
-    softmax = made.get(left)
+    softmax = producers.get(left)
     sums_to_one = (
         softmax is not None and isinstance(softmax.primitive, Softmax) and softmax.primitive.dim in (-1, _last(trace, left))
     )
@@ -124,12 +124,12 @@ def _values_last(trace: Trace, a: Application, made: dict[int, Application], use
     return [*first, Application(projection.primitive, (at, *projection.inputs[1:]), a.output, a.name)]
 
 
-def _keys_last(trace: Trace, a: Application, made: dict[int, Application], uses: Counter[int]) -> list[Application]:
+def _keys_last(trace: Trace, a: Application, producers: dict[int, Application], uses: Counter[int]) -> list[Application]:
     """Q (X W)^T as (Q W^T) X^T."""
-    left, right = a.inputs[0], made.get(a.inputs[1]) if isinstance(a.primitive, MatMul) and a.inputs[1] is not None else None
+    left, right = a.inputs[0], producers.get(a.inputs[1]) if isinstance(a.primitive, MatMul) and a.inputs[1] is not None else None
     if right is None or left is None or uses[right.output] != 1 or not _transposes(right.primitive):
         return []
-    projection = _projection(trace, right.inputs[0], made, uses)
+    projection = _projection(trace, right.inputs[0], producers, uses)
     if projection is None or any(at is not None for at in projection.inputs[2:]):
         return []
     x, weight = projection.inputs[0], projection.inputs[1]

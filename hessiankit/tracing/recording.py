@@ -88,10 +88,10 @@ def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> t
                 if dtype is not None and all(x.dtype == dtype for x in tensors):
                     continue
                 try:
-                    alone = _tensors(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
+                    plain = _tensors(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
                 except RuntimeError:  # types that do not go together without autocast
                     continue
-                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, alone, strict=True)):
+                if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, plain, strict=True)):
                     return dtype
     name = getattr(function, "__name__", str(function))
     raise TraceError(

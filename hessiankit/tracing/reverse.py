@@ -98,8 +98,8 @@ def _batched(function: Callable[..., Covectors], stacks: Sequence[Tensor]) -> Co
     if columns is None:
         rows = [without_none(*(stack[i] for stack in stacks)) for i in range(length)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    given = iter(columns)
-    return tuple(with_memory(next(given)) if there else None for there in present)
+    remaining = iter(columns)
+    return tuple(with_memory(next(remaining)) if there else None for there in present)
 
 
 def with_memory(x: Tensor) -> Tensor:

@@ -81,8 +81,8 @@ def verify_segments(
 
     def call(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         loss, results = call_at(dict(zip(point, at, strict=True)))
-        given = ((results[name], x) for name, x in point.items())
-        return (*(torch.zeros_like(x) if g is None else g for g, x in given), at[0].new_tensor([loss]).double())
+        pairs = ((results[name], x) for name, x in point.items())
+        return (*(torch.zeros_like(x) if g is None else g for g, x in pairs), at[0].new_tensor([loss]).double())
 
     size, steep = (max((float(x.abs().max()) for x in kind if x.numel()), default=0.0) for kind in (product, gradients))
     noise = 64 * (allowed / 100) ** 2 * steep  # of the gradient's rounding errors, before they are divided by a step

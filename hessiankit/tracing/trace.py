@@ -202,11 +202,11 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
     known: dict[Node, Any] = {}
     fallbacks: list[str] = []
     differentiable, elsewhere = True, set[int]()
-    given = iter(leaves.items())
+    remaining = iter(leaves.items())
     _floors_before_roots(recording)
     for node in recording.graph.nodes:
         if node.op == "placeholder":
-            name, known[node] = next(given)
+            name, known[node] = next(remaining)
             ids[node] = result.add_value(known[node], moving=True)
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
@@ -253,8 +253,8 @@ def _floors_before_roots(recording: Recording) -> None:
     for node in recording.graph.nodes:
         if node.target not in (aten.clamp_min.default, aten.clamp.default):
             continue
-        (root, *given), value = node.args, recording.values.get(node)
-        low = [*given, *node.kwargs.values()] if node.kwargs.keys() <= {"min"} else []
+        (root, *others), value = node.args, recording.values.get(node)
+        low = [*others, *node.kwargs.values()] if node.kwargs.keys() <= {"min"} else []
         if len(low) != 1 or value is None or not isinstance(low[0], (int, float)):
             continue
         square = low[0] ** 2 if low[0] > 0 else 0.0
@@ -423,14 +423,14 @@ class Reads(Protocol):
         """Id of what it makes."""
 
 
-def last_readers(some: Sequence[Reads]) -> dict[int, int]:
+def last_readers(readers: Sequence[Reads]) -> dict[int, int]:
     """Return, for each value, the output of the last that reads it."""
-    return {at: a.output for a in some for at in a.inputs if at is not None}
+    return {at: a.output for a in readers for at in a.inputs if at is not None}
 
 
-def first_readers(some: Sequence[Reads]) -> dict[int, int]:
+def first_readers(readers: Sequence[Reads]) -> dict[int, int]:
     """Return, for each value, the output of the first that reads it."""
-    return last_readers(some[::-1])
+    return last_readers(readers[::-1])
 
 
 def in_one_dtype(trace: Trace) -> None:

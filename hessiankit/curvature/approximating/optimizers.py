@@ -25,8 +25,8 @@ from hessiankit.engine.problem.task import Task
 def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
     """Return the gradients of the losses of the B samples that count, scaled so that their mean is that of the whole: (B, P)."""
     rows = []
-    alone = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
-    for task, share, one in zip(tasks, shares, alone, strict=True):
+    is_scalar = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
+    for task, share, one in zip(tasks, shares, is_scalar, strict=True):
         J = JacobianOperator(replace(task, reference=None))
         with task.at():
             Z = task.read().detach().requires_grad_()

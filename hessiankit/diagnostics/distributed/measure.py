@@ -123,13 +123,13 @@ def sharpness(
     """
     ranks = Ranks(WHO, group)
     check_versions(ranks)
-    given = {field.name: options.get(field.name, field.default) for field in fields(SharpnessOptions)}
-    if given["parts"] is not None:
-        given["parts"] = tuple(getattr(given["parts"], "parts", given["parts"]))
-    ranks.agree(**{name: given[name] for name in AGREED}, confidence=confidence)
+    settings = {field.name: options.get(field.name, field.default) for field in fields(SharpnessOptions)}
+    if settings["parts"] is not None:
+        settings["parts"] = tuple(getattr(settings["parts"], "parts", settings["parts"]))
+    ranks.agree(**{name: settings[name] for name in AGREED}, confidence=confidence)
 
     def checked_options() -> SharpnessOptions:
-        own = SharpnessOptions(**given)
+        own = SharpnessOptions(**settings)
         if own.preconditioner is not None:
             raise InputError(f"{WHO}: preconditioner= is read by one process; leave it out over several ranks")
         return own

@@ -206,10 +206,10 @@ def _counting(
     pairs = list(batches(WHO, data, target, loss, module)[1])
     if weights is None:
         return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
-    given = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
-    if len(given) != len(pairs):
-        raise InputError(f"{WHO}: weights has {len(given)} numbers for {len(pairs)} batches; pass one for each")
-    counted = [(pair, float(weight)) for pair, weight in zip(pairs, given, strict=True) if weight != 0]
+    factors = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
+    if len(factors) != len(pairs):
+        raise InputError(f"{WHO}: weights has {len(factors)} numbers for {len(pairs)} batches; pass one for each")
+    counted = [(pair, float(weight)) for pair, weight in zip(pairs, factors, strict=True) if weight != 0]
     return [pair for pair, _ in counted], [weight for _, weight in counted]
 
 

@@ -141,8 +141,8 @@ class Ranks:
         on = "" if everywhere or self.size == 1 else f"on rank {rank} of {self.size}: "
         known = getattr(hessiankit.support.errors, kind, None)
         if isinstance(known, type) and issubclass(known, HessiankitError):
-            made: HessiankitError = known(f"{self.who}: {on}{text}")
-            return made
+            error: HessiankitError = known(f"{self.who}: {on}{text}")
+            return error
         return RankError(f"{self.who}: {on}{kind}: {text}")
 
 

@@ -103,10 +103,10 @@ def _filling(operation: Any, place: int) -> Rule:
     """The rule of an operation that puts one number, the argument at ``place``, among the entries of its first."""
 
     def match(x: Tensor, *rest: Any) -> Match:
-        given = [x, *rest]
-        fill = x.new_full((), given[place]) if not isinstance(given[place], Tensor) else given[place]
-        given[0], given[place] = torch.arange(x.numel(), device=x.device).reshape(x.shape), x.numel()
-        return TakeAmong(operation(*given)), (x, fill)
+        arguments = [x, *rest]
+        fill = x.new_full((), arguments[place]) if not isinstance(arguments[place], Tensor) else arguments[place]
+        arguments[0], arguments[place] = torch.arange(x.numel(), device=x.device).reshape(x.shape), x.numel()
+        return TakeAmong(operation(*arguments)), (x, fill)
 
     return match
 
