@@ -16,7 +16,6 @@ from torch import Tensor
 from transformer_reference import normalised
 
 F64 = torch.float64
-ATTENTION_SIZES = ((4, 4, 2), (6, 6, 4), (5, 3, 2))  # L, d_V, d_K
 BLOCK_SIZES = ((4, 4, 2, 6), (5, 6, 3, 8), (6, 4, 2, 4))  # L, d_V, d_K, d_ff
 
 

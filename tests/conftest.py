@@ -12,6 +12,8 @@ import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a run share the cores
 
+collect_ignore_glob = ["*/conftest.py"]  # looked through for doctests, they would be imported by one name
+
 
 def pytest_configure() -> None:
     """Let Ctrl-C be an error, as tests of it expect: what a shell starts in the background, or nohup, begins without."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from curvature_reference import Formula, draw, randomised
 from torch import Tensor, nn
@@ -35,13 +38,25 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def assert_blocks_equal(found: Tensor, expected: hk.Hessian, tolerance: float) -> None:
-    """Compare each block with its own largest entry, and blocks that are zero with the whole's."""
-    whole = float(expected.matrix.abs().max())
-    for i, j in expected.pairs():
-        theirs = expected.block(i, j)
-        difference = float((found[expected.slices[i], expected.slices[j]] - theirs).abs().max())
-        assert difference <= max(tolerance * float(theirs.abs().max()), 1e-14 * whole), (i, j)
+def applied(operator: hk.HessianOperator) -> list[Any]:
+    """The primitives that the operator's batches are made of."""
+    parts = [part for batch in operator._batches for part in getattr(batch, "_parts", [batch])]
+    return [a.primitive for part in parts for stretch in part._segments for a in stretch.applications]
+
+
+def beside_unfused(
+    room: ModuleType, primitive: type, patch: pytest.MonkeyPatch, *data: Any, tolerance: float = EXACT, **options: Any
+) -> tuple[list[Any], Tensor]:
+    """The primitives and the matrix of an operator, which has to agree with the one in which a room makes none of a primitive."""
+    operator = hk.hessian_operator(*data, **options)
+    matrix = operator.to_matrix()
+    with patch.context() as without:
+        without.setattr(room, "ENTRIES", math.inf)
+        plain = hk.hessian_operator(*data, **options)
+        assert not [p for p in applied(plain) if isinstance(p, primitive)]
+        assert error(matrix, plain.to_matrix()) <= tolerance
+        assert error(operator.gradient, plain.gradient) <= tolerance
+    return applied(operator), matrix
 
 
 X, T = draw(2, 3, 4), draw(2, 3, 4, seed=2)
@@ -60,3 +75,14 @@ class TiedBlock(nn.Module):
 
 TOKENS = torch.tensor([[0, 3, 3, 5], [1, 6, 2, 0], [4, 4, 1, 5]])
 LABELS = torch.tensor([[1, -100, 3, 0], [-100, -100, -100, 2], [6, 5, 4, -100]])
+
+
+class RowsTimesMatrix(nn.Module):
+    """x W + b with W stored as (inputs, outputs), as GPT-2 does."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inputs, outputs)), nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias

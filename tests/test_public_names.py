@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 import subprocess
 import sys
 import traceback
@@ -32,46 +31,6 @@ def test_type_checkers_see_the_same_names():
     seen = {alias.name: str(node.module) for node in block.body for alias in node.names}
     assert seen == hessiankit._HOME
     assert hessiankit.__all__ == sorted(seen)
-
-
-SCRIPT = f"""
-import torch
-from torch import nn
-
-import hessiankit
-from hessiankit import {", ".join(hessiankit.__all__)}
-from hessiankit.verify.testing import assert_hessian_matches
-
-module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
-x, target = torch.randn(3, 3), torch.randn(3, 2)
-H: Hessian = hessian(module, x, target)
-matrix: torch.Tensor = hessian_function(module, x, target)().matrix
-A: HessianOperator = hessian_operator(module, x, target)
-J: JacobianOperator = jacobian_operator(module, x)
-agrees: bool = bool(check(module, x, target))
-slack: float = bounds(module, x, target).ratio("certified")
-latex: str = derive(TransformerBlock(4, 5), wrt=("W_Q", "W_V")).latex()
-model = Transformer(11, 4, 6, 1, 2)
-report = sharpness(model, (x, target))
-optimizer = torch.optim.AdamW(blockwise_lr(model, 1e-3, "measured", sharpness=report))
-schedule = blockwise_schedule(optimizer, warmup=1, steps=2)
-monitor = Monitor(model, (x, target), "run.jsonl")
-multiple: float = critical_sharpness(module, x, target, optimizer=torch.optim.SGD(module.parameters(), lr=0.1)).multiple
-print(hessiankit.__version__, report.order, spectrum(module, x, target).eigenvalues, depth_diagnostics(model, (x, target)).blocks)
-assert_hessian_matches(module, x, target)
-"""
-
-
-@pytest.mark.slow
-def test_a_script_with_every_name_passes_the_strictest_type_check(tmp_path: Path):
-    pytest.importorskip("mypy")
-    (tmp_path / "script.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), "script.py"]
-    root = str(Path(hessiankit.__file__).parents[1])
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env={**os.environ, "PYTHONPATH": root}
-    )
-    assert done.returncode == 0, done.stdout
 
 
 def test_a_name_that_is_not_there():

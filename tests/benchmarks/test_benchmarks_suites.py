@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 import sys
-import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,17 +14,18 @@ from benchmark_cases import PLAN, QUIET, check_page, closed, first_cell, record
 
 from benchmarks import tables
 from benchmarks.packaged import installed
-from benchmarks.problems import make
-from benchmarks.suites import BENCHMARKS, attention, common, hvp, limit, memory, scalars
+from benchmarks.problems import make, parameters_of
+from benchmarks.suites import BENCHMARKS, attention, common, growth, hvp, limit, memory, scalars, sharpness
 from hessiankit import hessian
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("plain_torch")]
+ONCE = replace(PLAN, repeats=1)
 
 
-def test_hvp_compares_hessian_and_gauss_newton() -> None:
+def test_hvp_compares_hessian_and_gauss_newton_with_curvlinops() -> None:
     pytest.importorskip("curvlinops")
     cell = first_cell("hvp", batch=2)
-    result = hvp.run(cell, replace(PLAN, repeats=1), QUIET)
+    result = hvp.run(cell, ONCE, QUIET)
     status = {(row["quantity"], row["name"]): row["status"] for row in result["rows"]}
     assert {name[0] for name in status} == {"Hessian x 1", "Hessian x 16", "GGN x 1", "GGN x 16"}
     jax = installed("jax")
@@ -39,15 +40,9 @@ def test_ggn_reference_is_the_outer_product_part() -> None:
     torch.testing.assert_close(hvp.ggn_reference(case, V), V @ outer, rtol=0, atol=1e-11)
 
 
-def test_hvp_skips_what_would_take_too_long() -> None:
-    result = hvp.run(first_cell("hvp"), replace(PLAN, limit_seconds=1e-6), QUIET)
-    assert [row["status"] for row in result["rows"]] == ["skipped"] * 4
-    assert "forecast" in tables.detail_table([record("hvp", first_cell("hvp"), result)])
-
-
 def test_scalars_agree_and_forecast_hutchinson() -> None:
     cell = first_cell("scalars", batch=2)
-    result = scalars.run(cell, replace(PLAN, repeats=1), QUIET)
+    result = scalars.run(cell, ONCE, QUIET)
     rows = {(row["quantity"], row["name"]): row for row in result["rows"]}
     assert all(row["status"] == "right" for row in rows.values())
     matrix = closed(make("tiny", 2))()
@@ -57,25 +52,10 @@ def test_scalars_agree_and_forecast_hutchinson() -> None:
     assert f"of {count} probes" in check_page("scalars", cell, result)
 
 
-def test_scalars_go_without_probes_and_stop_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = first_cell("scalars", batch=2)
-    monkeypatch.setattr(scalars, "PROBES", 10**9)
-    rows = scalars.run(cell, replace(PLAN, repeats=1), QUIET)["rows"]
-    by_name = {(row["quantity"], row["name"]): row for row in rows}
-    assert by_name["trace", "hessiankit.hessian_diagonal"]["status"] == "right"
-    assert by_name["trace", "Hutchinson"]["status"] == by_name["diagonal", "Hutchinson"]["status"] == "skipped"
-    assert "1000000000 probes" in by_name["trace", "Hutchinson"]["why"]
-    ways = {"slow": lambda: time.sleep(9.0) or torch.ones(()), "quick": lambda: torch.ones(())}
-    slow, quick = common.race("trace", scalars._made(ways), None, 1e-8, replace(PLAN, repeats=1, limit_seconds=0.3))
-    assert (slow["status"], slow["why"], slow["time"]) == ("skipped", "over budget: slow took more than 0 s", None)
-    assert quick["status"] == "right"
-    assert quick["time"] is not None
-
-
 def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "WORK", {"hessian": memory.WORK["hessian"]})
     cell = first_cell("memory", problem="small")
-    result = memory.run(cell, PLAN, QUIET)
+    result = memory.run(cell, replace(PLAN, limit_seconds=600.0), QUIET)
     (row,) = result["rows"]
     assert row["status"] == "right", row["why"]
     if sys.platform == "linux":
@@ -83,18 +63,9 @@ def test_memory_measures_in_fresh_processes(monkeypatch: pytest.MonkeyPatch) -> 
     assert "peak (MiB)" in check_page("memory", cell, result)
 
 
-def test_memory_skips_what_does_not_fit() -> None:
-    pytest.importorskip("curvlinops")
-    result = memory.run(first_cell("memory", problem="L16d2048f8192"), replace(PLAN, limit_seconds=0.01), QUIET)
-    assert {row["status"] for row in result["rows"]} == {"skipped"}
-    why = {row["name"]: row["why"] for row in result["rows"]}
-    assert "over budget" in why.pop("hessian_operator")
-    assert all("forecast" in text for text in why.values())
-
-
 def test_limit_counts_operations() -> None:
     cell = first_cell("limit", batch=2)
-    result = limit.run(cell, replace(PLAN, repeats=1), QUIET)
+    result = limit.run(cell, ONCE, QUIET)
     assert result["operations"] == 112**2 * 2 * 4
     assert result["fraction"] == pytest.approx(result["operations"] / result["time"]["median"] / result["square_rate"])
     assert "GFLOP/s" in check_page("limit", cell, result)
@@ -109,9 +80,6 @@ def test_cells_beyond_the_limits_are_skipped(problem: str, limit_seconds: float,
     result = BENCHMARKS["dense"].run(cell, replace(PLAN, limit_seconds=limit_seconds), QUIET)
     assert re.search(message, result["skipped"])
     assert result["skipped"] in tables.contest_tables([record("dense", cell, result)])
-    assert result["skipped"] in BENCHMARKS["limit"].table(
-        [record("limit", cell, limit.run(cell, replace(PLAN, limit_seconds=limit_seconds), QUIET))]
-    )
 
 
 @pytest.mark.parametrize("problem", ["attention-L32", "attention-causal-L32", "head-C50"])
@@ -121,5 +89,45 @@ def test_functions_of_torch_beside_torchs_own(problem: str) -> None:
     assert [row["name"] for row in result["rows"]] == ["hessiankit", "torch"] * 2
     assert all(row["error"] < 1e-10 and row["time"] for row in result["rows"])
     assert "double backward" in check_page("attention", cell, result)
-    small = attention.run(cell, replace(PLAN, limit_seconds=0.01, memory_gib=1e-6), QUIET)
-    assert "skipped: forecast" in check_page("attention", cell, small)
+
+
+def test_growth_fits_exponents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growth, "AXES", {"B": [(b, "L3d4f4", b) for b in (1, 2, 4)]})
+    cell = first_cell("growth")
+    result = growth.run(cell, ONCE, QUIET)
+    assert result["predicted"] == pytest.approx(1.0)
+    assert math.isfinite(result["fitted"])
+    assert "predicted" in check_page("growth", cell, result)
+    skipped = growth.run(cell, replace(PLAN, limit_seconds=1e-9), QUIET)
+    assert [len(skipped["points"]), len(skipped["skipped_points"])] == [1, 2]
+    assert "skipped: forecast" in BENCHMARKS["growth"].table([record("growth", cell, skipped)])
+
+
+def test_growth_predicts_the_exponents_of_the_formula() -> None:
+    found = {}
+    for axis, ends in ((axis, [points[0], points[-1]]) for axis, points in growth.AXES.items()):
+        work = [(x, parameters_of(name) ** 2 * batch * common.tokens_of(name)) for x, name, batch in ends]
+        found[axis] = growth._exponents([{"x": x, "operations": n, "time": {"median": n}} for x, n in work])["predicted"]
+    assert found == pytest.approx({"B": 1.0, "L": 1.0, "d": 4.0, "layers": 2.0})
+
+
+def test_sharpness_beside_a_training_step_leaves_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    cell = {"problem": "gpt2-0.1M", "batch": 2, "dtype": "float64"}
+    work = sharpness.Work(**cell, device="cpu")
+    before = [p.detach().clone() for p in work.model.parameters()]
+    work.train()
+    assert all(torch.equal(a, b) for a, b in zip(before, work.model.parameters(), strict=True))
+    assert all(p.grad is None for p in work.model.parameters())
+
+    def here(function: str, arguments: dict[str, Any], **_: Any) -> dict[str, Any]:
+        return getattr(sharpness, function.partition(":")[2])(**arguments, tell=QUIET)
+
+    monkeypatch.setattr(sharpness, "run_fresh", here)
+    result = sharpness.run({**cell, "threads": 1}, replace(PLAN, limit_seconds=20.0), QUIET)
+    rows = {row["name"]: row for row in result["rows"]}
+    times = (rows[name]["seconds"] for name in (sharpness.SEVERAL, sharpness.ONE, sharpness.MORE))
+    for several, one, more in zip(*times, strict=True):
+        assert one + (sharpness.DRAWS - 1) * more == pytest.approx(several)
+    assert rows[sharpness.ONE]["bytes"] > 2**20 < rows[sharpness.TRAINING]["bytes"]
+    assert sharpness.table([{"cell": {**cell, "threads": 1}, "result": result}]).count("gpt2-0.1M | 120576") == 5

@@ -24,11 +24,6 @@ def test_operators_have_the_matrices_that_they_are_of() -> None:
     assert len(made["1/j"].slices) == 4
 
 
-def test_a_row_names_the_problem_that_is_covered_least() -> None:
-    row = coverage.Row("trace", "10 products", {"flat": 0.95, "steep": 0.85, "model": 1.0})
-    assert row.cells == ("trace", "10 products", "85%", "93%", "100%", "steep")
-
-
 def test_the_page_has_a_row_for_every_interval_and_setting() -> None:
     lines = [line.strip("| ").split(" | ")[:2] for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
     shown = {tuple(cells) for cells in lines}

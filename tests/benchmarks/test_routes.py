@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.routes import command, table
-from benchmarks.routes.operations import OPERATIONS, written_out_attention, written_out_layer_norm
+from benchmarks.routes import table
+from benchmarks.routes.operations import OPERATIONS
 from benchmarks.routes.table import (
     DISAGREE,
     PATH,
@@ -22,11 +22,9 @@ from benchmarks.routes.table import (
     distilled,
     load,
     routes,
-    signatures,
 )
 from benchmarks.routes.torch_routes import ROUTES, Route, central_differences
 from hessiankit.cli import parsing as exit_codes
-from hessiankit.support.errors import InputError
 from hessiankit.verify.check import AGAINST
 from hessiankit.verify.references import REFERENCES
 
@@ -61,39 +59,18 @@ def test_the_catalogue_is_tiny_double_and_generic():
         example = operation.example(0)
         assert 10 <= example.theta.numel() <= 40, name
         assert example.theta.dtype == torch.float64
-        assert not example.module.training
         assert torch.equal(example.theta, operation.example(0).theta)
         assert not torch.equal(example.theta, operation.example(1).theta)
-        assert example(example.theta).ndim == 0
         moved = example(example.theta + torch.linspace(0.1, 0.5, len(example.theta), dtype=torch.float64))
         assert moved != example(example.theta), f"{name} does not use the parameters it is given"
         each = torch.stack([example(example.theta, torch.tensor(i)) for i in range(example.samples)])
         torch.testing.assert_close(each.mean(), example(example.theta), rtol=1e-13, atol=0)
 
 
-def test_operations_compute_what_torch_computes():
-    z, gain, bias = torch.randn(3, 5), torch.randn(5), torch.randn(5)
-    torch.testing.assert_close(written_out_layer_norm(z, gain, bias), torch.nn.functional.layer_norm(z, (5,), gain, bias))
-    q, k, v = torch.randn(2, 3, 4), torch.randn(2, 5, 4), torch.randn(2, 5, 6)
-    torch.testing.assert_close(written_out_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
-    twin = OPERATIONS["layer_norm (written out)"].example(3)
-    assert OPERATIONS["layer_norm"].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
-    twin = OPERATIONS["attention (written out)"].example(3)
-    for name in ("sdpa (default)", "sdpa (math)"):
-        assert OPERATIONS[name].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
-
-
-def test_a_signature_says_which_tensors_move():
-    def loss(p):
-        z = torch.nn.functional.layer_norm(torch.ones(2, 3) @ p["W"], (4,), torch.ones(4))
-        return (z + torch.arange(4.0).sin()).sum()
-
-    assert list(signatures(loss, {"W": torch.ones(3, 4)})) == [
-        "aten.matmul.default(self, other*)",
-        "aten.layer_norm.default(input*, weight)",
-        "aten.add.Tensor(self*, other)",
-        "aten.sum.default(self*)",
-    ]
+@pytest.mark.parametrize("name", ["layer_norm", "sdpa (default)", "sdpa (math)"])
+def test_operations_compute_what_torch_computes(name):
+    twin = OPERATIONS["layer_norm (written out)" if name == "layer_norm" else "attention (written out)"].example(3)
+    assert OPERATIONS[name].example(3)(twin.theta) == pytest.approx(twin(twin.theta).item(), rel=1e-13)
 
 
 class Product:
@@ -131,7 +108,6 @@ def test_column_j_of_the_differences_is_the_derivative_along_parameter_j(name):
 
 def test_the_table_as_a_whole(measured):
     """The judges agree, right and wrong are far apart, and what is right by every route or never wrong."""
-    assert {judged.judge for judged in measured.judgements} == {"closed form", "differences"}
     names = {judged.operation for judged in measured.judgements}
     assert {judged.operation for judged in measured.judgements if judged.judge == "closed form"} >= CLOSED & names
     assert all(judged.disagreement is None or judged.disagreement < 1e-11 for judged in measured.judgements)
@@ -187,16 +163,11 @@ def test_the_page_in_docs_is_true(measured):
 def test_table_says_what_the_cells_say(measured):
     text, page = measured.table().partition("judge\n")[2], measured.markdown()
     assert torch.__version__ in measured.table()
-    assert torch.__version__ in page
-    for k, reason in enumerate(measured.reasons, 1):
-        assert f"{k}. `{reason}`" in page
     for row in measured.table_rows():
-        assert len(row) == len(ROUTES) + 3
         line = next(line for line in text.splitlines() if line.strip().startswith(row[0] + "  "))
         assert all(cell in line for cell in row)
     wrong = sum(row.count(WRONG) for row in page.split("## Errors")[0].splitlines() if row.startswith("|"))
     assert wrong == len(measured.wrong)
-    assert measured._repr_html_().count("<tr>") == 1 + len(measured.judgements) + 1 + len({c.operation for c in measured.wrong})
     assert json.loads(json.dumps(measured.to_dict()))["cells"][0]["operation"] == "layer_norm"
 
 
@@ -226,55 +197,28 @@ def test_judges_that_differ_are_reported(monkeypatch):
     found = routes("tanh")
     assert found.judgements[0].judge == DISAGREE
     assert found.judgements[0].disagreement == pytest.approx(1 / 3)
-    assert DISAGREE in found.table()
-    assert f"**{DISAGREE}" in found.markdown()
-
-
-def test_unknown_names_are_refused(measured):
-    with pytest.raises(InputError, match="operation='layernorm' is not known; did you mean 'layer_norm'"):
-        routes("layernorm")
-    with pytest.raises(InputError, match="no cell"):
-        measured.cell("layer_norm", "hessian")
 
 
 def test_command_line(tmp_path, capsys):
-    path, page = tmp_path / "routes.json", tmp_path / "routes.md"
+    page = tmp_path / "routes.md"
     operations = ["--operation", "relu", "--operation", "gelu (tanh)"]
-    assert main(["routes", *operations, "--json", str(path), "--markdown", str(page)]) == exit_codes.OK
-    printed = capsys.readouterr().out
-    assert "gelu (tanh)" in printed
-    assert torch.__version__ in printed
-    assert [j["operation"] for j in json.loads(path.read_text(encoding="utf-8"))["judgements"]] == ["relu", "gelu (tanh)"]
-    assert page.read_text(encoding="utf-8").startswith("# Second derivatives in torch")
-    assert main(["routes", "--operation", "tanh", "--json", "-"]) == exit_codes.OK
+    assert main(["routes", *operations, "--json", "-", "--markdown", str(page)]) == exit_codes.OK
     printed = capsys.readouterr()
-    assert [j["operation"] for j in json.loads(printed.out)["judgements"]] == ["tanh"]
-    assert "tanh" in printed.err
-
-
-def test_the_help_has_examples_that_parse(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["routes", "--help"])
-    printed = capsys.readouterr().out
-    for example, what in command.EXAMPLES:
-        assert f"  {example}\n      {what}\n" in printed
-        assert example.startswith("python -m benchmarks routes")
+    assert [j["operation"] for j in json.loads(printed.out)["judgements"]] == ["relu", "gelu (tanh)"]
+    assert "gelu (tanh)" in printed.err
+    assert page.read_text(encoding="utf-8").startswith("# Second derivatives in torch")
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["--operation", "layernorm"], "routes: operation='layernorm' is not known; did you mean 'layer_norm'"),
-        (
-            ["--write", "--operation", "tanh"],
-            "routes: --write takes all operations, --operation some of them; drop one of the two",
-        ),
-        (["--markdown", "no/such/page.md"], "routes: cannot write no/such/page.md: there is no folder no/such"),
+        (["--operation", "layernorm"], "operation='layernorm' is not known; did you mean 'layer_norm'"),
+        (["--write", "--operation", "tanh"], "--write takes all operations, --operation some of them"),
+        (["--markdown", "no/such/page.md"], "cannot write no/such/page.md: there is no folder no/such"),
     ],
 )
 def test_what_cannot_be_used_is_one_line(given, message, capsys):
     assert main(["routes", *given]) == exit_codes.USAGE
-    seen = capsys.readouterr()
-    assert seen.err.startswith(f"benchmarks: {message}")
-    assert seen.err.count("\n") == 1
-    assert not seen.out
+    seen = capsys.readouterr().err
+    assert seen.startswith(f"benchmarks: routes: {message}")
+    assert seen.count("\n") == 1

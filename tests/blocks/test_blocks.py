@@ -1,6 +1,8 @@
-"""What a block consists of: attention and network by hand and as torch has them, parameters, errors, padding."""
+"""Blocks and whole models: attention, network, embeddings and heads by hand, parameters, padding, Admin's profile, errors."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
@@ -9,9 +11,9 @@ from curvature_reference import draw, randomised
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.blocks import ACTIVATIONS, GATED, PLACEMENTS, Attention, FeedForward, GroupNorm
+from hessiankit.blocks import ACTIVATIONS, GATED, PLACEMENTS, Attention, FeedForward, GroupNorm, TokenEmbedding, profile_admin
 
-PLAIN = [(1, 3, False), (1, None, True), (2, None, True), (3, 5, True), (2, 1, False)]
+PLAIN = [(1, 3, False), (1, None, True), (3, 5, True)]
 
 
 def parameters(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,15 +97,6 @@ def shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in module.named_parameters()}
 
 
-def test_parameters_of_the_papers_block():
-    assert shapes(hk.TransformerBlock(4, 5, d_k=2)) == {
-        "attention.W_Q": (4, 2), "attention.W_K": (4, 2), "attention.W_V": (4, 4),
-        "norm_1.weight": (4,), "norm_1.bias": (4,),
-        "feedforward.W_1": (4, 5), "feedforward.W_2": (5, 4),
-        "norm_2.weight": (4,), "norm_2.bias": (4,),
-    }  # fmt: skip
-
-
 def test_parameters_that_options_add_and_remove():
     plain = set(shapes(hk.TransformerBlock(4, 5)))
     assert set(shapes(hk.TransformerBlock(4, 5, bias=True))) - plain == {"feedforward.b_1", "feedforward.b_2"}
@@ -129,39 +122,29 @@ def test_norms_inside_the_attention_share_one_gain_or_have_one_for_each_head():
     assert [full[f"attention.norm_{letter}.weight"] for letter in "qkvc"] == [(12,), (6,), (4,), (8,)]
 
 
-def test_slices_of_grouped_heads():
-    slices = hk.named_slices(hk.TransformerBlock(8, 5, 4, d_k=3, n_kv_heads=2, attention_bias=True), heads=True)
-    assert slices["attention.query.head_3.weight"] == "attention.W_Q[:, 9:12]"
-    assert slices["attention.key.head_1.weight"] == "attention.W_K[:, 3:6]"
-    assert slices["attention.value.head_1.bias"] == "attention.b_V[2:4]"
-    assert "attention.key.head_2.weight" not in slices
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"placement": "sandwhich"}, "TransformerBlock: placement='sandwhich' is not known; did you mean 'sandwich'? All "),
-        ({"placement": "HybridNorm"}, "TransformerBlock: placement='HybridNorm' is not known; did you mean 'hybridnorm' or"),
-        ({"placement": "xyz"}, "TransformerBlock: placement='xyz' is not known; all "),
         ({"norm": "batchnorm"}, "TransformerBlock: norm='batchnorm' is not known; did you mean 'layernorm'"),
         ({"norm": "l2", "placement": "qk-post"}, "Attention: norm='l2' is not known; choose one of layernorm, rmsnorm"),
         ({"activation": "swish"}, "FeedForward: activation='swish' is not known; did you mean 'swiglu'? Choose one of relu, "),
-        ({"norm_scope": "heads"}, "Attention: norm_scope='heads' is not known; did you mean 'head'?"),
         ({"n_heads": 3}, "Attention: d_model=4 does not split into n_heads=3 equal heads"),
-        ({"n_heads": 0}, "Attention: n_heads=0, expected at least 1"),
         ({"n_heads": 4, "n_kv_heads": 3}, "Attention: n_kv_heads=3 does not divide n_heads=4"),
-        ({"n_heads": 4, "n_kv_heads": 0}, "Attention: n_kv_heads=0, expected at least 1"),
         ({"n_heads": 4, "rotary": True}, "Attention: rotary positions turn pairs of features, and d_k=1 is odd"),
         ({"d_v": 3}, "Attention: n_heads=1 values of d_v=3 do not make up d_model=4; pass output_projection=True"),
-        ({"d_k": 0}, "Attention: d_k=0, expected at least 1"),
         ({"d_ff": -1}, "FeedForward: d_ff=-1, expected at least 1"),
         ({"eps": -1e-5}, "TransformerBlock: eps=-1e-05, expected 0 or more"),
+        ({"placement": "group-ln", "groups": 3}, "TransformerBlock: d_model=4 does not split into groups=3 equal groups"),
+        ({"n_heads": 0}, "Attention: n_heads=0, expected at least 1"),
+        ({"n_heads": 4, "n_kv_heads": 0}, "Attention: n_kv_heads=0, expected at least 1"),
+        ({"norm_scope": "heads"}, "Attention: norm_scope='heads' is not known"),
+        ({"d_k": 0}, "Attention: d_k=0, expected at least 1"),
         ({"eps": float("nan")}, "TransformerBlock: eps=nan, expected 0 or more"),
         ({"eps": None}, "TransformerBlock: eps=None, expected 0 or more"),
-        ({"placement": "group-ln", "groups": 3}, "TransformerBlock: d_model=4 does not split into groups=3 equal groups"),
         ({"placement": "group-ln", "groups": 0}, "TransformerBlock: groups=0, expected at least 1"),
-        ({"placement": "pre", "factor": 0.5}, "TransformerBlock: factor=0.5, and 'pre' has no such number; drop factor="),
         ({"placement": "lns", "scale_init": 0.5}, "TransformerBlock: scale_init=0.5, and 'lns' has no such number"),
+        ({"placement": "pre", "factor": 0.5}, "TransformerBlock: factor=0.5, and 'pre' has no such number; drop factor="),
         ({"placement": "lns", "layer": 0}, "TransformerBlock: layer=0, expected at least 1"),
         ({"placement": "mix-ln", "alpha": 1.5}, "TransformerBlock: alpha=1.5, expected the fraction of Post-Norm blocks"),
     ],
@@ -172,33 +155,164 @@ def test_what_cannot_be_built(options, message):
     assert str(caught.value).startswith(message)
 
 
+def test_norms_of_unknown_letters():
+    with pytest.raises(hk.InputError, match="expected letters of 'qkvc'"):
+        Attention(4, norms="qo")
+
+
 @pytest.mark.parametrize("mask", [torch.zeros(2, 3), torch.zeros(3, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)])
 def test_a_padding_mask_is_boolean_and_has_an_entry_for_each_token(mask):
     with pytest.raises(hk.InputError, match=r"expected torch.bool \(2, 3\), True where a token is padding"):
         hk.TransformerBlock(4, 5).double()(draw(2, 3, 4), mask)
 
 
-def test_what_a_block_prints():
-    assert "placement=pre\n" in repr(hk.TransformerBlock(4, 5, placement="pre"))
-    starred = repr(
-        hk.TransformerBlock(4, 6, 2, placement="hybridnorm*", n_layers=3, rotary=True, causal=True, activation="swiglu")
-    )
-    assert "placement=hybridnorm*, layer 1 of 3 (pre-qkv-pre)\n" in starred
-    assert "2 heads, d_k=2, d_v=2, causal, rotary theta=10000\n" in starred
-    assert "(feedforward): FeedForward(4 -> 6, swiglu)" in starred
-    assert repr(Attention(4, 4, n_kv_heads=2)) == "Attention(4 heads on 2, d_k=1, d_v=1)"
-    assert "None" not in starred
-    assert repr(GroupNorm(4, 2)) == "GroupNorm(2 x 2, layernorm, eps=1e-05)"
+IDS = torch.tensor([[3, 0, 6, 2], [1, 1, 5, 4]])
+PADDING = torch.tensor([[False, False, False, False], [False, False, True, True]])
 
 
-def test_norms_of_unknown_letters():
-    with pytest.raises(hk.InputError, match="expected letters of 'qkvc'"):
-        Attention(4, norms="qo")
+def model(placement="pre", n_layers=2, **options) -> hk.Transformer:
+    return randomised(hk.Transformer(7, 4, 5, n_layers, 2, placement, **{"causal": True, **options}))
 
 
-def test_a_constant_row_without_eps_is_named_by_the_engine():
-    block = randomised(hk.TransformerBlock(4, 5, eps=0.0, placement="pre"))
-    x = draw(3, 4)
-    x[1] = 2.0
-    with pytest.raises(hk.HessiankitError, match="norm_1"):
-        hk.hessian(block, x, draw(3, 4))
+def layernorm(module, x):
+    return norm_by_hand("layernorm", x, module.weight.detach(), module.bias.detach())
+
+
+def stream(m, ids):
+    x = m.embedding.W_E[ids]
+    for block in m.blocks:
+        x = block(x)
+    return x.detach()
+
+
+def test_vision_transformer_by_hand():
+    m = randomised(hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, n_blocks=2, placement="pre", d_k=2))
+    patches = draw(2, 3, 5)
+    tokens = patches @ m.embedding.W_E + m.embedding.b_E + m.embedding.P
+    out = m.blocks[1](m.blocks[0](tokens))
+    expected = sum(out[:, i] for i in range(3)) / 3 @ m.head.W_C + m.head.b_C
+    assert m(patches).shape == (2, 2)
+    assert (m(patches) - expected).abs().max() < 1e-13
+    assert len(list(hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, n_blocks=2).parameters())) == 3 + 2 * 9 + 2
+    assert hk.VisionTransformer(5, 3, 2, d_model=4, d_ff=6, placement="pre", final_norm=None).final_norm is not None
+
+
+def test_token_head_by_hand_tied_and_not():
+    tied, own = model(), model(tied=False)
+    for m, matrix in ((tied, tied.embedding.W_E.T), (own, own.head.W_C)):
+        assert (m(IDS) - layernorm(m.final_norm, stream(m, IDS)) @ matrix).abs().max() < 1e-13
+    names = dict(own.named_parameters())
+    assert set(names) - set(dict(tied.named_parameters())) == {"head.W_C"}
+    assert names["head.W_C"].shape == (4, 7)
+
+
+def test_a_tied_head_stays_one_parameter():
+    m = model()
+    for twin in (m, copy.deepcopy(m), m.float(), m.double()):
+        assert twin.head.W_E is twin.embedding.W_E
+    loaded = hk.Transformer(7, 4, 5, 2, 2, causal=True).double()
+    loaded.load_state_dict(m.state_dict())
+    assert torch.equal(loaded(IDS), m(IDS))
+    assert loaded.head.W_E is loaded.embedding.W_E
+
+
+def test_learned_positions_by_hand():
+    m = model(max_len=5, n_layers=1, head=None, final_norm=False)
+    assert (m(IDS) - m.blocks[0](m.embedding.W_E[IDS] + m.embedding.P[:4])).abs().max() < 1e-13
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head", ["mean", "class"])
+def test_class_heads_by_hand(head, causal):
+    m = model(head=head, n_classes=3, causal=causal)
+    rows = slice(0, 4) if head == "mean" else slice(3, 4) if causal else slice(0, 1)
+    z = layernorm(m.final_norm, stream(m, IDS[:1])[0])
+    expected = z[rows].mean(0) @ m.head.W_C + m.head.b_C
+    assert (m(IDS[:1])[0] - expected).abs().max() < 1e-13
+    padded = m(IDS, PADDING)
+    assert (padded[0] - expected).abs().max() < 1e-13
+    assert (padded[1] - m(IDS[1:, :2])[0]).abs().max() < 1e-13  # as if the padding were not there
+
+
+def test_the_last_token_is_read_behind_padding_in_front():
+    m = model(head="class", n_classes=3)
+    for kept in (2, 1):
+        padding = torch.arange(4) < torch.tensor([[0], [4 - kept]])
+        assert (m(IDS, padding)[1] - m(IDS[1:, -kept:])[0]).abs().max() < 1e-13
+    assert repr(m.head) == "ClassHead(4 -> 3, last token)"
+
+
+FINAL = {"post": False, "deepnorm": False, "admin": False, "pre": True, "hybridnorm": True, "mix-ln": True, "post-shifted": True}
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_stack_of_every_placement(placement):
+    m = hk.Transformer(7, 6, 5, 3, 2, placement, causal=True, rotary=False, seed=0).double()
+    assert m(IDS).shape == (2, 4, 7)
+    assert (m.final_norm is not None) == FINAL.get(placement, True)
+    assert (m.embedding_norm is not None) == (placement == "embednorm-hybridnorm")
+    assert [(block.layer, block.n_layers) for block in m.blocks] == [(1, 3), (2, 3), (3, 3)]
+    expected = 6 * 7 + sum(p.numel() for block in m.blocks for p in block.parameters())
+    assert sum(p.numel() for p in m.parameters()) == expected + 12 * ((m.final_norm is not None) + (m.embedding_norm is not None))
+    assert hk.Transformer(7, 6, 5, 1, placement=placement, final_norm=False).final_norm is None
+    assert hk.Transformer(7, 6, 5, 1, placement=placement, final_norm=True).final_norm is not None
+
+
+def test_norm_of_the_embedding_by_hand():
+    m = model("embednorm-hybridnorm", n_layers=1, head=None, final_norm=False)
+    assert (m(IDS) - m.blocks[0](layernorm(m.embedding_norm, m.embedding.W_E[IDS].detach()))).abs().max() < 1e-13
+
+
+def test_admins_profile_by_hand():
+    m = hk.Transformer(7, 4, 5, 2, 2, "admin", seed=3).double()
+    seen, x = [], m.embedding.W_E[IDS].detach()
+    for block in m.blocks:
+        f = block.attention(x).detach()
+        y = layernorm(block.norm_1, x + f)
+        g = block.feedforward(y).detach()
+        x = layernorm(block.norm_2, y + g)
+        seen += [f.numpy().var(), g.numpy().var()]
+    expected = [(1 + sum(seen[:i])) ** 0.5 for i in range(4)]
+    m.blocks[1].omega_1.data += 3  # what was there before does not matter
+    found = profile_admin(m, IDS)
+    assert found == pytest.approx(expected, rel=1e-12)
+    assert found[0] == 1
+    assert m.blocks[1].omega_2.tolist() == pytest.approx([expected[3]] * 4, rel=1e-15)
+    assert profile_admin(m, {"inputs": IDS}) == pytest.approx(expected, rel=1e-12)
+    assert not m.blocks[0].attention._forward_hooks
+    with pytest.raises(hk.InputError, match="has no block with placement='admin'; build it with that placement"):
+        profile_admin(model(), IDS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"head": "tokens"}, "Transformer: head='tokens' is not known; did you mean 'token'?"),
+        ({"head": "mean"}, "Transformer: head='mean' needs n_classes="),
+        ({"n_classes": 3}, "Transformer: head='token' has no classes; drop n_classes=3"),
+        ({"head": "class", "n_classes": 0}, "ClassHead: n_classes=0, expected at least 1"),
+        ({"initialisation": "megatorn"}, "initialise: scheme='megatorn' is not known; did you mean 'megatron'?"),
+        ({"placement": "lms"}, "Transformer: placement='lms' is not known"),
+        ({"vocab_size": 0}, "TokenEmbedding: vocab_size=0, expected at least 1"),
+        ({"max_len": 0}, "TokenEmbedding: max_len=0, expected at least 1"),
+        ({"n_layers": 0}, "Transformer: n_layers=0, expected at least 1"),
+    ],
+)
+def test_models_that_cannot_be_built(options, message):
+    with pytest.raises(hk.InputError) as caught:
+        hk.Transformer(**{"vocab_size": 7, "d_model": 4, "d_ff": 5, "n_layers": 1, **options})
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (torch.tensor([[0, 7]]), r"token ids from 0 to 7; expected 0 to 6 \(vocab_size - 1\)"),
+        (torch.tensor([[-1, 3]]), r"token ids from -1 to 3; expected 0 to 6"),
+        (torch.tensor([[0.0, 1.0]]), r"the token ids are torch.float32; expected torch.int64"),
+        (torch.zeros(1, 4, dtype=torch.int64), r"the sequence has 4 tokens and there are 3 learned positions; pass max_len=4 or more"),
+    ],
+)  # fmt: skip
+def test_ids_that_cannot_be_embedded(ids, message):
+    with pytest.raises(hk.InputError, match=message):
+        TokenEmbedding(7, 4, max_len=3)(ids)

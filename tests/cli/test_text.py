@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hessiankit.cli.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, held_out, load_text
+from hessiankit.cli.text import HELD_OUT, STDLIB_EXCLUDED, TextDataset, load_text
 from hessiankit.support.errors import InputError
 
 STDLIB = Path(sysconfig.get_paths()["stdlib"])
@@ -33,12 +33,6 @@ def test_standard_library_split_by_file():
     assert b"".join((STDLIB / name).read_bytes() for name in train.files) == train.tokens.numpy().tobytes()
     folders = {part for name in train.files + validation.files for part in Path(name).parent.parts}
     assert not folders & set(STDLIB_EXCLUDED)
-    assert 0.03 < len(validation) / (len(train) + len(validation)) < 0.25  # of bytes; of files it is about HELD_OUT
-
-
-def test_held_out_share_of_many_names():
-    count = sum(held_out(f"folder/file_{k}.py") for k in range(4000))
-    assert abs(count / 4000 - HELD_OUT) < 4 * (HELD_OUT * (1 - HELD_OUT) / 4000) ** 0.5  # four standard deviations
 
 
 def test_a_file_stays_where_it_is_when_others_come(tmp_path):
@@ -46,9 +40,8 @@ def test_a_file_stays_where_it_is_when_others_come(tmp_path):
     before = load_text(folder_of(tmp_path / "few", few), split="validation").files
     after = load_text(folder_of(tmp_path / "many", many), split="validation").files
     assert set(before) == set(after) & set(few)
-    assert after == tuple(sorted(after))
-    other = load_text(tmp_path / "many", split="validation", seed=1).files
-    assert other != after
+    assert after == tuple(sorted(after)) != load_text(tmp_path / "many", split="validation", seed=1).files
+    assert abs(len(after) / 240 - HELD_OUT) < 4 * (HELD_OUT * (1 - HELD_OUT) / 240) ** 0.5  # four standard deviations
 
 
 def test_folder_skips_hidden_and_binary_files(tmp_path):
@@ -73,17 +66,10 @@ def test_batch_is_windows_shifted_by_one():
     assert inputs.shape == targets.shape == (64, 5)
     assert torch.equal(inputs + 1, targets)
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(5))
-    again, _ = text.batch(64, 5, seeded())
-    other, _ = text.batch(64, 5, seeded(1))
-    assert torch.equal(inputs, again)
-    assert not torch.equal(inputs, other)
-
-
-def test_batch_reads_every_byte():
-    text = TextDataset(torch.arange(7, dtype=torch.uint8), ("x",), "x")
-    inputs, targets = text.batch(500, 5, seeded())
-    assert inputs[:, 0].unique().tolist() == [0, 1]
-    assert targets.max() == 6
+    assert torch.equal(inputs, text.batch(64, 5, seeded())[0])
+    assert not torch.equal(inputs, text.batch(64, 5, seeded(1))[0])
+    assert inputs[:, 0].min() < 10
+    assert targets.max() > 190
 
 
 def test_windows_are_fixed_and_reach_both_ends():
@@ -95,15 +81,7 @@ def test_windows_are_fixed_and_reach_both_ends():
     assert text.windows(8, 1)[0].tolist() == [list(range(8))]
 
 
-def test_digest_tells_texts_apart():
-    a, b = (TextDataset(torch.full((9,), k, dtype=torch.uint8), ("x",), "x") for k in (1, 2))
-    assert a.digest != b.digest
-    assert len(a.digest) == 16
-
-
 def test_errors(tmp_path):
-    with pytest.raises(InputError, match="split='test'"):
-        load_text(split="test")
     with pytest.raises(InputError, match="neither 'stdlib' nor an existing path"):
         load_text(tmp_path / "missing")
     with pytest.raises(InputError, match="none with text falls to 'validation'"):

@@ -2,49 +2,45 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from curvature_reference import (
     Formula,
     assert_exact,
+    cross_entropy,
     draw,
+    gauss_newton,
     largest_error,
     mse,
     randomised,
+    reverse_over_reverse,
 )
+from operator_cases import LABELS, TOKENS
+from readings import BY_PANELS, PANEL, READINGS, assert_readings
 from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
+from hessiankit.curvature import streaming
 from hessiankit.curvature.dense import spectral_norm
 
 MODERN = {"norm": "rmsnorm", "activation": "swiglu", "n_kv_heads": 1, "rotary": True, "causal": True}
 BLOCKS: dict[str, dict[str, Any]] = {
     "the paper's": {},
-    "d_k": {"d_k": 2},
     "pre": {"placement": "pre"},
-    "rmsnorm": {"norm": "rmsnorm", "d_k": 3},
-    "pre rmsnorm": {"placement": "pre", "norm": "rmsnorm"},
-    "biases": {"bias": True},
     "attention biases": {"attention_bias": True, "d_k": 2},
-    "heads": {"n_heads": 2},
     "heads without W_O": {"n_heads": 2, "output_projection": False, "d_k": 3},
-    "W_O": {"output_projection": True, "placement": "pre"},
-    "causal": {"causal": True},
     "no gain": {"affine": False},
     "everything": {"n_heads": 2, "d_k": 3, "bias": True, "attention_bias": True, "causal": True, "placement": "pre"},
-    "large eps": {"eps": 0.3, "activation": "silu"},
     "hybridnorm": {"placement": "hybridnorm", "n_heads": 2, **MODERN},
-    "olmo2": {"placement": "olmo2", "n_heads": 2, **MODERN},
     "qkvc-pre": {"placement": "qkvc-pre", "n_heads": 2, "bias": True, "attention_bias": True, "d_k": 3, "d_v": 3},
-    "sandwich": {"placement": "sandwich", "n_heads": 2, "activation": "gelu"},
-    "deepnorm": {"placement": "deepnorm", "n_heads": 2, "n_layers": 3},
     "admin": {"placement": "admin", "n_heads": 2, "activation": "silu"},
     "group-ln": {"placement": "group-ln", "n_heads": 2, "activation": "gelu", "eps": 0.1},
-    "group-ln rmsnorm": {"placement": "group-ln", "n_heads": 2, "norm": "rmsnorm"},
     "layerscale": {"placement": "layerscale", "n_heads": 2, "activation": "gelu"},
     **{f"activation {name}": {"activation": name, "d_k": 2, "bias": True} for name in ACTIVATIONS},
 }
@@ -66,61 +62,224 @@ def test_shapes_of_the_input(shape):
     assert_exact(block(d_k=2, activation="gelu"), draw(*shape))
 
 
-@pytest.mark.parametrize("labels", [[[0, 3, 1], [2, 2, 0]], [[-100, 3, 1], [2, -100, -100]]])
-def test_cross_entropy_of_tokens(labels):
-    assert_exact(block(activation="tanh"), draw(2, 3, 4), torch.tensor(labels), loss="cross_entropy")
+CLASSES = torch.tensor([[0, 3, 1], [2, -100, 0], [1, 1, -100]])
+LOSSES: dict[str, tuple[Tensor, Any]] = {"mse": (draw(3, 3, 4, seed=7), mse), "cross_entropy": (CLASSES, cross_entropy)}
 
 
-@pytest.mark.parametrize(
-    ("n_blocks", "options", "loss"),
-    [(1, {"bias": True}, "mse"), (2, {"placement": "pre", "activation": "gelu", "n_heads": 2}, "cross_entropy")],
-)
-def test_vision_transformer(n_blocks, options, loss):
-    model = randomised(hk.VisionTransformer(3, 2, 3, d_model=4, d_ff=3, n_blocks=n_blocks, **options))
-    target = None if loss == "mse" else torch.tensor([2, 0, -100])
-    found = assert_exact(model, draw(3, 2, 3), target, loss=loss)
-    assert found.fallbacks == ()
+def gelu_block(**options: Any) -> nn.Module:
+    return randomised(hk.TransformerBlock(4, 5, **{"d_k": 2, "activation": "gelu", **options}))
 
 
-def test_by_hand_and_forward_over_reverse():
-    """The whole block written out, differentiated by jacfwd(grad): no module, norm, softmax or loss of torch is involved."""
-    module, x, target = block(d_k=2, activation="tanh"), draw(2, 3, 4), draw(2, 3, 4, seed=7)
-    p = {name.split(".")[0][-1] + name.split(".")[1]: value.detach() for name, value in module.named_parameters()}
-    names, sizes = list(p), [v.numel() for v in p.values()]
+def mixed(*rows):
+    """A module that mixes these samples of six, and leaves the others apart."""
+    first = draw(6, 4)[list(rows), :1]
 
-    def norm(y: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        centred = y - y.sum(-1, keepdim=True) / 4
-        return centred / (centred.square().sum(-1, keepdim=True) / 4 + 1e-5).sqrt() * gain + shift
+    def forward(s, x):
+        y, both = torch.tanh(x @ s.W), torch.isin(x[:, :1], first)
+        return y + both * (y * both).sum(0)
 
-    def loss(theta: Tensor) -> Tensor:
-        w = {n: v.reshape(p[n].shape) for n, v in zip(names, theta.split(sizes), strict=True)}
-        scores = torch.einsum("bik,bjk->bij", x @ w["nW_Q"], x @ w["nW_K"]) / math.sqrt(2)
-        weights = scores.exp() / scores.exp().sum(-1, keepdim=True)
-        y = norm(x + weights @ x @ w["nW_V"], w["1weight"], w["1bias"])
-        z = norm(y + torch.tanh(y @ w["dW_1"]) @ w["dW_2"], w["2weight"], w["2bias"])
-        return (z - target).square().sum() / 24
-
-    expected = torch.func.jacfwd(torch.func.grad(loss))(torch.cat([v.reshape(-1) for v in p.values()]))
-    found = hk.hessian(module, x, target)
-    assert largest_error(found, expected) < 1e-12
-    assert found.loss == pytest.approx(float(loss(torch.cat([v.reshape(-1) for v in p.values()]))), rel=1e-14)
+    return forward
 
 
-def log_cosh(z: Tensor, target: Tensor) -> Tensor:
-    return (z - target).cosh().log().mean() + 0.1 * (z @ z.mT).sum()
+MIXING = {
+    **{f"samples {i} and {j}": mixed(i, j) for i, j in ((2, 3), (1, 3), (1, 5))},  # apart in one binary digit, each another
+    "mean of the batch": lambda s, x: torch.tanh(x @ s.W) - torch.tanh(x @ s.W).mean(0),
+    "behind a gate that is closed": lambda s, x: x @ s.W + s.a * torch.tanh(x @ s.W).mean(0),
+    "in groups of two": lambda s, x: (x @ s.W) * torch.tanh(x @ s.W).unflatten(0, (-1, 2)).flip(1).flatten(0, 1),
+    "the last two": lambda s, x: torch.cat([torch.tanh(x[:-2] @ s.W), torch.tanh(x[-2:] @ s.W).softmax(0)]),
+    "by attention over samples": lambda s, x: torch.softmax(x @ s.W @ x.T, -1) @ x,
+}
 
 
-@pytest.mark.parametrize("loss", [log_cosh, nn.functional.mse_loss, nn.functional.smooth_l1_loss, mse])
-def test_a_loss_of_ones_own(loss):
-    found = assert_exact(block(d_k=2), draw(2, 3, 4), loss=loss)
-    assert found.loss == pytest.approx(float(loss(block(d_k=2)(draw(2, 3, 4)).detach(), draw(2, 3, 4, seed=7))))
+@pytest.mark.parametrize("size", [None, 1, 2])
+@pytest.mark.parametrize("name", MIXING)
+def test_samples_that_are_mixed_are_kept_together(name, size):
+    module, x, target = Formula(MIXING[name], W=(4, 4), a=(1,)), draw(6, 4), draw(6, 4, seed=7)
+    module.a.data.zero_()
+    found = hk.hessian(module, x, target, batch_size=size)
+    assert largest_error(found, reverse_over_reverse(module, x, target, mse)) < 1e-12
 
 
-def test_a_quadratic_form_is_known_by_hand():
-    A = draw(4, 4)
-    found = hk.hessian(Formula(lambda s: s.p @ A @ s.p, p=(4,)), (), loss=None)
-    assert torch.allclose(found.matrix, A + A.T, rtol=0, atol=1e-15)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_outer_part_is_gauss_newton(loss):
+    module, x, (target, function) = gelu_block(), draw(3, 3, 4), LOSSES[loss]
+    found = hk.hessian(module, x, target, loss=loss)
+    outer, expected = found.outer(), gauss_newton(module, x, target, function)
+    assert (outer - expected).abs().max() <= 1e-13 * outer.abs().max()
+    assert torch.equal(outer, outer.T)
+    assert (outer + found.functional() - found.matrix).abs().max() <= 1e-15 * found.matrix.abs().max()
 
 
-def test_the_norm_of_a_matrix_without_entries_is_zero():
-    assert spectral_norm(torch.zeros(0, 3)) == spectral_norm(torch.zeros(0, 0), symmetric=True) == 0.0
+@pytest.mark.parametrize("options", [{}, {"n_heads": 2, "placement": "pre", "norm": "rmsnorm"}])
+def test_symmetric_and_repeatable_to_the_bit(options):
+    x, target = draw(3, 3, 4), draw(3, 3, 4, seed=7)
+    runs = [hk.hessian(gelu_block(**options), x, target) for _ in range(2)]
+    assert torch.equal(runs[0].matrix, runs[0].matrix.T)
+    assert torch.equal(runs[0].matrix, runs[1].matrix)
+    assert torch.equal(runs[0].outer(), runs[1].outer())
+    assert runs[0].loss == runs[1].loss
+
+
+# The report -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def report() -> hk.Hessian:
+    return hk.hessian(gelu_block(), draw(3, 3, 4), draw(3, 3, 4, seed=7))
+
+
+def test_norms_and_eigenvalues(report):
+    matrix = report.matrix.numpy()
+    assert report.spectral_norm() == pytest.approx(np.linalg.norm(matrix, 2), rel=1e-12)
+    assert report.frobenius_norm() == pytest.approx(np.linalg.norm(matrix), rel=1e-14)
+    assert np.allclose(report.eigvalsh().numpy(), np.linalg.eigvalsh(matrix), rtol=0, atol=1e-13 * abs(matrix).max())
+    for i, j in report.pairs():
+        part = report.block(i, j).numpy()
+        assert report.spectral_norm(i, j) == pytest.approx(np.linalg.norm(part, 2), rel=1e-10)
+        assert report.frobenius_norm(i, j) == pytest.approx(np.linalg.norm(part), rel=1e-14)
+    assert report.spectral_norm("norm_1.bias") == report.spectral_norm("norm_1.bias", "norm_1.bias")
+    for norm in (report.spectral_norm, report.frobenius_norm):
+        with pytest.raises(hk.InputError, match=f"Hessian.{norm.__name__}: name_j='norm_1.bias' without name_i"):
+            norm(name_j="norm_1.bias")
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (7, 3), (5, 5), (1, 1), (520, 520)])
+def test_spectral_norm(shape):
+    a = draw(*shape)
+    assert spectral_norm(a) == pytest.approx(np.linalg.norm(a.numpy(), 2), rel=1e-12)
+    if shape[0] == shape[1]:
+        symmetric = a + a.T - 3 * torch.eye(shape[0], dtype=a.dtype)
+        assert spectral_norm(symmetric, symmetric=True) == pytest.approx(np.linalg.norm(symmetric.numpy(), 2), rel=1e-10)
+    for c in (1e-200, 1e200):
+        assert spectral_norm(c * a) == pytest.approx(c * np.linalg.norm(a.numpy(), 2), rel=1e-12)
+    assert spectral_norm(torch.zeros(shape)) == spectral_norm(torch.zeros(0, 3)) == 0.0
+    assert spectral_norm(torch.zeros(0, 0), symmetric=True) == 0.0
+
+
+def test_blocks_slices_and_names(report):
+    module = gelu_block()
+    assert report.names == tuple(n for n, _ in module.named_parameters())
+    assert report.shapes == {n: tuple(p.shape) for n, p in module.named_parameters()}
+    assert [report.slices[n].start for n in report.names[1:]] == [report.slices[n].stop for n in report.names[:-1]]
+    assert report.block("attention.W_Q", "norm_1.bias").shape == (8, 4)
+    assert torch.equal(report.block("norm_1.bias", "attention.W_Q").T, report.block("attention.W_Q", "norm_1.bias"))
+    assert len(list(report.pairs())) == 9 * 10 // 2
+    assert report.short_names[:4] == ("W_Q", "W_K", "W_V", "norm_1.weight")
+    with pytest.raises(hk.InputError, match=r"no parameter 'W_Q'; did you mean 'attention\.W_Q'"):
+        report.block("W_Q", "attention.W_Q")
+
+
+def test_dictionary_is_plain_data(report):
+    read = json.loads(json.dumps(report.to_dict()))
+    assert (read["parameters"], read["dtype"], read["fallbacks"]) == (report.matrix.shape[0], "torch.float64", [])
+    assert read["shapes"]["attention.W_Q"] == [4, 2]
+    assert len(read["blocks"]) == 45
+    first = read["blocks"][0]
+    assert (first["row"], first["column"]) == ("attention.W_Q", "attention.W_Q")
+    assert first["spectral_norm"] == report.spectral_norm("attention.W_Q")
+
+
+def test_what_it_prints(report):
+    for text in (report.table(), report._repr_html_()):
+        assert f"{report.matrix.shape[0]} x {report.matrix.shape[0]}" in text
+        assert all(name in text for name in report.names)
+        assert f"{report.frobenius_norm('norm_2.bias'):.4g}" in text
+        assert "differentiated automatically" not in text
+    fallback = hk.hessian(Formula(lambda s, x: torch.sinc(x @ s.W), W=(4, 2)), draw(3, 4), draw(3, 2))
+    for text in (fallback.table(), fallback._repr_html_()):
+        assert "aten.sinc.default" in text
+
+
+INPUTS, TARGET = draw(5, 3, 4), draw(5, 3, 4, seed=7)
+SHORT = (INPUTS[:2, :2], TARGET[:2, :2])
+
+
+class Request(NamedTuple):
+    """A module, its data as they are given, and the weighted sum of losses that they stand for: (weight, inputs, target)."""
+
+    module: nn.Module
+    data: tuple[Any, ...]
+    terms: list[tuple[float, Any, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor] = mse
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+def network() -> nn.Module:
+    """Tokens that parameters move meet in the attention."""
+    return randomised(nn.Sequential(nn.Linear(4, 4), hk.TransformerBlock(4, 3, d_k=2)))
+
+
+def perceptron() -> Formula:
+    return Formula(lambda s, x: torch.tanh(x @ s.A + s.b) @ s.C, A=(4, 3), b=(3,), C=(3, 4))
+
+
+def labelled() -> Request:
+    batches = [(TOKENS[:1, :3], LABELS[:1, :3]), (TOKENS[1:], LABELS[1:])]
+    terms = [(2 / 6, *batches[0]), (4 / 6, *batches[1])]
+    module = Formula(lambda s, ids: torch.tanh(s.E[ids] @ s.W) @ s.E.T, E=(7, 4), W=(4, 4))
+    return Request(module, (batches,), terms, cross_entropy, {"loss": "cross_entropy"})
+
+
+def reached_by_one_batch() -> Request:
+    module = Formula(lambda s, x: torch.tanh(x @ (s.A if len(x) == 3 else s.B)), A=(4, 2), B=(4, 2))
+    batches = [(INPUTS[:3], TARGET[:3, :, :2]), (INPUTS[3:], TARGET[3:, :, :2])]
+    return Request(module, (batches,), [(0.8, *batches[0]), (0.2, *batches[1])], mse, {"params": ["A"], "weights": [4, 1]})
+
+
+def partly_used() -> Formula:
+    return Formula(lambda s, x: torch.tanh(x @ s.W), W=(4, 2), unused=(3,))
+
+
+REQUESTS: dict[str, Callable[[], Request]] = {
+    "batches of unequal lengths and weights": lambda: Request(
+        network(), ([(INPUTS, TARGET), SHORT],), [(0.25, INPUTS, TARGET), (0.75, *SHORT)], options={"weights": [1, 3]}
+    ),
+    "sum over batches": lambda: Request(
+        perceptron(), ([(INPUTS, TARGET), SHORT],), [(60.0, INPUTS, TARGET), (16.0, *SHORT)], options={"reduction": "sum"}
+    ),
+    "labels that are ignored": labelled,
+    "a batch without effect": reached_by_one_batch,
+    "a parameter without effect": lambda: Request(partly_used(), (INPUTS, TARGET[..., :2]), [(1.0, INPUTS, TARGET[..., :2])]),
+    "some parameters": lambda: Request(
+        network(), (INPUTS, TARGET), [(1.0, INPUTS, TARGET)], options={"params": ["1.attention.W_V", "1.feedforward.W_1"]}
+    ),
+    "a loss of one's own": lambda: Request(
+        perceptron(), (INPUTS, TARGET), [(1.0, INPUTS, TARGET)], nn.functional.huber_loss, {"loss": nn.functional.huber_loss}
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_reading_is_that_of_one_matrix(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "PANEL", PANEL)
+    module, data, terms, loss, options = REQUESTS[name]()
+    derivative = reverse_over_reverse if kind == "hessian" else gauss_newton
+    expected = sum(weight * derivative(module, x, t, loss, options.get("params")) for weight, x, t in terms)
+    value = sum(weight * float(loss(module(x).detach(), t)) for weight, x, t in terms)
+    readings = READINGS | BY_PANELS if kind == "hessian" else READINGS
+    given = options if kind == "hessian" else {**options, "kind": kind}
+    for found in assert_readings(expected, module, *data, readings=readings, **given).values():
+        assert found.loss == pytest.approx(value, rel=1e-13)
+        assert found.fallbacks == ()
+
+
+def test_a_module_that_returns_its_loss() -> None:
+    module = Formula(lambda s, x: torch.tanh(x @ s.W).square().sum(), W=(4, 5))
+    assert_readings(reverse_over_reverse(module, INPUTS, None, None), module, INPUTS, readings=READINGS | BY_PANELS, loss=None)
+
+
+@pytest.mark.parametrize("name", [*READINGS, *BY_PANELS])
+def test_what_has_no_matrix_is_refused_by_name(name: str) -> None:
+    call = (READINGS | BY_PANELS)[name].call
+    with pytest.raises(hk.InputError, match=r"none of the parameters \('unused'\) has an effect"):
+        call(partly_used(), INPUTS, TARGET[..., :2], params="unused")
+    root = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2), b=(3,))
+    place = "products with the Hessian are" if name == "hessian_operator" else r"the block \('W', 'W'\) is"
+    with pytest.raises(hk.TraceError, match="the module's own gradient in 'W' is NaN or infinite where that of the trace is not"):
+        call(root, 0 * INPUTS, TARGET[..., :2])  # no entry moves: the Hessian is zero, and torch multiplies zero by infinity
+    root.W.data.zero_()
+    with pytest.raises(hk.InputError, match=f"{place} NaN or infinite"):
+        call(root, INPUTS, TARGET[..., :2])
+    with pytest.raises(hk.InputError, match="the derivative for '_unique2' is not implemented"):
+        call(Formula(lambda s, x: (x @ s.W).unique(), W=(4, 2)), INPUTS, torch.zeros(()), loss=lambda z, t: z.square().sum())

@@ -1,77 +1,49 @@
-"""The exact diagonal: the same as the matrix's, and as reverse-over-reverse autograd's."""
+"""The exact diagonal, and Frobenius norms of blocks, without the matrix: those of reverse-over-reverse autograd's Hessian."""
 
 from __future__ import annotations
 
 import math
-from itertools import cycle
 from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
+from curvature_reference import Formula, draw, gauss_newton, mse, randomised, reverse_over_reverse
 from engine_cases import ROWS_APART, ROWS_MEET
 from meter import Meter
+from readings import READINGS, assert_readings
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import hessian_diagonal
-from hessiankit.engine import diagonal_sum, parts
+from hessiankit import frobenius_norms, hessian_diagonal
+from hessiankit.curvature import evaluation, frobenius, planning
+from hessiankit.curvature import streaming as panel_sum
+from hessiankit.curvature.frobenius import FrobeniusNorms
+from hessiankit.engine import diagonal_sum, parts, sections
+
+DIAGONAL = {"hessian_diagonal": READINGS["hessian_diagonal"]}
 
 
-def assert_diagonal(module: nn.Module, inputs: Any, target: Tensor | None = None, *, loss: Any = "mse", **options: Any) -> None:
-    """Compare with the matrix and with autograd, and the Gauss-Newton part with the matrix's."""
-    module = randomised(module).eval()
-    if target is None:
-        target = draw(*module(*(inputs if isinstance(inputs, tuple) else (inputs,))).shape, seed=7)
-    found = hessian_diagonal(module, inputs, target, loss=loss, **options)
-    matrix = hk.hessian(module, inputs, target, loss=loss, params=options.get("params"))
-    names = tuple(found.values)
-    assert names == matrix.names
-    reference = reverse_over_reverse(module, inputs, target, {"mse": mse, "cross_entropy": cross_entropy}[loss], names)
-    for expected in (matrix.matrix.diagonal(), reference.diagonal()):
-        assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
-    assert found.loss == pytest.approx(matrix.loss, rel=1e-13)
-    gauss_newton = matrix.outer().diagonal()
-    ggn = hessian_diagonal(module, inputs, target, loss=loss, kind="ggn", **options)
-    assert (ggn.flat - gauss_newton).abs().max() <= 1e-12 * gauss_newton.abs().max()
+def assert_diagonal(module: nn.Module, x: Tensor, **options: Any) -> None:
+    """Compare that of the Hessian, and of its Gauss-Newton part, with autograd."""
+    target = draw(*module(x).shape, seed=7)
+    for kind, derivative in (("hessian", reverse_over_reverse), ("ggn", gauss_newton)):
+        expected = derivative(module, x, target, mse, options.get("params"))
+        assert_readings(expected, module, x, target, readings=DIAGONAL, kind=kind, floor=1e-12, **options)
 
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "paper": {},
-    "pre-norm, RMSNorm": {"placement": "pre", "norm": "rmsnorm"},
     "heads and biases": {"n_heads": 2, "bias": True, "attention_bias": True},
-    "GELU": {"activation": "gelu"},
     "causal": {"causal": True},
 }
 
 
-@pytest.mark.parametrize(("name", "params"), zip(BLOCKS, cycle((None, ["*W_1", "*W_2"], ["*W_K", "*W_1"]))))
+@pytest.mark.parametrize(
+    ("name", "params"),
+    zip(BLOCKS, (None, ["feedforward.W_1", "feedforward.W_2"], ["attention.W_K", "feedforward.W_1"]), strict=True),
+)
 def test_blocks(name: str, params: list[str] | None) -> None:
-    assert_diagonal(hk.TransformerBlock(4, 5, **BLOCKS[name]), draw(2, 3, 4), params=params)
-
-
-class LanguageModel(nn.Module):
-    """Tokens and positions, layers, and a head that is the embedding, or a part of it."""
-
-    def __init__(self, *, layers: int = 1, tied: bool = True) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(7, 4), nn.Parameter(torch.zeros(3, 4))
-        self.layers = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 5, batch_first=True), layers)
-        self.head = nn.Linear(4, 7, bias=False)
-        if tied:
-            self.head.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor) -> Any:
-        return self.head(self.layers(self.tokens(tokens) + self.positions))
-
-
-TOKENS = torch.tensor([[1, 5, 1], [0, 2, 6]])
-LABELS = torch.tensor([[3, -100, 1], [0, 6, 6]])
-
-
-@pytest.mark.parametrize(("tied", "batch_size"), [(True, None), (False, 1)])
-def test_language_model_with_ignored_labels(tied: bool, batch_size: int | None) -> None:
-    assert_diagonal(LanguageModel(tied=tied), TOKENS, LABELS, loss="cross_entropy", batch_size=batch_size)
+    assert_diagonal(randomised(hk.TransformerBlock(4, 5, **BLOCKS[name])), draw(2, 3, 4), params=params)
 
 
 X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
@@ -80,15 +52,6 @@ X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
 def behind_a_layer() -> nn.Module:
     """Tokens that parameters move meet in the attention."""
     return randomised(nn.Sequential(nn.Linear(4, 4), hk.TransformerBlock(4, 5, d_k=2, bias=True)))
-
-
-def assert_parameters(found: Any, expected: Tensor) -> None:
-    """Compare with a diagonal, each parameter by its own largest entry."""
-    start = 0
-    for name, values in found.values.items():
-        theirs = expected[start : start + values.numel()]
-        assert (values.reshape(-1) - theirs).abs().max() <= 1e-12 * theirs.abs().max(), name
-        start += values.numel()
 
 
 def test_samples_that_depend_on_each_other_are_not_split() -> None:
@@ -115,9 +78,9 @@ def test_rows_that_stay_apart_cost_no_products() -> None:
 def test_samples_in_chunks() -> None:
     steps: list[int] = []
     module = behind_a_layer()
-    found = hessian_diagonal(module, X, T, batch_size=2, progress=lambda done, of: steps.append(done))
+    expected = reverse_over_reverse(module, X, T, mse)
+    assert_readings(expected, module, X, T, readings=DIAGONAL, batch_size=2, progress=lambda done, of: steps.append(done))
     assert steps == [2, 4, 5]
-    assert_parameters(found, reverse_over_reverse(module, X, T, mse).diagonal())
 
 
 def test_what_it_says_of_itself() -> None:
@@ -155,7 +118,8 @@ def attending(length: int) -> tuple[nn.Module, Tensor, Tensor]:
 
 def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, t = attending(12)
-    exact = hk.hessian_diagonal(model, x, t, loss="cross_entropy")
+    options: dict[str, Any] = {"loss": "cross_entropy"}
+    exact = hk.hessian_diagonal(model, x, t, **options)
     assert 10 < exact.cost < 1000
     assert exact.estimate is None
     some = int(exact.cost)
@@ -164,27 +128,20 @@ def test_what_takes_too_long_is_refused_before_it_is_done(monkeypatch: pytest.Mo
         with pytest.raises(
             hk.InputError, match=rf"about {exact.cost:,.0f} products .* max_products={some:,}; .*scalar_estimates"
         ):
-            hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=some)
-        estimated = hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=some, method="auto")
+            hk.hessian_diagonal(model, x, t, max_products=some, **options)
+        estimated = hk.hessian_diagonal(model, x, t, max_products=some, method="auto", **options)
     assert estimated.is_estimate
     assert estimated.cost == exact.cost
     assert estimated.loss == pytest.approx(exact.loss, rel=1e-13)
-    assert (estimated.flat - exact.flat).abs().max() > 1e-6
     for text in (repr(estimated), estimated.table(), estimated._repr_html_()):
         assert "ESTIMATES from 100 products, 95 % intervals" in text
         assert f"{estimated.estimate.trace}" in text
-    assert abs(estimated.trace - exact.trace) <= 2 * estimated.estimate.trace.half_width
-    inside = (estimated.flat - exact.flat).abs() <= estimated.estimate.half_widths
-    assert inside.double().mean() > 0.9
-    unlimited = (
-        hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=m, method=a)
-        for m, a in ((None, "exact"), (some + 1, "auto"))
-    )
-    assert all(torch.equal(found.flat, exact.flat) and "ESTIMATE" not in str(found) for found in unlimited)
-    with pytest.raises(
-        hk.InputError, match=r"hessian_diagonal: method='guess' is not known; choose one of exact, auto, estimate"
-    ):
-        hk.hessian_diagonal(model, x, t, loss="cross_entropy", method="guess")
+    for limit, method in ((None, "exact"), (some + 1, "auto")):
+        found = hk.hessian_diagonal(model, x, t, max_products=limit, method=method, **options)
+        assert torch.equal(found.flat, exact.flat)
+        assert "ESTIMATE" not in str(found)
+    with pytest.raises(hk.InputError, match=r"method='guess' is not known; choose one of exact, auto, estimate"):
+        hk.hessian_diagonal(model, x, t, method="guess", **options)
 
 
 @pytest.mark.parametrize("kind", ["hessian", "ggn"])
@@ -212,3 +169,123 @@ def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.Monk
     assert found.cost == sum(p.numel() for p in model.parameters())
     assert torch.equal(hk.hessian_diagonal(model, x, t, loss="cross_entropy", max_products=int(found.cost)).flat, found.flat)
     assert (found.flat - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+ROWS, TARGET = draw(3, 4, 6), draw(3, 4, 6, seed=2)
+
+
+@pytest.fixture(autouse=True)
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several panels, some of them a part of the rows of one parameter."""
+    monkeypatch.setattr(frobenius, "PANEL", 30_000)
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 0)
+
+
+def six(**options: Any) -> nn.Module:
+    return randomised(hk.TransformerBlock(6, 7, d_k=3, **options))
+
+
+def assert_norms(found: FrobeniusNorms, expected: Tensor) -> None:
+    """Compare every six, and all of them, with a dense matrix of the same parameters."""
+    start, slices = 0, {}
+    for name, shape in found.shapes.items():
+        slices[name] = slice(start, start := start + torch.Size(shape).numel())
+    assert expected.shape == (start, start)
+    largest = float(expected.norm())
+    for i, rows in slices.items():
+        for j, columns in slices.items():
+            norm = float(expected[rows, columns].norm())
+            assert found.block(i, j) == pytest.approx(norm, rel=1e-12, abs=1e-14 * largest), (i, j)
+        assert found.rows(i) == pytest.approx(float(expected[rows].norm()), rel=1e-12)
+    assert found.whole == pytest.approx(largest, rel=1e-12)
+    assert float(found.matrix.norm()) == pytest.approx(largest, rel=1e-12)
+
+
+NORMED: dict[str, dict[str, Any]] = {"paper": {}, "pre-norm with biases": {"placement": "pre", "bias": True, "n_heads": 3}}
+
+
+@pytest.mark.parametrize("name", NORMED)
+def test_norms_of_blocks(name: str) -> None:
+    module, steps = six(**NORMED[name]), []
+    found = frobenius_norms(module, ROWS, TARGET, progress=lambda done, total: steps.append((done, total)))
+    assert_norms(found, reverse_over_reverse(module, ROWS, TARGET, mse))
+    assert found.loss == pytest.approx(float(mse(module(ROWS), TARGET).detach()), rel=1e-13)
+    panels = steps[0][1] // 3
+    assert panels > 5
+    assert steps == [(3 * n, 3 * panels) for n in range(1, 1 + panels)]
+
+
+def test_what_norms_say_of_themselves() -> None:
+    module = randomised(nn.Linear(4, 2))
+    found = frobenius_norms(module, draw(3, 4), draw(3, 2))
+    assert found.block("bias", "bias") == pytest.approx(2**0.5)  # 2 / (rows * columns) for each of three rows
+    assert found.block("weight", "bias") == found.block("bias", "weight")
+    assert "Frobenius norm of the Hessian, 10 x 10:" in found.table()
+    assert "Gauss-Newton part" in frobenius_norms(module, draw(3, 4), draw(3, 2), kind="ggn").table()
+    assert "<caption>Frobenius norm" in found._repr_html_()
+    said = found.to_dict()
+    assert [(b["row"], b["column"]) for b in said["blocks"]] == [("weight", "weight"), ("weight", "bias"), ("bias", "bias")]
+    assert (said["frobenius_norm"], said["parameters"]) == (found.whole, 10)
+    with pytest.raises(hk.InputError, match=r"FrobeniusNorms.block: .*'wieght'.*weight"):
+        found.block("wieght", "bias")
+    with pytest.raises(hk.InputError, match=r"'weight\[0\]' is a part of a parameter, .* pass 'weight'"):
+        found.block("bias", "weight[0]")
+
+
+def test_memory_is_that_of_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sections, "WORK_SPACE", 2**16)
+    module, x = randomised(hk.TransformerBlock(12, 48)), draw(1, 12)
+    size = sum(p.numel() for p in module.parameters())
+    with Meter() as meter:
+        frobenius_norms(module, x, x.flip(1), panel_bytes=2**21)
+    assert meter.peak < 8 * size**2 / 2  # W_1 with itself takes an eighth of the matrix, and its derivatives as much
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"batch_size": 0}, "batch_size=0 leaves"), ({"panel_bytes": 0}, "panel_bytes=0 holds")]
+)
+def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(hk.InputError, match=f"frobenius_norms: {said} no "):
+        frobenius_norms(nn.Linear(4, 2), torch.zeros(3, 4), torch.zeros(3, 2), **options)
+
+
+def test_what_does_not_fit_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
+    monkeypatch.setattr(panel_sum, "SymmetricStorage", None)
+    with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples take"):
+        frobenius_norms(six(), ROWS, TARGET)
+
+
+def test_norms_of_float32_are_added_in_float64() -> None:
+    module = nn.Linear(700, 1, bias=False)
+    norms = frobenius_norms(module, torch.full((1, 700), 1 / 3), torch.zeros(1, 1), panel_bytes=2**25)
+    assert norms.whole == pytest.approx(2 * 700 / 9, rel=1e-7)
+
+
+@pytest.mark.parametrize(("kind", "batch_size"), [("hessian", None), ("ggn", 1)])
+def test_at_once_where_the_matrix_fits(kind: str, batch_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, batches, steps = six(), [(ROWS, TARGET), (ROWS[:2], TARGET[:2])], []
+    panels = frobenius_norms(module, batches, kind=kind, weights=[3, 2])
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(frobenius, "PanelSum", None)  # is not reached
+    options: dict[str, Any] = {"kind": kind, "weights": [3, 2], "batch_size": batch_size}
+    found = frobenius_norms(module, batches, progress=lambda *done: steps.append(done), **options)
+    dense = hk.hessian(module, batches, weights=[3, 2])
+    assert_norms(found, dense.matrix if kind == "hessian" else dense.outer())
+    assert list(found.blocks) == list(panels.blocks)
+    assert (found.shapes, found.kind, found.fallbacks) == (panels.shapes, panels.kind, panels.fallbacks)
+    assert found.loss == pytest.approx(panels.loss, rel=1e-13)
+    assert steps[-1] == (5, 5)
+
+
+def test_by_panels_where_the_derivatives_do_not_fit_beside_the_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = six()
+    expected = hk.hessian(module, ROWS, TARGET).matrix
+    monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
+    monkeypatch.setattr(evaluation, "available_memory", lambda device: expected.nbytes + 1000)
+    panels: list[Any] = []
+    monkeypatch.setattr(frobenius, "PanelSum", lambda *a, **k: panels.append(a) or panel_sum.PanelSum(*a, **k))
+    monkeypatch.setattr(frobenius, "PANEL", 2**28)
+    found = frobenius_norms(module, ROWS, TARGET)
+    assert len(panels) == 1
+    assert_norms(found, expected)

@@ -1,18 +1,22 @@
-"""Blocks computed one pair at a time, parameters without effect, and which part of the matrix a name means."""
+"""Blocks computed one pair at a time, parameters without effect, what a name means; and ``hessian_function``, which is never stale."""
 
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
+from readings import READINGS
 from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import evaluation
 from hessiankit.engine.problem import task
+from hessiankit.support.errors import InputError
 
 
 def block() -> nn.Module:
@@ -119,11 +123,7 @@ def test_parameters_without_effect_are_said() -> None:
         assert found.block("idle", "used").shape == (3, 3)
         assert found.to_dict()["unused"] == ["idle", "detached"]
         assert "no effect on the loss: 'idle', 'detached'" in found.table()
-    assert hk.hessian(block(), X, T).unused == ()
-    with pytest.raises(hk.InputError, match=r"none of the parameters \('idle', 'detached'\) has an effect on the loss"):
-        hk.hessian(Partly(), draw(2, 3), loss=None, params=["idle", "detached"])
-    report = hk.check(Partly(), draw(2, 3), loss=None)
-    assert "no effect on the loss: 'idle', 'detached'" in report.table()
+    assert "no effect on the loss: 'idle', 'detached'" in hk.check(Partly(), draw(2, 3), loss=None).table()
 
 
 def test_small_parts_of_large_parameters_never_make_the_block(
@@ -157,38 +157,26 @@ STRENGTH = {"of the penalty": 1.0}
 
 def test_a_change_without_effect_on_loss_and_gradient_is_seen_later() -> None:
     """The strength of a penalty at its minimum: what is computed after it has changed is refused."""
-    module, strength = nn.Linear(3, 2).double(), STRENGTH
+    module, x, t = nn.Linear(3, 2).double(), draw(4, 3), draw(4, 2)
     anchor = [p.detach().clone() for p in module.parameters()]
 
     def loss(z: Tensor, t: Tensor) -> Tensor:
         penalty = sum((p - a).square().sum() for p, a in zip(module.parameters(), anchor, strict=True))
         return (z - t).square().mean() + STRENGTH["of the penalty"] * penalty
 
-    x, t = draw(4, 3), draw(4, 2)
     whole, lazy = (hk.hessian(module, x, t, loss=loss, lazy=lazy) for lazy in (False, True))
     outer = whole.outer()
-    strength["of the penalty"] = 9.0
+    STRENGTH["of the penalty"] = 9.0
     for later in (whole.outer, whole.functional, lambda: lazy.matrix, lambda: lazy.block("weight", "bias")):
         with pytest.raises(hk.TraceError, match="something that the module or the loss reads has changed since"):
             later()
-    strength["of the penalty"] = 1.0
+    STRENGTH["of the penalty"] = 1.0
     assert torch.equal(whole.outer(), outer)
     assert torch.equal(lazy.matrix, whole.matrix)
 
 
-READINGS = {
-    "matrix": lambda module, x: hk.hessian(module, x, loss=None).matrix,
-    "diagonal": lambda module, x: hk.hessian_diagonal(module, x, loss=None).flat,
-    "products": lambda module, x: hk.hessian_operator(module, x, loss=None).to_matrix(),
-}
-
-
 def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
     """In single precision, behind torch's derivatives of eigenvalues and of a Cholesky factor, where entries reach 4e11."""
-    numbers = torch.Generator().manual_seed(223)
-    W, b, V = (torch.randn(*shape, generator=numbers, dtype=torch.float64) for shape in ((3, 4), (4,), (4, 2)))
-    b = 0.3 * b
-    b[223 % 4] -= 4
 
     def run(s: nn.Module, x: Tensor) -> Tensor:
         z = x @ s.W + s.b
@@ -197,25 +185,118 @@ def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
         z = nn.functional.interpolate(z.reshape(1, 1, 6, 4), scale_factor=2, mode="bilinear")[0, 0, :6, :4] * z
         return torch.logsumexp(z @ s.V, 0).sum()
 
+    numbers = torch.Generator().manual_seed(223)
+    W, b, V = (torch.randn(*shape, generator=numbers, dtype=torch.float64) for shape in ((3, 4), (4,), (4, 2)))
     module = Formula(run, W=(3, 4), b=(4,), V=(4, 2)).float()
-    for p, values in zip((module.W, module.b, module.V), (W, b, 0.7 * V), strict=True):
+    for p, values in zip((module.W, module.b, module.V), (W, 0.3 * b - 4 * torch.eye(4)[3], 0.7 * V), strict=True):
         p.data.copy_(values)
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(224), dtype=torch.float64).float()
     wide = hk.hessian(copy.deepcopy(module).double(), x.double(), loss=None).matrix
     for name, reading in READINGS.items():
         told = "use a wider dtype"
         try:
-            found = reading(module, x)
+            found = reading.call(module, x, loss=None)[1]
         except hk.InputError as refused:
             told = str(refused)
         else:
-            expected = wide if found.ndim == 2 else wide.diagonal()
-            assert float((found - expected).abs().max()) <= 1e-5 * float(wide.abs().max()), name
+            expected = reading.of(wide, [12, 4, 8])
+            assert float((found - expected).abs().max()) <= 1e-5 * float(expected.abs().max()), name
         assert "use a wider dtype" in told, name
 
 
-@pytest.mark.parametrize("norm", ["spectral_norm", "frobenius_norm"])
-def test_norm_of_half_a_pair_is_refused(norm: str) -> None:
-    found = hk.hessian(block(), X, T)
-    with pytest.raises(hk.InputError, match=f"Hessian.{norm}: name_j='norm_1.weight' without name_i"):
-        getattr(found, norm)(name_j="norm_1.weight")
+DOUBLE = torch.float64
+
+
+def classifier() -> tuple[nn.Module, Tensor, Tensor]:
+    module = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 3)).double().eval()
+    return randomised(module), draw(5, 4), torch.tensor([0, 2, 1, -100, 2])
+
+
+def cross_entropy(z: Tensor, t: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(z.reshape(-1, z.shape[-1]), t.reshape(-1))
+
+
+def move(module: nn.Module, seed: int = 3) -> None:
+    with torch.no_grad():
+        for k, p in enumerate(module.parameters()):
+            p.add_(0.3 * draw(*p.shape, seed=seed + k))
+
+
+def assert_current(found: hk.Hessian, module: nn.Module, x: Any, t: Any, loss: Callable[..., Tensor]) -> None:
+    assert largest_error(found, reverse_over_reverse(module, x, t, loss, found.names)) <= 1e-11
+
+
+def test_it_is_the_hessian_at_other_parameters_and_data() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    for inputs, target in (
+        (None, None),
+        (draw(5, 4, seed=9), None),
+        (None, t.flip(0)),
+        (draw(7, 4, seed=8), torch.arange(7) % 3),
+    ):
+        x, t = (x if inputs is None else inputs), (t if target is None else target)
+        move(module)
+        assert_current(f(inputs, target), module, x, t, cross_entropy)
+    assert_current(f(), module, x, t, cross_entropy)  # the last data
+
+
+def test_a_result_does_not_move_with_what_comes_later() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    found = f()
+    before, outer = found.matrix.clone(), found.outer()
+    move(module)
+    f(draw(5, 4, seed=9))
+    assert torch.equal(found.matrix, before)
+    assert torch.equal(found.outer(), outer)
+
+
+def test_the_matrix_is_written_into_a_tensor() -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    n = sum(p.numel() for p in module.parameters())
+    out = torch.full((n, n), torch.nan, dtype=DOUBLE)
+    found = f(out=out)
+    assert found.matrix is out
+    assert_current(found, module, x, t, cross_entropy)
+    with pytest.raises(InputError, match=r"out has shape \(2, 2\).*pass a contiguous tensor of shape"):
+        f(out=torch.zeros(2, 2, dtype=DOUBLE))
+    assert hk.hessian(module, x, t, loss="cross_entropy", out=out).matrix is out
+
+
+def test_what_is_replaced_between_calls_is_seen() -> None:
+    module, x, t = classifier()
+    module[0].requires_grad_(False)
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    assert "0.weight" not in f().names
+    assert "Hessian function of 45 parameters" in repr(f)
+    module[0].requires_grad_(True)
+    module[4].weight = nn.Parameter(2 * module[4].weight.detach())
+    module.register_forward_hook(lambda m, x, y: y * 2 + module[0].bias.square().sum())
+    found = f()
+    assert "0.weight" in found.names
+    assert_current(found, module, x, t, cross_entropy)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))])
+def test_a_copy_is_of_a_copy_of_the_module(copied: Callable[[Any], Any]) -> None:
+    module, x, t = classifier()
+    f = hk.hessian_function(module, x, t, loss="cross_entropy", params=iter(["0.weight", "4.*"]))  # names that are read once
+    g, expected = copied(f), f().matrix
+    move(module)
+    assert torch.equal(g().matrix, expected)
+    assert_current(f(), module, x, t, cross_entropy)
+
+
+def test_errors_are_those_of_hessian() -> None:
+    module, x, t = classifier()
+    with pytest.raises(InputError, match="several batches; pass one"):
+        hk.hessian_function(module, [(x, t), (x, t)], loss="cross_entropy")
+    f = hk.hessian_function(module, x, t, loss="cross_entropy")
+    with pytest.raises(InputError, match=r"hessian_function: labels lie in \[0, 7\], expected 0 to 2"):
+        f(target=t.where(t != 2, 7))
+    with torch.no_grad():
+        module[0].weight[0, 0] = torch.nan
+    with pytest.raises(InputError, match=r"hessian_function: '0.weight' contains NaN"):
+        f()

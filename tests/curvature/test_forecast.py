@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.curvature import evaluation, forecast, planning, streaming
-from hessiankit.curvature.forecast import Forecast
 from hessiankit.engine import assembly
 from hessiankit.engine.problem import task
 from hessiankit.support.kernels import plain
@@ -30,18 +28,14 @@ def block() -> nn.Module:
 def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluation, "assemble", None)
     found = hk.hessian(block(), X, T, dry_run=True)
-    assert isinstance(found, Forecast)
     assert (found.parameters, found.matrix_bytes, found.disk_bytes) == (180, 180 * 180 * 8, 0)
-    assert (found.samples, found.batches, found.chunks, found.panels) == (5, 1, 1, 1)
-    assert found.dtype == "float64"
+    assert (found.samples, found.batches, found.chunks, found.panels, found.dtype) == (5, 1, 1, 1, "float64")
     assert found.fits
     assert found.memory_bytes == found.matrix_bytes + found.workspace_bytes
     assert found.seconds > 0
     assert "Forecast: it fits" in found.table()
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["fallbacks"] == []
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        found.parameters = 1  # type: ignore[misc]
 
 
 def test_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,28 +75,16 @@ def test_names_what_falls_back_and_what_does_not_fit(monkeypatch: pytest.MonkeyP
         hk.hessian(block(), X, T, dry_run=True, lazy=True)
 
 
-def coupled() -> tuple[nn.Module, torch.Tensor, int]:
-    """A wide value and few parameters: P x P is small, tables over pairs of entries of a sample are not."""
-    return randomised(nn.Sequential(nn.LayerNorm(300), nn.Softmax(1), nn.LayerNorm(300))), draw(1, 40, 300), 20 * 2**20
-
-
-def attending() -> tuple[nn.Module, torch.Tensor, int]:
+def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows meet in the second block, and what does not fit comes late in the sweep."""
-    return randomised(nn.Sequential(*(hk.TransformerBlock(6, 7, placement="pre") for _ in range(2)))), draw(1, 80, 6), 16 * 2**20
-
-
-@pytest.mark.parametrize("case", [coupled, attending])
-def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x, more = case()
+    module, x = randomised(nn.Sequential(*(hk.TransformerBlock(6, 7, placement="pre") for _ in range(2)))), draw(1, 80, 6)
     found = hk.hessian(module, x, x, dry_run=True)
-    room = 2 * found.matrix_bytes + more
+    room = 2 * found.matrix_bytes + 16 * 2**20
     assert found.workspace_bytes > 2 * room
     for where in (task, evaluation, planning):
         monkeypatch.setattr(where, "available_memory", lambda device: room)
-    with (
-        Meter() as meter,
-        pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .*iB beside"),
-    ):
+    message = r"the derivatives of one chunk of samples take .*iB beside"
+    with Meter() as meter, pytest.raises(hk.OutOfMemoryError, match=message):
         hk.hessian(module, x, x)
     assert meter.peak < room
 
@@ -110,7 +92,6 @@ def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(case: Any,
 CASES = {
     "attention": lambda: (randomised(hk.TransformerBlock(4, 5, placement="pre", n_heads=2)), draw(1, 64, 4)),
     "coupled rows": lambda: (randomised(nn.Sequential(nn.LayerNorm(60), nn.Softmax(1), nn.LayerNorm(60))), draw(1, 30, 60)),
-    "convolution": lambda: (randomised(nn.Sequential(nn.Conv1d(2, 3, 3), nn.GroupNorm(1, 3), nn.SiLU())), draw(1, 2, 60)),
     "deep": lambda: (
         randomised(nn.Sequential(*(f() for _ in range(4) for f in (lambda: nn.Linear(6, 6), nn.Tanh)))),
         draw(900, 6),
@@ -129,21 +110,3 @@ def test_what_a_sweep_takes_is_known_before(name: str, monkeypatch: pytest.Monke
         found = hk.hessian(module, x, torch.zeros_like(module(x)), handshake=False)
     assert meter.peak <= 2 * max(expected) + 2 * found.matrix.nbytes
     assert max(expected) <= 4 * meter.peak  # and no more than that: memory enough is not taken for too little
-
-
-def test_interrupted_by_the_keyboard() -> None:
-    """The module, its data and torch's settings are as before."""
-    module, x, t = block().train(), X.clone(), T.clone()
-    before = {name: value.clone() for name, value in module.state_dict().items()}
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        hk.hessian(module, x, t, batch_size=2, progress=stop)
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-    assert torch.equal(x, X)
-    assert torch.equal(t, T)
-    assert module.training
-    assert torch.is_grad_enabled()
-    assert all(p.grad is None for p in module.parameters())

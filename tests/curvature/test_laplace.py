@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operator_cases import RowsTimesMatrix
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -58,67 +59,6 @@ def test_covariances_are_those_of_laplace_torchs_own_backend(likelihood: str, st
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
-@installed
-def test_the_variance_of_a_line_is_that_of_least_squares_for_any_size_of_batches() -> None:
-    """Gradients of the output: (x, 1); KFAC keeps weight and bias apart: precisions sum x^2 + 1 and 100 + 1."""
-    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
-
-    torch.manual_seed(0)
-    x, y = torch.randn(100, 1, dtype=torch.float64), torch.randn(100, 1, dtype=torch.float64)
-    for batch in (100, 30, 7):
-        la = laplace.Laplace(
-            nn.Linear(1, 1).double(), "regression", subset_of_weights="all", hessian_structure="kron", backend=HessiankitGGN
-        )
-        la.fit(DataLoader(TensorDataset(x, y), batch_size=batch))
-        expected = x[:5, 0].square() / (x.square().sum() + 1) + 1 / 101
-        torch.testing.assert_close(la(x[:5])[1].flatten(), expected, rtol=1e-6, atol=0.0)
-
-
-@installed
-def test_batches_add_up_to_the_whole_and_norms_have_their_diagonal() -> None:
-    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
-
-    one, _ = fitted(HessiankitGGN, "classification", "full", "all", 30)
-    two, _ = fitted(HessiankitGGN, "classification", "full", "all", 12)
-    torch.testing.assert_close(one.H, two.H, rtol=1e-12, atol=1e-14)
-    module, x, y = case("classification")
-    module = nn.Sequential(module[0], nn.LayerNorm(4).double(), module[2])
-    loss, kron = HessiankitGGN(module, "classification").kron(x, y, len(x))
-    G = hk.hessian_operator(module, x, y, loss="cross_entropy", kind="ggn", reduction="sum")
-    torch.testing.assert_close(kron.to_matrix(), G.approximation("kfac").to_matrix())
-    torch.testing.assert_close(loss, nn.functional.cross_entropy(module(x), y, reduction="sum").detach())
-
-
-@installed
-def test_data_fitted_later_add_up_to_all_of_them() -> None:
-    from hessiankit.curvature.approximating.laplace_backend import HessiankitGGN
-
-    module, x, y = case("regression")
-    options = {"subset_of_weights": "all", "hessian_structure": "kron", "backend": HessiankitGGN}
-    module = RowsTimesMatrix.between(module)
-    whole, later = (laplace.Laplace(copy.deepcopy(module), "regression", **options) for _ in range(2))
-    whole.fit(DataLoader(TensorDataset(x, y), batch_size=30))
-    for part in (slice(0, 10), slice(10, 30)):
-        later.fit(DataLoader(TensorDataset(x[part], y[part]), batch_size=4), override=False)
-    torch.testing.assert_close(later.H_facs.to_matrix(), whole.H_facs.to_matrix(), rtol=1e-10, atol=1e-12)
-
-
-class RowsTimesMatrix(nn.Module):
-    """x W + b with W stored as (inputs, outputs), as GPT-2 does."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(inputs, outputs, dtype=torch.float64))
-        self.bias = nn.Parameter(torch.randn(outputs, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight + self.bias
-
-    @classmethod
-    def between(cls, module: nn.Module) -> nn.Module:
-        return nn.Sequential(module[0], module[1], cls(4, 4), module[2])
-
-
 @dataclass
 class Factors:
     """The sum of laplace-torch's Kron: factor by factor."""
@@ -150,44 +90,6 @@ def stand_in(module: nn.Module, likelihood: str) -> Iterator[GaussNewtonBackend]
         yield backend
 
 
-def kfac_by_autograd(module: nn.Sequential, x: Tensor, y: Tensor, likelihood: str) -> list[Tensor]:
-    """A (x) G of every weight, G of every bias, the diagonal of every gain: sums over samples of plain Jacobians."""
-    read: dict[int, Tensor] = {}
-    made: dict[int, Tensor] = {}
-
-    def keep(layer: nn.Module, inputs: tuple[Tensor], output: Tensor) -> None:
-        read[id(layer)], made[id(layer)] = inputs[0].detach(), output
-
-    sums: dict[int, list[Tensor]] = {}
-    gains = {id(p): torch.zeros_like(p) for p in module.parameters()}
-    handles = [layer.register_forward_hook(keep) for layer in module]
-    for n in range(len(x)):
-        z = module(x[n : n + 1])[0]
-        p = torch.softmax(z, 0).detach()
-        middle = torch.eye(len(z)).to(z) if likelihood == "regression" else torch.diag(p) - torch.outer(p, p)
-        for layer in module:
-            if not hasattr(layer, "bias"):
-                continue
-            out = made[id(layer)]
-            J = torch.stack([torch.autograd.grad(one, out, retain_graph=True)[0][0] for one in z])
-            own = [torch.outer(read[id(layer)][0], read[id(layer)][0]), J.T @ middle @ J]
-            sums[id(layer)] = [a + b for a, b in zip(sums.get(id(layer), [0 * t for t in own]), own, strict=True)]
-            for q in (layer.weight, layer.bias):
-                K = torch.stack([torch.autograd.grad(one, q, retain_graph=True)[0].flatten() for one in z])
-                gains[id(q)] += torch.diag(K.T @ middle @ K).reshape(q.shape)
-    for handle in handles:
-        handle.remove()
-    blocks = []
-    for layer in module:
-        if isinstance(layer, nn.LayerNorm):
-            blocks += [torch.diag(gains[id(layer.weight)]), sums[id(layer)][1]]
-        elif hasattr(layer, "bias"):
-            A, G = sums[id(layer)]
-            A = A / len(x)
-            blocks += [torch.kron(G, A) if isinstance(layer, nn.Linear) else torch.kron(A, G), G]
-    return blocks
-
-
 @settings(max_examples=6, deadline=None)
 @given(
     st.sampled_from(["classification", "regression"]),
@@ -198,6 +100,7 @@ def kfac_by_autograd(module: nn.Sequential, x: Tensor, y: Tensor, likelihood: st
 def test_factors_of_batches_of_any_sizes_add_up_to_those_of_all_samples(
     likelihood: str, layers: list[tuple[str, int]], sizes: list[int], seed: int
 ) -> None:
+    """Those of the operator, which test_approximations compares with gradients of single samples."""
     torch.manual_seed(seed)
     width, parts = 3, []
     for kind, outputs in layers:  # a norm of one entry is a constant
@@ -215,12 +118,12 @@ def test_factors_of_batches_of_any_sizes_add_up_to_those_of_all_samples(
     total = results[0][1]
     for _, other in results[1:]:
         total = total + other
-    reference = kfac_by_autograd(module, x, y, likelihood)
-    for ours, expected in zip(total.blocks(), reference, strict=True):
-        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
-    z = module(x).detach()
-    loss = nn.functional.cross_entropy(z, y, reduction="sum") if likelihood == "classification" else 0.5 * (z - y).square().sum()
-    torch.testing.assert_close(sum(value for value, _ in results), loss)
+    loss, factor = ("cross_entropy", 1.0) if likelihood == "classification" else ("mse", 0.5)
+    G = hk.hessian_operator(module, x, y, loss=loss, kind="ggn", reduction="sum")
+    torch.testing.assert_close(
+        torch.block_diag(*total.blocks()), factor * G.approximation("kfac").to_matrix(), rtol=1e-9, atol=1e-11
+    )
+    assert float(sum(value for value, _ in results)) == pytest.approx(factor * G.loss, rel=1e-12)
 
 
 def test_labels_that_do_not_count_are_refused_in_one_of_several_batches() -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
 import numpy as np
 import pytest
 import torch
+from curvature_reference import assert_one_clear_error
 from figure_files import read
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 import hessiankit as hk
-from hessiankit.blocks import VisionTransformer
-from hessiankit.curvature.plot_frame import ZERO, Picture
-from hessiankit.curvature.plots import block_norms_map, heatmap, row_chart, side_by_side, write_numbers
-from hessiankit.support.errors import InputError
+from hessiankit.curvature.plot_frame import ZERO, block_pixels, colour_range, pixel_starts, pool, short_labels
+from hessiankit.curvature.plots import block_norms_map, heatmap, row_chart, side_by_side
 
 NAMES = ["a.W_Q", "a.b_K", "a.norm_1.weight"]
 SIZES = [6, 2, 3]
@@ -28,13 +27,6 @@ def hessian(seed: int = 0) -> torch.Tensor:
     matrix = half + half.T
     matrix[6:8] = matrix[:, 6:8] = 1e-18  # zero to rounding, as the Hessian of a key bias is
     return matrix
-
-
-def vision_transformer() -> tuple[torch.Tensor, list[str], list[int]]:
-    model = VisionTransformer(4, 16, 10, d_model=16, d_ff=64, bias=True, attention_bias=True)
-    names = [name for name, _ in model.named_parameters()]
-    sizes = [p.numel() for p in model.parameters()]
-    return torch.rand(sum(sizes), sum(sizes), generator=torch.Generator().manual_seed(1)), names, sizes
 
 
 def test_one_number_is_one_square_of_the_right_colour(tmp_path: Path) -> None:
@@ -52,24 +44,6 @@ def test_one_number_is_one_square_of_the_right_colour(tmp_path: Path) -> None:
         else:
             expected = colours((np.log10(abs(value)) + 2) / 3)[:3]
             assert (red, green, blue) == pytest.approx(expected, abs=0.012)
-
-
-@pytest.mark.parametrize(("scale", "several"), [("blocks", False), ("parameters", True)])
-def test_labels_neither_overlap_nor_leave_the_page(scale: str, several: bool) -> None:
-    matrix, names, sizes = vision_transformer()
-    picture = side_by_side([matrix, matrix], names, sizes, scale=scale) if several else heatmap(matrix, names, sizes, scale=scale)
-    canvas = FigureCanvasAgg(picture)
-    canvas.draw()
-    renderer = canvas.get_renderer()
-    page = picture.bbox
-    boxes = [text.get_window_extent(renderer) for axes in picture.axes[: 1 + several] for text in axes.texts]
-    assert len(boxes) == (3 if several else 2) * len(names)
-    texts = [t.get_window_extent(renderer) for t in [*picture.texts, *(a.title for a in picture.axes)] if t.get_text()]
-    ticks = [box for axes in picture.axes if (box := axes.yaxis.get_tightbbox(renderer)) is not None]
-    for k, box in enumerate(boxes + texts + ticks):
-        assert page.x0 <= box.x0 < box.x1 <= page.x1
-        assert page.y0 <= box.y0 < box.y1 <= page.y1
-        assert not any(box.shrunk(0.96, 0.96).overlaps(other.shrunk(0.96, 0.96)) for other in (boxes + texts)[k + 1 :])
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".pdf"])
@@ -108,17 +82,6 @@ def test_both_panels_share_one_scale_and_order_permutes_rows_and_columns() -> No
     assert np.array_equal(np.asarray(images[0].get_array())[::20, ::20], matrix[kept][:, kept].abs().numpy())
 
 
-def test_what_the_caption_says() -> None:
-    matrix, names, sizes = vision_transformer()
-    picture = heatmap(matrix, names, sizes)
-    assert picture.caption.startswith("3514 × 3514 entries in log scale; blocks drawn equally")
-    assert not picture.texts  # it is not drawn
-    small = heatmap(hessian(), NAMES, SIZES, scale="parameters", pooling="rms", pixels=60)
-    assert small.caption == "11 × 11 entries in log scale; grey: 0 to rounding, at most 2·10⁻¹⁵."
-    pooled = heatmap(torch.rand(150, 150), ["a", "b"], [120, 30], scale="parameters", pooling="rms", zero_below=0.0, pixels=100)
-    assert pooled.caption == "150 × 150 entries in log scale; each pixel: the root mean square of up to 2 × 2."
-
-
 def test_block_norms(tmp_path: Path) -> None:
     norms = [[45.02, 0.0, 123456.0], [0.012345, 1.0, 9.96], [1e-7, 0.1, 999.7]]
     picture = block_norms_map(norms, ["blocks.0.W_Q", "b", "c"], title="Norms", path=tmp_path / "n.png")
@@ -127,48 +90,27 @@ def test_block_norms(tmp_path: Path) -> None:
     rows = read(tmp_path / "n.csv")
     assert [float(row["norm"]) for row in rows] == pytest.approx([x for line in norms for x in line])
     assert rows[3] == {"row": "b", "column": "blocks.0.W_Q", "norm": "0.012345"}
-    with pytest.raises(InputError, match="a norm is -1"):
-        block_norms_map([[-1.0]], ["a"])
-    with pytest.raises(InputError, match=r"block_norms_map: the matrix has shape \(1, 1\), expected \(2, 2\)"):
-        block_norms_map([[1.0]], ["a", "b"])
 
 
-def test_errors_come_before_anything_is_drawn() -> None:
-    matrix = hessian()
-    with pytest.raises(InputError, match=r"shape \(11, 11\), expected \(12, 12\)"):
-        heatmap(matrix, NAMES, [6, 3, 3])
-    with pytest.raises(InputError, match="3 names but sizes"):
-        heatmap(matrix, NAMES, [6, 5])
-    with pytest.raises(InputError, match=r"no slice for a\.b_K"):
-        heatmap(matrix, NAMES, {"a.W_Q": slice(0, 6), "a.norm_1.weight": slice(6, 11)})
-    with pytest.raises(InputError, match="2 labels for 3 blocks"):
-        heatmap(matrix, NAMES, SIZES, labels=["x", "y"])
-    with pytest.raises(InputError, match=r"order .* has unknown ones; there are: a\.W_Q"):
-        heatmap(matrix, NAMES, SIZES, order=["z"])
-    with pytest.raises(InputError, match="1 labels for 2 blocks"):
-        block_norms_map(np.eye(2), ["a", "b"], labels=["x"])
-    with pytest.raises(InputError, match=r"limits=\(1\.0, 0\.1\) are not the ends of a log scale"):
-        heatmap(matrix, NAMES, SIZES, limits=(1.0, 0.1))
-    with pytest.raises(InputError, match="2 matrices but 1 titles"):
-        side_by_side([matrix, matrix], NAMES, SIZES, titles=["x"])
-    with pytest.raises(InputError, match=r"ends in \.png, \.svg, \.pdf"):
-        heatmap(matrix, NAMES, SIZES, path="h.jpeg")
-    matrix[0, 0] = torch.nan
-    with pytest.raises(InputError, match="1 entries of the matrix are not finite"):
-        heatmap(matrix, NAMES, SIZES)
+H = hessian()
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "sizes": (lambda: heatmap(H, NAMES, [6, 3, 3]), r"shape \(11, 11\), expected \(12, 12\)"),
+    "slices": (lambda: heatmap(H, NAMES, {"a.W_Q": slice(0, 6)}), r"no slice for a\.b_K"),
+    "order": (lambda: heatmap(H, NAMES, SIZES, order=["z"]), r"order .* has unknown ones; there are: a\.W_Q"),
+    "limits": (lambda: heatmap(H, NAMES, SIZES, limits=(1.0, 0.1)), r"limits=\(1\.0, 0\.1\) are not the ends of a log scale"),
+    "suffix": (lambda: heatmap(H, NAMES, SIZES, path="h.jpeg"), r"ends in \.png, \.svg, \.pdf"),
+    "NaN": (
+        lambda: heatmap(H.index_fill(0, torch.tensor(0), torch.nan), NAMES, SIZES),
+        "11 entries of the matrix are not finite",
+    ),
+    "a negative norm": (lambda: block_norms_map([[-1.0]], ["a"]), "a norm is -1"),
+    "norms": (lambda: block_norms_map([[1.0]], ["a", "b"]), r"block_norms_map: the matrix has shape \(1, 1\), expected \(2, 2\)"),
+}
 
 
-def test_pictures_show_themselves_in_a_notebook_and_leave_matplotlib_alone() -> None:
-    before = dict(matplotlib.rcParams)
-    picture = heatmap(hessian(), NAMES, SIZES, pixels=60)
-    assert isinstance(picture, Picture)
-    assert picture._repr_png_().startswith(b"\x89PNG")
-    assert dict(matplotlib.rcParams) == before
-
-
-def test_write_numbers_quotes_what_needs_it(tmp_path: Path) -> None:
-    path = write_numbers(tmp_path / "new" / "t.csv", ("name", "x"), [("a, b", 1), ("c", 2.5)])
-    assert path.read_bytes() == b'name,x\n"a, b",1\nc,2.5\n'
+@pytest.mark.parametrize("name", BAD)
+def test_errors_come_before_anything_is_drawn(name: str) -> None:
+    assert_one_clear_error(*BAD[name])
 
 
 def test_a_chart_of_rows_draws_every_number(tmp_path: Path) -> None:
@@ -191,32 +133,75 @@ def test_every_result_draws_itself(tmp_path: Path) -> None:
     torch.manual_seed(0)
     block, x = hk.TransformerBlock(4, 5, placement="pre").double(), torch.randn(3, 4).double()
     H = hk.hessian(block, x, torch.zeros_like(x))
-    assert np.array_equal(
-        H.plot().axes[0].images[0].get_array(), heatmap(H.matrix, H.names, H.slices).axes[0].images[0].get_array()
-    )
+    image, expected = (p.axes[0].images[0].get_array() for p in (H.plot(), heatmap(H.matrix, H.names, H.slices)))
+    assert np.array_equal(image, expected)
     model, tokens = hk.Transformer(7, 4, 5, 3, max_len=4, seed=0), torch.randint(7, (2, 4))
-    sharp, depth = hk.sharpness(model, (tokens, tokens)), hk.depth_diagnostics(model, (tokens, tokens))
+    depth = hk.depth_diagnostics(model, (tokens, tokens))
     bounds = hk.bounds(block, x, torch.zeros_like(x))
-    check = hk.check(
-        block, x, torch.zeros_like(x), against=("reverse-over-reverse", "jvp(grad)"), formulas=False, params=["attention.*"]
-    )
-    rows = {}
-    for one in (sharp, bounds, check):
-        one.plot(tmp_path / "one.png")
-        rows[type(one).__name__] = read(tmp_path / "one.csv")
-    assert [row["row"] for row in rows["SharpnessReport"]] == [
-        *sharp.types,
-        "",
-        "outside blocks",
-        "block 0",
-        "block 1",
-        "block 2",
-    ]
-    assert float(rows["SharpnessReport"][0]["low"]) == pytest.approx(sharp.types["Emb"].low)
-    assert float(rows["BoundsReport"][0]["structured"]) == pytest.approx(bounds.ratio("structured"))
-    assert len(rows["BoundsReport"]) == 30  # of more blocks
-    worst = max(max(float(row[name]) for name in check.references) for row in rows["CheckReport"])
-    assert worst == pytest.approx(max(row.max_rel_error for row in check.rows if not row.of_same_call))
+    bounds.plot(tmp_path / "one.png")
+    rows = read(tmp_path / "one.csv")
+    assert float(rows[0]["structured"]) == pytest.approx(bounds.ratio("structured"))
+    assert len(rows) == 30  # of more blocks
     panels = depth.plot(tmp_path / "depth.svg").axes
     assert panels[0].lines[0].get_ydata().tolist() == list(depth.stream.variance)
     assert {axes.get_title(loc="left") for axes in panels} >= {"norm of the gradient", "angular distance to the next layer"}
+
+
+RNG = np.random.default_rng(0)
+WIDTHS = [5, 1, 40, 2, 17]
+
+
+@pytest.mark.parametrize("scale", ["blocks", "parameters"])
+@pytest.mark.parametrize("pixels", [5, 90])
+@pytest.mark.parametrize("how", ["max", "rms"])
+def test_pooling_covers_every_entry_of_its_own_block(scale: str, pixels: int, how: str) -> None:
+    matrix = RNG.standard_normal((65, 65))
+    widths = block_pixels(WIDTHS, pixels, scale)
+    assert widths.sum() == pixels
+    assert widths.min() >= 1
+    picture = pool(matrix, pixel_starts(WIDTHS, widths.tolist()), how)
+    covered = []
+    for size, width, offset in zip(WIDTHS, widths, np.cumsum([0, *WIDTHS]), strict=False):
+        ends = [size * (k + 1) // width for k in range(width)]
+        covered += [range(offset + size * k // width, offset + max(ends[k], size * k // width + 1)) for k in range(width)]
+    assert set().union(*covered) == set(range(65))
+    for (i, j), seen in np.ndenumerate(picture):
+        part = np.abs(matrix[np.ix_(covered[i], covered[j])])
+        assert seen == pytest.approx(part.max() if how == "max" else np.sqrt((part**2).mean()), rel=1e-12)
+
+
+def test_colour_range() -> None:
+    values = 10.0 ** np.linspace(-9, 1, 1001)
+    low, high = colour_range(values)
+    assert (low, high) == (pytest.approx(1e-7), 10)
+    assert (values < colour_range(values, span=20)[0]).sum() == 5
+    assert colour_range(np.array([2.0, 3.0])) == (1.0, 10.0)
+    assert colour_range(np.array([1.0])) == (1.0, 10.0)
+    assert colour_range(np.zeros(3)) == (0.1, 1.0)
+
+
+LETTERS = {
+    "transformer.h.3.attn.c_attn.weight": r"$W_{QKV}$",
+    "transformer.h.3.mlp.c_proj.bias": r"$b_2$",
+    "transformer.ln_f.weight": r"$\gamma_f$",
+    "model.layers.0.self_attn.q_proj.weight": r"$W_Q$",
+    "model.layers.0.post_attention_layernorm.weight": r"$\gamma_2$",
+    "model.layers.0.mlp.gate_proj.weight": r"$W_G$",
+    "blocks.1.attn.proj.weight": r"$W_O$",
+    "patch_embed.proj.weight": r"$W_E$",
+    "encoder.layer.0.intermediate.dense.weight": r"$W_1$",
+    "encoder.layer.0.attention.output.dense.weight": r"$W_O$",
+    "lm_head.weight": r"$W_C$",
+    "pos_embed": r"$P$",
+    "0.weight": "0.weight",
+    "mixer.dt_bias": "mixer.dt_bias",
+}
+
+
+def test_letters_of_other_libraries() -> None:
+    assert {name: short_labels([name])[0] for name in LETTERS} == LETTERS
+    assert short_labels(["encoder.fc1.weight", "decoder.fc1.weight", "fc2.weight"]) == [
+        "encoder.fc1.weight",
+        "decoder.fc1.weight",
+        "$W_2$",
+    ]  # names that would share a letter stay whole

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
-from torch import Tensor, nn
+from curvature_reference import draw, mse, randomised
+from torch import nn
 
 import hessiankit as hk
-from hessiankit.curvature import planning, streaming
+from hessiankit.curvature import streaming
 from hessiankit.curvature.planning import panels
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
@@ -45,12 +45,10 @@ def test_file_and_result(tmp_path: Path) -> None:
     assert torch.equal(found.matrix, plain.matrix)
     assert (found.loss, found.fallbacks, found.unused) == (plain.loss, (), ())
     assert max(found.asymmetry, plain.asymmetry) <= 1e-14
-    assert largest_error(found, reverse_over_reverse(module, X, T, mse)) <= 1e-12
     assert names(tmp_path) == ["h.npy"]
     assert np.array_equal(np.load(out, mmap_mode="r"), plain.matrix.numpy())
     assert steps == [(3 * n, steps[0][1]) for n in range(1, 1 + steps[0][1] // 3)]
     assert len(steps) > 5
-    assert "d_model" not in found.table()
     assert torch.equal(found.outer(), plain.outer())
 
 
@@ -68,15 +66,12 @@ def test_a_finished_file_is_opened(tmp_path: Path) -> None:
     assert out.stat().st_mtime_ns == before
 
 
-def test_float32_and_params(tmp_path: Path) -> None:
-    module = block().float()
-    some = {"params": ["attention.*", "norm_2.bias"]}
-    found = hk.hessian(module, X.float(), T.float(), out=tmp_path / "h.npy", **some)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_narrow_types_and_params(dtype: torch.dtype, tmp_path: Path) -> None:
+    call, options = (block().to(dtype), X.to(dtype), T.to(dtype)), {"params": ["attention.*", "norm_2.bias"]}
+    found = hk.hessian(*call, out=tmp_path / "h.npy", **options)
     assert np.load(tmp_path / "h.npy").dtype == np.float32
-    assert torch.equal(found.matrix, hk.hessian(module, X.float(), T.float(), **some).matrix)
-    half = hk.hessian(block().bfloat16(), X.bfloat16(), T.bfloat16(), out=tmp_path / "b.npy", **some)
-    assert np.load(tmp_path / "b.npy").dtype == np.float32
-    assert torch.equal(half.matrix, hk.hessian(block().bfloat16(), X.bfloat16(), T.bfloat16(), **some).matrix)
+    assert torch.equal(found.matrix, hk.hessian(*call, **options).matrix)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -131,32 +126,19 @@ def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(tmp_path) == []
 
 
-def anchored(strength: float) -> Any:
-    """A penalty of weight consolidation at its anchor: no effect on the loss and its gradient, strength on the diagonal."""
-    anchor: dict[str, Tensor] = {}
-
-    def loss(module: nn.Module) -> Any:
-        anchor.update({name: p.detach().clone() for name, p in module.named_parameters()})
-        moved = lambda: sum((p - anchor[name]).square().sum() for name, p in module.named_parameters())  # noqa: E731
-        return lambda z, t: mse(z, t) + strength * moved()
-
-    return loss
-
-
 def test_another_hessian_is_refused(tmp_path: Path) -> None:
     """Whatever differs, from a whole file and from one of which some rows are finished."""
-    module = block()
-    moved = block()
+    module, moved = block(), block()
     with torch.no_grad():
         moved.norm_1.bias[0] += 1e-3
     others: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         "a parameter": ((moved, X, T), {}),
         "inputs": ((module, X + 1e-3, T), {}),
-        "the target": ((module, X, T + 1e-3), {}),
-        "the loss": ((module, X, T), {"loss": lambda z, t: 1.001 * mse(z, t)}),
-        "a penalty": ((module, X, T), {"loss": anchored(1e-6)(module)}),
         "a batch": ((module, [(X, T), (X + 1, T)]), {}),
-        "code": ((module, X, T), {"loss": lambda z, t: mse(z, t) + 1e-6 * sum(p.square().sum() for p in module.parameters())}),
+        "a penalty": (
+            (module, X, T),
+            {"loss": lambda z, t: mse(z, t) + 1e-6 * sum(p.square().sum() for p in module.parameters())},
+        ),
     }
     whole = hk.hessian(module, X, T, out=tmp_path / "whole.npy").matrix
     interrupted(module, tmp_path / "some.npy", 15)
@@ -168,9 +150,8 @@ def test_another_hessian_is_refused(tmp_path: Path) -> None:
             assert path.read_bytes() == before, what
     with pytest.raises(hk.InputError, match=r"holds an array of shape \(180, 180\), float64, and the Hessian is \(18, 18\)"):
         hk.hessian(module, X, T, params="attention.W_Q", out=tmp_path / "whole.npy", resume=True)
-    for arguments in ((module, X, T), (module, [(X[:1], T[:1]), (X[1:], T[1:])])):  # the same function, cut into other batches
-        again = hk.hessian(*arguments, out=tmp_path / "whole.npy", resume=True)
-        assert torch.equal(again.matrix, whole)
+    cut = [(X[:1], T[:1]), (X[1:], T[1:])]  # the same function, in other batches
+    assert torch.equal(hk.hessian(module, cut, out=tmp_path / "whole.npy", resume=True).matrix, whole)
     other = hk.hessian(moved, X, T, out=tmp_path / "whole.npy", overwrite=True)
     assert torch.equal(other.matrix, hk.hessian(moved, X, T).matrix)
     assert not torch.equal(other.matrix, whole)  # whose pages are still those of the replaced file
@@ -189,37 +170,22 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
         hk.hessian(module, X, T, out=out, resume=True)
 
 
-def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
-    module = block()
-    with pytest.raises(hk.InputError, match="there is no folder"):
-        hk.hessian(module, X, T, out=tmp_path / "a" / "h.npy")
-    with pytest.raises(hk.InputError, match="is a folder"):
-        hk.hessian(module, X, T, out=tmp_path)
-    with pytest.raises(hk.InputError, match=r"ends in '\.npy'"):
-        hk.hessian(module, X, T, out=tmp_path / "h.pt")
-    with pytest.raises(hk.InputError, match="lazy=True"):
-        hk.hessian(module, X, T, out=tmp_path / "g.npy", lazy=True)
-    for option in ("overwrite", "resume"):
-        with pytest.raises(hk.InputError, match=f"{option}=True is for out"):
-            hk.hessian(module, X, T, **{option: True})
-    with pytest.raises(hk.InputError, match="overwrite=True loses what resume=True keeps"):
-        hk.hessian(module, X, T, out=tmp_path / "g.npy", overwrite=True, resume=True)
+@pytest.mark.parametrize(
+    ("out", "options", "message"),
+    [
+        ("a/h.npy", {}, "there is no folder"),
+        (".", {}, "is a folder"),
+        ("h.pt", {}, r"ends in '\.npy'"),
+        ("g.npy", {"lazy": True}, "lazy=True"),
+        ("g.npy", {"overwrite": True, "resume": True}, "overwrite=True loses what resume=True keeps"),
+        (None, {"overwrite": True}, "overwrite=True is for out"),
+        (None, {"resume": True}, "resume=True is for out"),
+    ],
+)
+def test_what_cannot_be_written(out: str | None, options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(hk.InputError, match=message):
+        hk.hessian(block(), X, T, out=out and tmp_path / out, **options)
     assert names(tmp_path) == []
-
-
-def test_memory_and_values_are_checked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def root(m: Any, x: Tensor) -> Tensor:
-        return (x * m.w).abs().sqrt()
-
-    module = Formula(root, w=(3,))
-    module.w.data.zero_()
-    with pytest.raises(hk.InputError, match=r"the block \('w', 'w'\) is NaN or infinite"):
-        hk.hessian(module, draw(2, 3), draw(2, 3), out=tmp_path / "n.npy")
-    assert not (tmp_path / "n.npy").exists()
-    monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
-    with pytest.raises(hk.OutOfMemoryError, match=r"the derivatives of one chunk of samples take .* Pass batch_size=1"):
-        hk.hessian(block(), X, T, out=tmp_path / "h.npy")
-    assert "h.npy" not in "".join(names(tmp_path))
 
 
 @pytest.mark.parametrize("limit", [1, 40, 64, 200, 10**6])

@@ -143,7 +143,7 @@ def masked_by_tiles(draws: st.DrawFn) -> tuple[Tensor, int]:
 
 
 @hypothesis.given(masked_by_tiles())
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_masks_whose_tiles_are_zero_or_hidden(case: tuple[Tensor, int]) -> None:
     """The first two derivatives, beside those of the formula written out, by torch."""
     mask, seed = case

@@ -9,12 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import mpmath
 import pytest
 import torch
 from bound_problems import (
-    ATTENTION_SIZES,
-    BLOCK_SIZES,
     F64,
     Problem,
     attention,
@@ -22,11 +19,10 @@ from bound_problems import (
     hessian_blocks,
     norm,
     post_block,
-    problems,
     whole_hessian,
 )
 from torch import Tensor
-from transformer_reference import ACTIVATIONS, normalised
+from transformer_reference import ACTIVATIONS
 
 from derivations.bounds import (
     AttentionNorms,
@@ -38,7 +34,6 @@ from derivations.bounds import (
     post_block_a_priori,
     post_block_structured,
 )
-from derivations.bounds.norm_rows import NormRows
 
 ROUNDING = 1 + 1e-9
 GAINS = ("gamma_1", "gamma_2")
@@ -175,14 +170,6 @@ def test_no_block_exceeds_its_bound(name: str) -> None:
     CASES[name]()
 
 
-@pytest.mark.parametrize("kind", ["init", "large"])
-def test_on_the_problems_of_the_table(kind: str) -> None:
-    for p in problems(kind, ATTENTION_SIZES, 6, seed=1):
-        check(p, attention_bounds(p))
-    for p in problems(kind, BLOCK_SIZES, 3, seed=1):
-        check(p, block_bounds(p), exact=True)
-
-
 def test_a_causal_mask() -> None:
     p = of_attention(5, 3, 2)
     check(p, attention_bounds(p, torch.ones(5, 5, dtype=torch.bool).tril()))
@@ -240,77 +227,7 @@ def test_large_blocks_keep_to_the_space_of_their_rows(p: Problem, monkeypatch: p
     assert reduced.whole > 1.001 * exact.whole
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_small_blocks_of_attention_are_exact(seed: int) -> None:
-    p = of_attention(4, 3, 2, seed, W_O=2)
-    for pair, block in hessian_blocks(attention, p).items():
-        assert attention_bounds(p)[1][0].block(*pair) == pytest.approx(norm(block), rel=1e-10)
-
-
 # Attained, and by hand
-
-
-def test_product_of_values_and_projection_is_exact() -> None:
-    """(x v o - 3)^2 at v = o = 0 has the mixed derivative -6 x."""
-    one = torch.ones(1, 1, dtype=F64)
-    p = Problem(one, {"W_Q": 0 * one, "W_K": 0 * one, "W_V": 0 * one, "W_O": 0 * one}, 3 * one)
-    assert norm(hessian_blocks(attention, p)["W_V", "W_O"]) == 6
-    for bound in attention_bounds(p)[1]:
-        assert bound.block("W_V", "W_O") == pytest.approx(6, rel=1e-14)
-
-
-def test_a_block_without_a_target_has_no_curvature() -> None:
-    """All rows of Z have the norm sqrt(d): the loss is linear in Z, and a target of zero leaves nothing."""
-    p = of_block(3, 4, 2, 5).scaled(target=0.0)
-    assert norm(whole_hessian(post_block, p)) < 1e-13
-    assert post_block_structured(*arrays(p)).whole == 0
-    assert post_block_a_priori(PostBlockNorms.measured(*arrays(p))).whole == 0
-
-
-@pytest.mark.parametrize(("kind", "eps", "gains"), itertools.product(("layernorm", "rmsnorm"), (0.0, 0.4), (False, True)))
-def test_row_hessian_of_the_loss(kind: str, eps: float, gains: bool) -> None:
-    g = torch.Generator().manual_seed(0)
-    X, target, gamma, beta = (torch.randn(*s, generator=g, dtype=F64) for s in ((3, 4), (3, 4), (4,), (4,)))
-    gamma = gamma if gains else torch.full((4,), 1.5, dtype=F64)
-
-    def loss(row: Tensor, t: Tensor) -> Tensor:
-        return (normalised(row.unsqueeze(0), eps, kind)[0] * gamma + beta - t).square().sum() / 2
-
-    gradient, hessian = NormRows(X, gamma, beta, eps, kind).squared_error(target)
-    for i in range(3):
-        true = torch.autograd.functional.hessian(lambda row, i=i: loss(row, target[i]), X[i])
-        slope = torch.autograd.functional.jacobian(lambda row, i=i: loss(row, target[i]), X[i])
-        assert torch.allclose(hessian[i], true, rtol=0, atol=1e-12 * float(true.abs().max()))
-        assert torch.allclose(gradient[i], slope, rtol=0, atol=1e-12 * float(slope.abs().max() + 1))
-
-
-@pytest.mark.parametrize("sigma", [0.5, 3.0])
-def test_what_eps_leaves_of_a_row_without_a_target_is_attained(sigma: float) -> None:
-    """g^2 |M|^2 / (2 s^2) of a row M of root mean square sigma, which is constant but for eps; d = 3, s^2 = sigma^2 + eps."""
-    eps, gain, d = 1e-7, 1.5, 3
-    M = sigma * torch.tensor([1.0, -1.0, 1.0], dtype=F64)
-
-    def loss(row: Tensor) -> Tensor:
-        return (gain * row / (row.square().mean() + eps).sqrt()).square().sum() / 2
-
-    slope = torch.autograd.functional.jacobian(loss, M)
-    curvature = torch.autograd.functional.hessian(loss, M)
-    attention = AttentionNorms(2, 1, 1.0, (1.0,), (1.0,), (1.0,), 0.0, d_out=d)
-    parts = post_block_a_priori(PostBlockNorms(attention, 1.0, 1.0, 1.0, sigma, eps=eps, gain_2=gain)).parts
-    assert parts["gradient_S"] == pytest.approx(float(slope.norm()), rel=1e-5)
-    assert parts["hessian_S"] == pytest.approx(float(torch.linalg.matrix_norm(curvature, 2)), rel=1e-5)
-
-
-def test_the_two_weights_of_the_feedforward_exchange_their_places() -> None:
-    """Of ReLU, the bound is symmetric in W_1 and W_2: with their norms exchanged, so are their rows and columns."""
-    attention = AttentionNorms(3, 1, 1.0, (1.0,), (1.0,), (1.0,), 0.5, d_out=4)
-    one, other = (post_block_a_priori(PostBlockNorms(attention, w, v, 1.0, 1.0)) for w, v in ((2.0, 5.0), (5.0, 2.0)))
-    for i in (*one.names[:-2], "W_1"):
-        assert one.block(i, "W_1") != pytest.approx(one.block(i, "W_2"))
-    exchanged = {"W_1": "W_2", "W_2": "W_1"}
-    for i in one.names:
-        for j in one.names:
-            assert one.block(i, j) == pytest.approx(other.block(exchanged.get(i, i), exchanged.get(j, j))), (i, j)
 
 
 def test_both_norms_curve() -> None:
@@ -341,12 +258,6 @@ def around(p: Problem, radius: float, count: int) -> list[Problem]:
     return moved
 
 
-def test_attention_over_a_ball() -> None:
-    p = of_attention(3, 2, 2)
-    bound = attention_a_priori(AttentionNorms.measured(*arrays(p)).inflated(1.5)).whole
-    assert all(norm(whole_hessian(attention, moved)) <= bound for moved in around(p, 1.5, 40))
-
-
 @pytest.mark.parametrize("eps", [0.0, 0.05])
 def test_a_block_over_a_ball(eps: float) -> None:
     p, radius = of_block(3, 4, 2, 5), 1e-3
@@ -368,67 +279,24 @@ def test_infinite_where_a_row_may_become_constant() -> None:
     assert post_block_a_priori(PostBlockNorms.measured(*arrays(p), eps=1e-3).inflated(10.0)).whole < math.inf
 
 
-def test_bounds_grow_with_every_norm() -> None:
-    p = of_attention(4, 3, 2, W_O=2)
-    known: Any = AttentionNorms.measured(*arrays(p), W_O=p.weights["W_O"])
-    for field in ("x", "t", "rho", "diameter", "t_F", "tau", "q", "k", "v", "o"):
-        norms = getattr(known, field)
-        more = tuple(1.1 * n for n in norms) if isinstance(norms, tuple) else 1.1 * norms
-        before, after = (attention_a_priori(x).matrix for x in (known, dataclasses.replace(known, **{field: more})))
-        assert bool((after >= before).all()), field
-        assert field not in "qkvo" or bool((after > before).any()), field
-    known = PostBlockNorms.measured(*arrays(of_block(3, 4, 2, 5)), eps=0.1)
-    before = post_block_a_priori(known).matrix
-    for field, factor in (("w_1", 1.1), ("w_2", 1.1), ("gain_1", 1.1), ("gain_2", 1.1), ("sigma_1", 0.9), ("sigma_2", 0.9)):
-        moved = dataclasses.replace(known, **{field: factor * getattr(known, field)})
-        assert bool((post_block_a_priori(moved).matrix >= before).all()), field
+IN_80_DIGITS = {"W_Q": 1.4943558538854863e-8, "W_K": 6.4516034007285565e-9, "W_V": 0.91375937306568854}
 
 
-def test_saturated_softmax_against_80_digits() -> None:
-    """Logit gaps of 40 and more: autograd and uncentred covariances lose their digits there, the centred ones none."""
-    X = [[1.0, 0.3], [-0.7, 1.1], [0.4, -0.9]]
-    weights = {"W_Q": [[6.0, 1.0], [2.0, 5.0]], "W_K": [[5.0, -1.0], [0.5, 7.0]], "W_V": [[1.0, 0.2], [-0.4, 0.8]]}
-    target = [[0.5, -1.0], [2.0, 0.0], [1.0, 1.0]]
-    names, at = list(weights), [entry for W in weights.values() for row in W for entry in row]
+def test_saturated_softmax_keeps_its_digits() -> None:
+    """Logit gaps of 40 and more: autograd and uncentred covariances lose their digits there, the centred ones none.
 
-    def loss(w: list) -> mpmath.mpf:
-        q, k, v = (mpmath.matrix(2, 2) for _ in names)
-        for n, matrix in enumerate((q, k, v)):
-            for e in range(4):
-                matrix[e // 2, e % 2] = w[4 * n + e]
-        x = mpmath.matrix(X)
-        logits, values, total = (x * q) * (x * k).T / mpmath.sqrt(2), x * v, mpmath.mpf(0)
-        for i in range(3):
-            e = [mpmath.exp(logits[i, j]) for j in range(3)]
-            for c in range(2):
-                total += (sum(e[j] * values[j, c] for j in range(3)) / sum(e) - target[i][c]) ** 2
-        return total / 6
-
-    with mpmath.workdps(80):
-        h, point = mpmath.mpf(10) ** -25, [mpmath.mpf(a) for a in at]
-        H = mpmath.matrix(12, 12)
-        for a in range(12):
-            for b in range(a + 1):
-                corners = []
-                for s, t in itertools.product((1, -1), repeat=2):
-                    moved = list(point)
-                    moved[a] += s * h
-                    moved[b] += t * h
-                    corners.append(s * t * loss(moved))
-                H[a, b] = H[b, a] = sum(corners) / (4 * h * h)
-        blocks = {
-            (i, j): H[4 * a : 4 * a + 4, 4 * b : 4 * b + 4]
-            for a, i in enumerate(names)
-            for j, b in zip(names, range(3), strict=True)
-        }
-        norms = {pair: float(max(mpmath.svd_r(block, compute_uv=False))) for pair, block in blocks.items()}
-    tensors = {name: torch.tensor(W, dtype=F64) for name, W in weights.items()}
-    p = Problem(torch.tensor(X, dtype=F64), tensors, torch.tensor(target, dtype=F64))
-    for bound in attention_bounds(p)[1]:
-        for pair, true in norms.items():
-            assert true <= bound.block(*pair) * (1 + 1e-12)
-    for name in names:
-        assert attention_bounds(p)[1][0].block(name, name) == pytest.approx(norms[name, name], rel=1e-11)
+    The norms are those of central differences in 80 digits (mpmath, step 1e-25) of the loss written with exponentials.
+    """
+    X, target = ([1.0, 0.3], [-0.7, 1.1], [0.4, -0.9]), ([0.5, -1.0], [2.0, 0.0], [1.0, 1.0])
+    weights = {"W_Q": ([6.0, 1.0], [2.0, 5.0]), "W_K": ([5.0, -1.0], [0.5, 7.0]), "W_V": ([1.0, 0.2], [-0.4, 0.8])}
+    p = Problem(
+        torch.tensor(X, dtype=F64),
+        {name: torch.tensor(W, dtype=F64) for name, W in weights.items()},
+        torch.tensor(target, dtype=F64),
+    )
+    structured = attention_bounds(p)[1][0]
+    for name, true in IN_80_DIGITS.items():
+        assert structured.block(name, name) == pytest.approx(true, rel=1e-11)
 
 
 def test_errors() -> None:
@@ -454,7 +322,7 @@ def test_errors() -> None:
         AttentionNorms(1, 1, 1.0, (1.0,), (1.0, 2.0), (1.0,), 1.0)
     with pytest.raises(ValueError, match="rho = -1"):
         AttentionNorms(1, 1, 1.0, (1.0,), (1.0,), (1.0,), 1.0, rho=-1.0)
-    with pytest.raises(ValueError, match="radius is -1"):
-        AttentionNorms(1, 1, 1.0, (1.0,), (1.0,), (1.0,), 1.0).inflated(-1)
     with pytest.raises(ValueError, match="no parameter 'W_X'"):
         attention_structured(identity, identity, identity, identity, identity).block("W_X", "W_Q")
+    with pytest.raises(ValueError, match="radius is -1"):
+        AttentionNorms(1, 1, 1.0, (1.0,), (1.0,), (1.0,), 1.0).inflated(-1)

@@ -1,4 +1,4 @@
-"""The post-norm block and its named objects in vec_r, against autograd."""
+"""The chain rule to second order, and the post-norm block with its named objects in vec_r, against autograd."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from bound_problems import post_block
 from second_order_reference import assembled, check_all_blocks, derivatives, random_point, relative_error
 from transformer_reference import ACTIVATIONS, attention
 
+from derivations.activation import ActivationAt
+from derivations.affine import AffineAt
 from derivations.attention import AttentionAt
-from derivations.composition import gauss_newton
+from derivations.composition import Composite, gauss_newton
 from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import MeanSquaredErrorAt
 from derivations.matrix import Zero
+from derivations.operation import Renamed, Total, Variable
 from derivations.transformer import PostNormBlockAt
 
 SIZES = [(3, 4, 2, 5), (4, 3, 2, 6)]  # L, d_V, d_K, d_ff
@@ -105,3 +108,67 @@ def test_errors_of_the_theorems():
         LayerNormTheorems(torch.ones(2, 3))
     with pytest.raises(ValueError, match="one sequence"):
         LayerNormTheorems(torch.ones(3))
+
+
+def chain(X, V, W, tied=False):
+    """tanh(tanh(X V) W + X), in which V may stand twice."""
+    first = Renamed(AffineAt(X, V), {"W": "V"})
+    bent = Composite(ActivationAt("tanh", first.value), {"X": first})
+    times = AffineAt(bent.value, W)
+    second = Composite(Renamed(times, {"W": "V"}) if tied else times, {"X": bent})
+    residual = Total(Variable("X", X), second)
+    return Composite(ActivationAt("tanh", residual.value), {"X": residual})
+
+
+def formula(X, V, W):
+    return torch.tanh(torch.tanh(X @ V) @ W + X)
+
+
+def test_depth_four_with_a_residual_branch():
+    point = random_point(0, X=(3, 2), V=(2, 4), W=(4, 2))
+    check_all_blocks(chain(**point), formula, point)
+
+
+def test_a_name_used_twice_is_one_parameter():
+    point = random_point(1, X=(3, 2), V=(2, 2))
+    check_all_blocks(chain(point["X"], point["V"], point["V"], tied=True), lambda X, V: formula(X, V, V), point)
+
+
+def test_gauss_newton_splits_the_hessian_of_a_loss():
+    point = random_point(4, X=(3, 2), V=(2, 4), W=(4, 2))
+    target = torch.ones(3, 2, dtype=torch.float64)
+    model = chain(**point)
+    loss = MeanSquaredErrorAt(model.value, target)
+
+    _, expected = derivatives(lambda **p: (formula(**p) - target).square().mean(), point)
+    J = torch.cat([model.jacobian(name).dense() for name in point], 1)
+    blocks = {(i, j): gauss_newton(loss, model, i, j) for i, j in expected}
+    seen = assembled({pair: split.total.dense() for pair, split in blocks.items()}, point)
+    outer = assembled({pair: split.outer.dense() for pair, split in blocks.items()}, point)
+    assert relative_error(seen, assembled(expected, point)) <= 1e-12
+    assert relative_error(outer, J.T @ J * 2 / 6) <= 1e-12
+    assert float((seen - outer).abs().max()) > 0.01  # the functional part is there
+
+
+def test_errors_say_what_does_not_fit():
+    point = random_point(6, X=(3, 2), W=(2, 4))
+    times = AffineAt(**point)
+    with pytest.raises(ValueError, match=r"has shape \(3, 2\), the operation put in for it \(3, 4\)"):
+        Composite(AffineAt(**point), {"X": times})
+    with pytest.raises(ValueError, match="Build the outer operation at that operation's"):
+        Composite(ActivationAt("tanh", times.value + 1), {"X": times})
+    with pytest.raises(ValueError, match="argument 'X' occurs with shapes"):
+        Composite(
+            AffineAt(times.value, torch.ones(4, 4)),
+            {"X": Renamed(times, {"X": "Y", "W": "X"}), "W": Variable("X", torch.ones(4, 4))},
+        )
+    with pytest.raises(ValueError, match="no argument is called 'Z'"):
+        Composite(times, {"Z": times})
+    with pytest.raises(ValueError, match="no argument is called 'Z'"):
+        Composite(times, {}).jacobian("Z")
+    with pytest.raises(ValueError, match="one name"):
+        Renamed(times, {"X": "W"})
+    with pytest.raises(ValueError, match="one output shape"):
+        Total(times, ActivationAt("tanh", point["X"]))
+    with pytest.raises(ValueError, match="scalar loss of one argument"):
+        gauss_newton(times, times, "X", "W")

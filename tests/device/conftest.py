@@ -7,6 +7,10 @@ import os
 import torch
 
 DEVICE = os.environ.get("HESSIANKIT_DEVICE") or ("cuda" if torch.cuda.is_available() else "")
-collect_ignore_glob = ["pretended.py", *([] if DEVICE else ["test_*.py", "device_cases.py"])]  # a doctest imports what it is in
+collect_ignore_glob = [
+    "conftest.py",
+    "pretended.py",
+    *([] if DEVICE else ["test_*.py", "device_cases.py"]),
+]  # a doctest imports what it is in
 if DEVICE == "pretended":
     import pretended  # noqa: F401

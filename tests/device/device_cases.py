@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -111,22 +109,6 @@ def solution(case: Case, **options: Any) -> Tensor:
     return G.solve(torch.ones(G.shape[0], dtype=G.torch_dtype, device=G.device), damping=1.0, **options).x
 
 
-def monitored(case: Case) -> list[float]:
-    """Return the losses of two steps of a monitored loop that computes the exact Hessian too."""
-    optimizer = torch.optim.SGD(case.module.parameters(), lr=1e-3)
-    losses = []
-    with tempfile.TemporaryDirectory() as folder:
-        monitor = hk.Monitor(case.module, case.data, Path(folder) / "monitor.jsonl", every=1, hessian=True, depth=())
-        for step in range(2):
-            monitor.step(step)
-            optimizer.zero_grad()
-            value = nn.functional.cross_entropy(case.module(case.inputs).flatten(0, 1), case.target.flatten())
-            value.backward()
-            optimizer.step()
-            losses.append(float(value.detach()))
-    return losses
-
-
 def momentum(case: Case) -> torch.optim.Optimizer:
     return torch.optim.SGD(case.module.parameters(), lr=0.1, momentum=0.9)
 
@@ -137,8 +119,6 @@ CALLS: dict[str, Call] = {
     "lazy hessian": lambda c: hk.hessian(c.module, *c.data, loss=c.loss, lazy=True).matrix,
     "gauss_newton": lambda c: hk.hessian(c.module, *c.data, loss=c.loss).outer(),
     "spectral_norm": lambda c: hk.hessian(c.module, *c.data, loss=c.loss).spectral_norm(),
-    "print a hessian": lambda c: len(str(hk.hessian(c.module, *c.data, loss=c.loss))) > 0,
-    "hessian_function": lambda c: hk.hessian_function(c.module, *c.data, loss=c.loss)().matrix,
     "hessian_operator": lambda c: product(hk.hessian_operator(c.module, *c.data, loss=c.loss)),
     "recomputation": lambda c: product(hk.hessian_operator(c.module, *c.data, loss=c.loss, recompute="layers")),
     "fisher": lambda c: product(hk.hessian_operator(c.module, *c.data, loss=c.loss, kind="fisher-empirical")),
@@ -149,20 +129,10 @@ CALLS: dict[str, Call] = {
     "jacobian_operator": lambda c: product(hk.jacobian_operator(c.module, c.inputs)),
     "hessian_diagonal": lambda c: hk.hessian_diagonal(c.module, *c.data, loss=c.loss).flat,
     "frobenius_norms": lambda c: hk.frobenius_norms(c.module, *c.data, loss=c.loss).matrix,
-    "scalar_estimates": lambda c: len(str(hk.scalar_estimates(hk.hessian_operator(c.module, *c.data, loss=c.loss)))) > 0,
-    "spectrum": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2).eigenvalues,
     "spectrum in a metric": lambda c: hk.spectrum(c.module, *c.data, loss=c.loss, k=2, preconditioner=momentum(c)).eigenvalues,
     "critical_sharpness": lambda c: (
         hk.critical_sharpness(c.module, *c.data, loss=c.loss, optimizer=momentum(c), by="parameter").curvature
     ),
-}
-OF_TRANSFORMERS: dict[str, Call] = {
-    "check": lambda c: bool(hk.check(c.module, *c.data, loss=c.loss)),
-    "approximations": lambda c: len(str(hk.approximations(c.module, *c.data, loss=c.loss))) > 0,
-    "sharpness": lambda c: len(str(hk.sharpness(c.module, c.data))) > 0,
-    "block_types": lambda c: str(hk.block_types(c.module, inputs=c.inputs)),
-    "blockwise_lr": lambda c: [group["lr"] for group in hk.blockwise_lr(c.module, 1e-3)],
-    "Monitor": monitored,
 }
 
 

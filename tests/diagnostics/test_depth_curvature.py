@@ -1,13 +1,15 @@
-"""Jacobians, lambda_max and trace by layer, by both routes, against dense matrices of autograd."""
+"""Jacobians, lambda_max and trace by layer against dense matrices of autograd; which modules are blocks; a model without one."""
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
 import torch
-from curvature_reference import gradient_twice
+from curvature_reference import Formula, draw, gradient_twice
 from depth_reference import dense_jacobian, gradient_of, language_model, stream_of, tokens
+from model_zoo import InDouble, generic
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -65,16 +67,6 @@ def test_probes_of_the_trace_have_the_errors_that_they_say():
     assert 0.9 < float(e.std()) < 1.3
 
 
-def test_probes_of_the_trace():
-    model = language_model(2, d_model=2, d_ff=3, n_heads=1)
-    options = {"what": "hessian", "curvature": "autograd", "products": 2}
-    exact = depth_diagnostics(model, IDS, LABELS, exact_below=10_000, **options).hessian
-    found = depth_diagnostics(model, IDS, LABELS, exact_below=0, draws=32, **options).hessian
-    assert found.draws == 32
-    for a, b in zip(found.trace, exact.trace, strict=True):
-        assert 0 < abs(a.value - b.value) < 3.5 * a.standard_error
-
-
 def test_auto_takes_the_closed_forms_for_small_models_and_says_so(monkeypatch):
     model = language_model(1)
     report = depth_diagnostics(model, IDS, LABELS, what="ggn", products=2)
@@ -110,24 +102,6 @@ def test_shared_blocks_are_each_given_the_shared_parameters():
     assert min(report.gradient) > 0
 
 
-def test_a_block_without_parameters():
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = nn.Linear(4, 4)
-            self.blocks = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4, elementwise_affine=False)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return self.head(x)
-
-    arguments = Model(), torch.randn(2, 3, 4), tokens(2, 3, vocabulary=4)
-    with pytest.raises(InputError, match="block 2 has no parameters"):
-        depth_diagnostics(*arguments, blocks="blocks", what="hessian")
-    assert depth_diagnostics(*arguments, blocks="blocks", what="gradient").gradient[1] == 0.0
-
-
 TO_ROUNDING = {"what": "jacobian", "tol": 1e-11, "products": 400}
 
 
@@ -154,19 +128,19 @@ def test_norms_against_dense_jacobians(placement):
 def test_the_product_check_sees_a_path_around_the_blocks():
     """A model that gives x_1 to its last block a second time: the product of the blocks is not the whole."""
 
-    class Side(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList([_Linear(1), _Linear(2)])
+    def linear(m, x: Tensor, kept: list[Tensor]) -> Tensor:
+        y = x @ m.W + 0.5 * sum(kept, start=torch.zeros_like(x))
+        kept.append(x)
+        return y
 
-        def forward(self, x: Tensor) -> Tensor:
-            kept: list[Tensor] = []
-            for block in self.blocks:
-                x = block(x, kept)
-            return x
+    def forward(m, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for block in m.blocks:
+            x = block(x, kept)
+        return x
 
-    found = depth_diagnostics(Side(), torch.randn(1, 2, 3, dtype=torch.float64), what="jacobian").jacobians
-    assert found.product_error > 1e-2
+    side = Formula(forward, blocks=nn.ModuleList(Formula(linear, W=(3, 3)) for _ in range(2)))
+    assert depth_diagnostics(side, draw(1, 2, 3), what="jacobian").jacobians.product_error > 1e-2
 
 
 def test_branches_of_zeros_have_norm_zero_without_error():
@@ -178,19 +152,6 @@ def test_branches_of_zeros_have_norm_zero_without_error():
     found = depth_diagnostics(model, IDS, what="jacobian").jacobians
     assert [(one.value, one.residual, one.relative) for one in found.spectral] == [(0.0, 0.0, 0.0)] * 2
     assert found.whole_spectral.value == pytest.approx(1.0, rel=1e-12)
-
-
-class _Linear(nn.Module):
-    """A matrix, and 0.5 times what the list holds; puts its input there."""
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.W = nn.Parameter(torch.randn(3, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
-
-    def forward(self, x: Tensor, kept: list[Tensor]) -> Tensor:
-        y = x @ self.W + 0.5 * sum(kept, start=torch.zeros_like(x))
-        kept.append(x)
-        return y
 
 
 def test_a_loose_tolerance_gives_a_lower_bound_and_says_so():
@@ -211,3 +172,133 @@ def test_probes_agree_with_the_exact_norms_within_their_standard_errors():
     assert found.draws == 32
     for a, b in zip((*found.rms, found.gain), (*exact.rms, exact.gain), strict=True):
         assert 0 < abs(a.value - b.value) < 3.5 * a.standard_error < b.value
+
+
+class Residual(nn.Module):
+    """x + f(x), f a list of its own that keeps the shape."""
+
+    def __init__(self, d: int = 4, extra: bool = False) -> None:
+        super().__init__()
+        self.f = nn.Sequential(nn.Linear(d, d), nn.Tanh(), nn.Linear(d, d))
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, str]:
+        y = x + self.f(x)
+        return (y, "something else") if self.extra else y
+
+
+def names(model: nn.Module, data: Tensor, **options: object) -> tuple[str, ...]:
+    return depth_diagnostics(model, data, what="variance", **options).blocks
+
+
+def test_our_models():
+    assert names(language_model(), IDS) == ("blocks.0", "blocks.1", "blocks.2")
+    images = hk.VisionTransformer(4, 3, 2, d_model=4, d_ff=6, n_blocks=2)
+    assert names(images, torch.randn(2, 3, 4)) == ("blocks.0", "blocks.1")
+    one = hk.VisionTransformer(4, 3, 2, d_model=4, d_ff=6)
+    report = depth_diagnostics(one, torch.randn(2, 3, 4), what="variance")
+    assert report.blocks == ("blocks.0",)
+    assert len(report.stream.variance) == 2
+
+
+def test_named_blocks():
+    model = nn.Sequential(nn.Linear(3, 4), Residual(), Residual(), nn.LayerNorm(4), nn.Linear(4, 2))
+    x = torch.randn(2, 5, 3)
+    assert names(model, x, blocks=["1", model[2], "3"]) == ("1", "2", "3")
+    with pytest.raises(InputError, match="maps shape"):
+        names(model, x, blocks=["0", "2"])
+    with pytest.raises(InputError, match="'3' does not take the output of '1'"):
+        names(model, x, blocks=["1", "3"])
+    with pytest.raises(InputError, match="no module 'one'"):
+        names(model, x, blocks=["one"])
+    with pytest.raises(InputError, match="no module of the model"):
+        names(model, x, blocks=[Residual()])
+    with pytest.raises(InputError, match="is empty"):
+        names(model, x, blocks=[])
+    with pytest.raises(InputError, match="no ModuleList or Sequential of the model"):
+        names(model, x, blocks="1")
+
+
+def test_two_stacks_beside_each_other_have_to_be_named():
+    def forward(m, x: Tensor) -> Tensor:
+        return m.left[1](m.left[0](x)) + m.right[1](m.right[0](2 * x))
+
+    left, right = (nn.ModuleList([Residual(), Residual()]) for _ in range(2))
+    model, x = Formula(forward, left=left, right=right), draw(2, 3, 4)
+    with pytest.raises(InputError, match="two stacks of blocks, 'left' and 'right'"):
+        names(model, x)
+    assert names(model, x, blocks="right") == ("right.0", "right.1")
+
+
+def test_blocks_that_return_tuples_and_named_states():
+    def forward(m, x: Tensor) -> Tensor:
+        for layer in m.layers:
+            x = layer(x=x)[0]
+        return x
+
+    model, x = Formula(forward, layers=nn.ModuleList(Residual(extra=True) for _ in range(3))), draw(2, 3, 4)
+    labels = tokens(2, 3, vocabulary=4)
+    report = depth_diagnostics(model, x, labels, what="all", exact_below=0, draws=4)
+    assert len(report.blocks) == 3
+    with torch.no_grad():
+        without = model.layers[2](x=model.layers[0](x=x)[0])[0]
+        change = nn.functional.cross_entropy(without.flatten(0, 1), labels.flatten()) - report.drop.loss
+    assert report.drop.loss_change[1] == pytest.approx(float(change), abs=1e-12)
+
+
+def test_torch_layers_off_their_fused_path():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True, norm_first=True)
+    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    report = depth_diagnostics(model, torch.randn(2, 5, 8), what=("variance", "jacobian"), draws=2)
+    assert report.blocks == ("layers.0", "layers.1", "layers.2")
+    assert report.stream.middle_variance is not None
+
+
+def test_hugging_face_decoders():
+    hf = pytest.importorskip("transformers")
+    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1, "vocab_size": 11}
+    model = generic(hf.GPT2LMHeadModel(hf.GPT2Config(**special, n_positions=6, n_embd=4, n_layer=2, n_head=2)))
+    wrapped, ids, seen = InDouble(model), tokens(2, 5, vocabulary=11), []
+    mask = torch.ones_like(ids)
+    mask[1, 3:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    report = depth_diagnostics(wrapped, batch, what="all", exact_below=0, draws=2, products=3, curvature="autograd")
+    assert report.blocks == ("model.transformer.h.0", "model.transformer.h.1")
+    model.transformer.h[1].ln_2.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        out = wrapped(input_ids=ids, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    kept = mask.bool()
+    for k in range(2):  # their last hidden state is after the final norm
+        expected = float(out.hidden_states[k][kept].var(-1, correction=0).mean())
+        assert report.stream.variance[k] == pytest.approx(expected, rel=1e-10)
+    middle = float(seen[-1][kept].var(-1, correction=0).mean())
+    assert report.stream.middle_variance[1] == pytest.approx(middle, rel=1e-10)
+    loss = nn.functional.cross_entropy(out.logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    assert report.drop.loss == pytest.approx(float(loss), rel=1e-10)
+    assert report.jacobians.product_error < 1e-10
+
+
+def score(model: nn.Module) -> tuple[float, float]:
+    with torch.no_grad():
+        logits = model(IDS)
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS.flatten())
+    return float(loss), float((logits.argmax(-1) == LABELS)[LABELS != -100].double().mean())
+
+
+def without(model: hk.Transformer, k: int) -> hk.Transformer:
+    cut = copy.deepcopy(model)
+    del cut.blocks[k]
+    return cut
+
+
+@pytest.mark.parametrize("placement", ["pre", "post", "lns", "hybridnorm*", "deepnorm"])
+def test_drop_equals_that_of_the_shorter_model(placement):
+    model = language_model(3, placement)
+    found = depth_diagnostics(model, IDS, LABELS, what="drop").drop
+    loss, accuracy = score(model)
+    assert (found.loss, found.accuracy) == (pytest.approx(loss, rel=1e-13), pytest.approx(accuracy, rel=1e-13))
+    for k in range(3):
+        less, right = score(without(model, k))
+        assert found.loss_change[k] == pytest.approx(less - loss, abs=1e-13)
+        assert found.accuracy_change[k] == pytest.approx(right - accuracy, abs=1e-13)
+    assert max(map(abs, found.loss_change)) > 1e-3

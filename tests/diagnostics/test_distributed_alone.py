@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ import hessiankit as hk
 from hessiankit.diagnostics import distributed as hd
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.distributed.ranks import Ranks
-from hessiankit.diagnostics.distributed.same_function import check_same_function
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.support.errors import InputError
 
@@ -131,64 +128,3 @@ def test_other_mistakes() -> None:
         Ranks("example").together(lambda: (_ for _ in ()).throw(InputError("example: k=7, and")))
     with pytest.raises(hd.RankError, match="example: KeyError: 'x'"):
         Ranks("example").together(lambda: {}["x"])
-
-
-class Rank:
-    """One of two ranks, which run one after the other: the second one hears what the first one said."""
-
-    def __init__(self, said: list[Any]) -> None:
-        self.who, self.size, self.rank, self._said, self._next = "example", 2, len(said) > 0, said, 0
-
-    def gather(self, value: Any) -> list[Any]:
-        if not self.rank:
-            self._said.append(value)
-            return [value, value]
-        self._next += 1
-        return [self._said[self._next - 1] if self._next <= len(self._said) else "", value]
-
-    def together(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-
-class Shifted(nn.Module):
-    """A linear layer with numbers, a flag and a constant that no parameter shows."""
-
-    def __init__(self, *, eps: float = 1e-5, flag: bool = True, shift: float = 0.5, width: int = 3) -> None:
-        super().__init__()
-        self.layer, self.norm = nn.Linear(3, 3), nn.LayerNorm(3, eps=eps)
-        self.flag, self.shift, self.width = flag, torch.tensor(shift), width
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.layer(x))
-        return (x.tanh() if self.flag else x)[:, : self.width] + self.shift
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, None),
-        ({"eps": 1e-6}, r"aten.native_layer_norm.*1e-06\) on rank 1"),
-        ({"flag": False}, "aten.alias.* on rank 1"),
-        ({"shift": 0.25}, r"a constant float32\[\] of digest"),
-        ({"width": 2}, r"aten.slice.*2\) on rank 1"),
-    ],
-)
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_two_ranks_compute_the_same_function(options: dict[str, Any], said: str | None, is_compiled: bool) -> None:
-    x, heard = torch.ones(2, 3), []
-
-    def check(own: dict[str, Any], is_compiled: bool) -> None:
-        module = Shifted(**own)
-
-        def run(watched: AbstractContextManager[Any]) -> None:
-            with watched:
-                (torch.compile(module) if is_compiled else module)(x)
-
-        check_same_function(Rank(heard), run, [*module.named_parameters(), ("x", x)])
-
-    check({}, False)
-    if said is None:
-        check(options, is_compiled)
-        return
-    with pytest.raises(hk.InputError, match=f"example: the same data take operation \d+ .*{said}"):
-        check(options, is_compiled)

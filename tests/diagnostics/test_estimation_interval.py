@@ -1,20 +1,21 @@
-"""Standard errors and intervals: known by hand, invariant, and covering where the replicates are what they are taken for."""
+"""Standard errors and intervals, known by hand and covering; the forms that data may have, and those that they may not."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 
 import pytest
 import torch
 from scipy import stats
-from sharpness_cases import by_number, drawn_by
+from sharpness_cases import tiny, tokens
+from torch import nn
 
-from hessiankit.diagnostics.sharpness import replicates, sharpness
+from hessiankit.diagnostics.depth import depth_diagnostics
+from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
 from hessiankit.diagnostics.sharpness.squares import histogram
-from hessiankit.partition import Part
+from hessiankit.support.errors import InputError
 
 ONE = torch.ones(1).double()
 
@@ -48,14 +49,18 @@ def test_one_draw_has_no_error_and_no_noise_has_none():
     assert str(exact) == "2"
 
 
-def test_interval_by_its_formula():
-    """The micro-batch's five numbers, with Student's quantiles from another place."""
-    x = [9.0, 11.0, 12.0, 8.0, 15.0]
-    mean, V = statistics.mean(x), statistics.variance(x) / 5
-    Y = mean / 2  # sqrt(5 V) is less than half the mean
+@pytest.mark.parametrize(
+    ("x", "V", "freedom"),
+    [([[9.0, 11.0, 12.0, 8.0, 15.0]], 7.5 / 5, 4), ([[9.0, 11.0, 10.0], [29.0, 31.0, 30.0]], 1 / 6, 6)],
+    ids=["one micro-batch", "two"],
+)
+def test_interval_by_its_formula(x, V, freedom):
+    """Student's quantiles from another place; (D + 1) 2 - 2 degrees of freedom of two micro-batches of D draws, less the skewness."""
+    mean = statistics.mean(value for own in x for value in own)
+    Y = mean / 2  # the draws spread by less than half the mean
     q = V / (Y**2 - V)
-    tau, t = math.sqrt(math.log1p(q)), stats.t.ppf(0.95, 1 / (1 / 4 + q))
-    found = interval(torch.tensor([x]).double(), confidence=0.9)
+    tau, t = math.sqrt(math.log1p(q)), stats.t.ppf(0.95, 1 / (1 / freedom + q))
+    found = interval(torch.tensor(x).double(), ONE.repeat(len(x)) / len(x), confidence=0.9)
     for end, sign in ((found.low, -1), (found.high, 1)):
         assert end == pytest.approx(mean - Y + Y * math.exp(tau**2 / 2 + sign * t * tau), rel=1e-9)
 
@@ -70,53 +75,6 @@ def test_quotient_by_its_formula():
     found = ratio(torch.tensor([a]).double(), torch.tensor([b]).double(), ONE, entries=1, confidence=0.95)
     assert (found.low, found.high) == pytest.approx((math.exp(centre - half), math.exp(centre + half)), rel=1e-9)
     assert found.standard_error == pytest.approx(A / B * math.sqrt(V))
-
-
-def all_label_vectors():
-    """Replicates of every label vector of two sequences, a micro-batch each of 2 and 1 labels, and their probabilities."""
-    layer = torch.nn.Linear(2, 3, bias=False, dtype=torch.float64)
-    torch.nn.init.normal_(layer.weight, generator=torch.Generator().manual_seed(0))
-    x = torch.randn(2, 2, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    labels = torch.tensor([[0, 0], [0, -100]])
-    every = torch.tensor(list(itertools.product(range(3), repeat=3)))  # of positions (0, 0), (0, 1), (1, 0)
-    places = torch.cat([every, every[:, :1]], 1).reshape(27, 2, 2)
-    part = Part("weight", "Head", "head", None, "the only one", 6)
-    with drawn_by(by_number(places)):
-        found = replicates(layer, x, labels, draws=27, micro_batch=1, parts=[part])
-    p = torch.softmax(layer(x).detach(), -1).flatten(0, 1)
-    exact = sharpness(layer, x, labels, parts=[part], exact=True).types["Head"].value
-    return found.values[:, :, 0] / 6, as_weights(found.terms), p[torch.arange(3), every].prod(1), exact
-
-
-def test_value_and_squared_error_are_unbiased_over_all_pairs_of_draws():
-    """Two draws of three labels of three classes: 729 pairs with their probabilities, against the closed form and the variance."""
-    x, weights, p, exact = all_label_vectors()
-    assert float(p.sum()) == pytest.approx(1.0, rel=1e-12)
-    mean, square, claimed = 0.0, 0.0, 0.0
-    for a, b in itertools.product(range(27), repeat=2):
-        found, share = interval(x[:, [a, b]], weights), float(p[a] * p[b])
-        mean, square = mean + share * found.value, square + share * found.value**2
-        claimed += share * found.standard_error**2
-    assert mean == pytest.approx(exact, rel=1e-10)
-    assert claimed == pytest.approx(square - mean**2, rel=1e-9)
-
-
-def test_the_squared_error_over_micro_batches_is_unbiased_over_all_samples_of_two():
-    population = [1.0, 2.0, 6.0, 4.5]
-    samples = [torch.tensor([[a, a], [b, b]]).double() for a, b in itertools.product(population, repeat=2)]
-    squares = [interval(x, ONE.repeat(2) / 2).data_standard_error ** 2 for x in samples]
-    assert statistics.mean(squares) == pytest.approx(statistics.pvariance(population) / 2, rel=1e-12)
-
-
-def test_degrees_of_freedom_of_two_micro_batches_by_their_formula():
-    """Equal sample variances s^2: V = s^2 / (2 D), and (D + 1) 2 - 2 degrees of freedom, of which the skewness takes 1 / q."""
-    x = torch.tensor([[9.0, 11.0, 10.0], [29.0, 31.0, 30.0]]).double()  # s = 1, D = 3, mean 20
-    V, Y = 1 / 6, 20 / 2
-    q = V / (Y**2 - V)
-    tau, t = math.sqrt(math.log1p(q)), stats.t.ppf(0.975, 1 / (1 / 6 + q))
-    found = interval(x, ONE.repeat(2) / 2)
-    for end, sign in ((found.low, -1), (found.high, 1)):
-        assert end == pytest.approx(20 - Y + Y * math.exp(tau**2 / 2 + sign * t * tau), rel=1e-9)
 
 
 def test_coverage_of_chi_square_replicates():
@@ -150,3 +108,110 @@ def test_histogram():
     empty = histogram([torch.zeros(3)])
     assert (empty.counts, empty.zeros) == ((), 3)
     assert math.isnan(empty.quantile(0.5))
+
+
+X, Y = tokens(5, 3), tokens(5, 3, seed=2)
+
+
+class Dictionary(nn.Module):
+    """Called by keyword, and returns an object with logits, or a tuple."""
+
+    def __init__(self, form="object"):
+        super().__init__()
+        self.model, self.form = tiny(), form
+
+    def forward(self, input_ids, attention_mask=None, table=None):
+        logits = self.model(input_ids) * (1.0 if table is None else table.sum() / 21)
+        if self.form == "tuple":
+            return logits, None
+        return {"logits": logits} if self.form == "dict" else type("Output", (), {"logits": logits})()
+
+
+def values(data, target=None, model=None, **options):
+    report = sharpness(model or tiny(), data, target, draws=2, **options)
+    return {kind: one.value for kind, one in report.types.items()}
+
+
+def test_all_forms_give_the_same():
+    wanted = values(X, Y, micro_batch=2)
+    halves = [(X[:2], Y[:2]), (X[2:4], Y[2:4]), (X[4:], Y[4:])]
+    for data in ((X, Y), [X, Y], halves, iter(halves), torch.utils.data.DataLoader(list(zip(X, Y, strict=True)), 2)):
+        assert values(data, micro_batch=2) == pytest.approx(wanted, rel=1e-12)
+    assert values((X,), Y, micro_batch=2) == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("form", ["object", "tuple", "dict"])
+def test_mappings_are_keyword_arguments_whose_labels_are_one_place_later(form):
+    mask = torch.ones_like(X)
+    model = Dictionary(form)
+    later = torch.cat([X[:, 1:], torch.full((5, 1), -100)], 1)
+    wanted = values({"input_ids": X, "attention_mask": mask}, later, model)
+    batch = {"input_ids": X, "attention_mask": mask, "labels": X}
+    assert values(batch, None, model) == pytest.approx(wanted, rel=1e-12)
+    shared = {**batch, "table": torch.arange(7)}  # which every micro-batch gets whole
+    assert values(shared, None, model, micro_batch=1) == pytest.approx(values(batch, None, model, micro_batch=1), rel=1e-12)
+    unshifted = values({"input_ids": X, "attention_mask": mask}, X, model)
+    assert values(batch, None, model, shift=False) == pytest.approx(unshifted, rel=1e-12)
+    assert unshifted != pytest.approx(wanted, rel=1e-3)
+    assert values(({"input_ids": X, "attention_mask": mask}, X), None, model, shift=True) == pytest.approx(wanted, rel=1e-12)
+
+
+class Mixed(nn.Module):
+    """Sums over tokens by a matrix (tokens, tokens) that all sequences share, or over sequences."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = tiny()
+
+    def forward(self, tokens, mixing=None):
+        logits = self.model(tokens)
+        return logits - logits.mean(0) if mixing is None else mixing @ logits
+
+
+def test_a_batch_is_cut_only_where_that_changes_nothing():
+    x, y, shared = tokens(3, 3), tokens(3, 3, seed=2), torch.ones(3, 3, dtype=torch.float64).tril()
+    for inputs in ((x, shared), x):
+        for who, size in ((sharpness, 1), (sharpness, 2), (depth_diagnostics, 1)):
+            with pytest.raises(InputError, match="two sequences and each of them alone give other outputs"):
+                who(Mixed(), inputs, y, micro_batch=size)
+        assert sharpness(Mixed(), inputs, y).types["FFN"].value > 0
+
+
+@pytest.mark.parametrize(
+    ("data", "target", "options", "message"),
+    [
+        (X, None, {}, "data is a tensor (5, 3) and target is missing; pass target="),
+        (3, None, {}, "data is int; expected inputs and target="),
+        ([(X, Y), X, X], None, {}, "batch 1 is a Tensor; expected a pair"),
+        ({"input_ids": X}, None, {}, "the batch is a mapping without 'labels' (keys: 'input_ids'); add them"),
+        (X, Y[:, :2], {}, "target has shape (5, 2), expected (5, 3): one label for each row of the logits (5, 3, 3)"),
+        (X, Y.double(), {}, "target is torch.float64; cross entropy needs integer class labels"),
+        (X, Y + 2, {}, "labels lie in [2, 4], expected 0 to 2 for 3 classes (or -100 to ignore a position)"),
+        (X, Y[:4], {}, "the model's output has shape (5, 3, 3) for 4 sequences; expected those along axis 0"),
+        (X, torch.full_like(Y, -100), {}, "every label is -100 (not counted); keep at least one"),
+        (X, Y, {"micro_batch": 0}, "micro_batch=0; pass 1 or more sequences"),
+        (X, Y, {"draws": 0}, "draws=0 draws no labels; pass 1 or more"),
+        (X, Y, {"seed": -1}, "seed=-1; pass a whole number from 0"),
+        ([], None, {}, "the data hold no batch"),
+        ([(X, Y, Y)], None, {}, "batch 0 is a tuple of 3; expected a pair"),
+        (X, [1, 2], {}, "the target of the batch is list; expected a tensor"),
+        (X[0], torch.tensor(1), {}, "the target of the batch has shape (); expected at least one sequence along axis 0"),
+        (X, Y, {"per": "batch"}, "per='batch' is not known; choose one of token, sequence"),
+        (X, Y, {"loss": "hinge"}, "loss='hinge' is not known; choose one of cross_entropy, mse"),
+        (X, Y, {"numbers": [0, 1]}, "numbers has 2 entries and the data have more sequences"),
+        (X.double(), Y, {}, "the token ids are torch.float64; expected torch.int64"),
+        (X, Y, {"parts": []}, "no parameter requires a gradient"),
+        (X, Y, {"confidence": 95}, "confidence=95; pass a number between 0 and 1"),
+        (X, Y, {"numbers": range(6)}, "numbers has 6 entries and the data have 5 sequences"),
+        (X, Y, {"numbers": [0, 0, 1, 2, 3]}, "numbers holds a negative or a repeated number"),
+        (X, Y, {"loss": "mse"}, "target has shape (5, 3), the module's output has (5, 3, 3); squared error needs equal shapes"),
+        (X + 7, Y, {}, "token ids from 7 to 9; expected 0 to 2"),
+        (X.to("meta"), Y, {}, "inputs is on meta, the parameters are on cpu; move one of them"),
+        (X, Y, {"parts": ["W"]}, "parts holds a str; pass Parts"),
+    ],
+)  # fmt: skip
+def test_one_clear_error(data, target, options, message):
+    with pytest.raises(InputError) as caught:
+        sharpness(tiny(), data, target, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)

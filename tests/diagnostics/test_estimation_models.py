@@ -10,7 +10,7 @@ import torch
 from sharpness_cases import expected_squares, plain_parts, tiny, tokens
 from torch import nn
 
-from hessiankit import Monitor, depth_diagnostics
+from hessiankit import Monitor
 from hessiankit.blocks import Transformer
 from hessiankit.diagnostics.sharpness import probe, replicates, sharpness
 from hessiankit.partition import Part, model_parts
@@ -75,11 +75,8 @@ def test_modes_and_gradients_are_left_alone(fault):
     for p in model.parameters():
         p.grad = torch.full_like(p, 3.0)
     values, modes = [p.detach().clone() for p in model.parameters()], [module.training for module in model.modules()]
-    calls = []
     with torch.no_grad(), pytest.raises(KeyboardInterrupt) if fault == "interrupt" else nullcontext():
-        report = sharpness(model, X, Y, parts=plain_parts(model), micro_batch=2, draws=3, progress=lambda *x: calls.append(x))
-        assert report.types["FFN"].value > 0
-        assert calls == [("sharpness: draws", k, 6) for k in range(1, 7)]
+        assert sharpness(model, X, Y, parts=plain_parts(model), micro_batch=2, draws=3).types["FFN"].value > 0
     assert [module.training for module in model.modules()] == modes
     assert all(bool((p.grad == 3).all()) for p in model.parameters())
     assert all(torch.equal(p, value) for p, value in zip(model.parameters(), values, strict=True))
@@ -178,13 +175,6 @@ def test_memory_is_forecast(monkeypatch):
         sharpness(tiny(), X, Y)
 
 
-def gpt2():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(vocab_size=13, n_embd=8, n_layer=2, n_head=2, n_positions=16, attn_implementation="eager")
-    torch.manual_seed(0)
-    return transformers.GPT2LMHeadModel(config)
-
-
 def batch(vocab=13):
     ids = torch.randint(vocab, (3, 6), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -192,39 +182,10 @@ def batch(vocab=13):
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-@pytest.fixture(scope="module")
-def measured():
-    model = gpt2().double()
-    return model, sharpness(model, batch(), draws=60, micro_batch=1), sharpness(model, batch(), exact=True)
-
-
-def test_gpt2_agrees_with_the_exact_values(measured):
-    model, found, wanted = measured
-    assert found.terms == wanted.terms == 5 + 5 + 3
-    assert set(found.types) == {"Emb", "QK", "VO", "FFN", "Norm"}
-    for kind, one in found.types.items():
-        assert abs(one.value - wanted.types[kind].value) < 4 * one.standard_error < 0.6 * one.value
-    assert sum(one.entries for one in found.types.values()) == sum(p.numel() for p in model.parameters())
-
-
-def test_slices_of_c_attn_differ(measured):
-    _, _, wanted = measured
-    kinds = {part.type for part in model_parts(measured[0]) if part.parameter.endswith("h.0.attn.c_attn.weight")}
-    assert kinds == {"QK", "VO"}
-    assert wanted.type_layers["VO", 0].value > 2 * wanted.type_layers["QK", 0].value
-
-
-def test_seen_rows(measured):
-    _, found, wanted = measured
-    tokens, positions = len(batch()["input_ids"].unique()), 6
-    assert found.seen_rows.entries == wanted.seen_rows.entries == 8 * (tokens + positions)
-    assert abs(found.seen_rows.value - wanted.seen_rows.value) < 4 * found.seen_rows.standard_error
-
-
 @pytest.mark.parametrize(
     ("name", "shifted"), [("GPT2LMHeadModel", True), ("BertForMaskedLM", False), ("BertForTokenClassification", False)]
 )
-def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
+def test_labels_stand_where_the_models_own_loss_has_them(name, shifted, tmp_path):
     transformers = pytest.importorskip("transformers")
     gpt = name.startswith("GPT2")
     sizes = (
@@ -242,9 +203,14 @@ def test_labels_stand_where_the_models_own_loss_has_them(name, shifted):
     without = batch()
     without["labels"][0] = -100  # a sequence that cannot show it
     assert sharpness(model, without, draws=1, parts=parts, micro_batch=1).terms == 10 - 2 * shifted
+    if name.endswith("TokenClassification"):
+        return
+    model.eval()
+    expected = pytest.approx(model(**batch()).loss.item(), rel=1e-5)
+    assert Monitor(model, batch(), tmp_path / name, eigenvalue=False, sharpness=False).measure(0)["loss"] == expected
 
 
-def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
+def test_the_inputs_of_a_decoder_are_made_of_the_labels():
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 13, "d_model": 8, "d_kv": 4, "d_ff": 10, "num_layers": 1, "num_heads": 2}
@@ -256,20 +222,3 @@ def test_the_inputs_of_a_decoder_are_made_of_the_labels(tmp_path):
         found, expected, again = (sharpness(model, data, **options).types for data in (own, whole, pair))
         assert {k: x.value for k, x in found.items()} == {k: x.value for k, x in expected.items()}
         assert {k: x.value for k, x in again.items()} == {k: x.value for k, x in expected.items()}
-    model.eval()
-    loss = pytest.approx(model(**own).loss.item(), rel=1e-5)  # T5's norms compute in float32
-    assert depth_diagnostics(model, own, what="drop", blocks="decoder.block").drop.loss == loss
-    assert Monitor(model, own, tmp_path / "t5", depth=(), eigenvalue=False, sharpness=False).measure(0)["loss"] == loss
-
-
-def test_sequence_classification_has_one_term_a_sequence():
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=13, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
-    )
-    model = transformers.BertForSequenceClassification(config)
-    data = {**batch(), "labels": torch.tensor([0, 1, 1])}
-    report = sharpness(model, data, draws=2, parts=plain_parts(model))
-    assert (report.terms, report.sequences) == (3, 3)
-    assert sharpness(model, data, draws=2, parts=plain_parts(model), per="sequence").types == report.types

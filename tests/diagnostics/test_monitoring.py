@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import random
-import re
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from curvature_reference import Formula
 from monitoring_cases import Noisy, full_disk, pair, tokens, train
 from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
-from hessiankit.diagnostics.monitoring import monitor as monitor_room
 from hessiankit.diagnostics.monitoring.measurements import SEED_STRIDE
 from hessiankit.diagnostics.monitoring.monitor import bare
 from hessiankit.diagnostics.sharpness import sharpness
@@ -33,29 +31,6 @@ def small(seed: int = 0, layers: int = 2) -> Noisy:
 
 def without_times(path) -> list[dict]:
     return [{k: v for k, v in record.items() if k != "seconds"} for record in MonitorLog.read(path).records]
-
-
-class MaskedModel(nn.Module):
-    """A masked language model: its own loss compares every token with the label at its place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = hk.Transformer(6, 4, 5, 2, max_len=5, seed=0)
-
-    def forward(self, tokens, labels=None):
-        logits = self.model(tokens)
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-        return SimpleNamespace(logits=logits, loss=loss)
-
-
-def test_labels_of_a_masked_language_model_are_in_place(tmp_path):
-    model, labels = MaskedModel(), torch.tensor([[-100, 5, -100, 2], [4, -100, -100, -100]])
-    batch = {"tokens": torch.tensor([[0, 1, 2, 3], [3, 4, 5, 0]]), "labels": labels}
-    expected = model(**batch).loss.item()
-    assert depth_diagnostics(model, batch).drop.loss == pytest.approx(expected, rel=1e-5)
-    monitor = Monitor(model.train(), batch, tmp_path / "run.jsonl", draws=2)
-    assert monitor.measure(0)["loss"] == pytest.approx(expected, rel=1e-5)
-    assert model.training
 
 
 def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):
@@ -168,36 +143,16 @@ def test_a_killed_run_goes_on_from_a_checkpoint_as_if_it_had_not_been_killed(tmp
     assert {"rewind": 3} in own
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, r"options\['seed'\] is 0 there, 1 here"),
-        ({"draws": 3}, r"options\['sharpness'\]\['draws'\] is 2 there, 3 here"),
-        ({"eigenvalue": False}, r"options\['eigenvalue'\]\['route'\] is 'auto' there, None here"),
-        ({"data": pair(3)}, "data is '.*' there"),
-        ({"layers": 1}, "entries is .* there"),
-    ],
-)
-def test_a_file_of_another_run_is_refused(tmp_path, change, message):
+def test_a_file_of_another_run_is_refused(tmp_path):
     path = tmp_path / "run.jsonl"
     Monitor(small(), pair(), path, **QUICK)
-    before = path.read_bytes()
-    layers, data = change.pop("layers", 2), change.pop("data", pair())
-    with pytest.raises(hk.InputError, match=f"is of another run: .*{message}"):
-        Monitor(small(layers=layers), data, path, **{**QUICK, **change})
-    assert path.read_bytes() == before
-
-
-class Breaking(nn.Module):
-    """A model whose second derivative does not exist, and neither do its blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(13, 4)
-        self.head = nn.Linear(4, 13)
-
-    def forward(self, x):
-        return self.head(OnceOnly.apply(self.wte(x)))
+    for model, data, change, message in (
+        (small(), pair(), {"draws": 3}, r"options\['sharpness'\]\['draws'\] is 2 there, 3 here"),
+        (small(), pair(3), {}, "data is '.*' there"),
+        (small(layers=1), pair(), {}, "entries is .* there"),
+    ):
+        with pytest.raises(hk.InputError, match=f"is of another run: .*{message}"):
+            Monitor(model, data, path, **{**QUICK, **change})
 
 
 class OnceOnly(torch.autograd.Function):
@@ -212,31 +167,15 @@ class OnceOnly(torch.autograd.Function):
 
 
 def test_a_section_that_fails_is_written_down(tmp_path):
+    """A model whose second derivative does not exist, and neither do its blocks."""
     options = {"on_error": "record", "draws": 2, "eigenvalue_route": "autograd", **ALL}
-    monitor = Monitor(Breaking(), pair(), tmp_path / "run.jsonl", **options)
+    breaking = Formula(lambda m, x: m.head(OnceOnly.apply(m.wte(x))), wte=nn.Embedding(13, 4), head=nn.Linear(4, 13))
+    monitor = Monitor(breaking, pair(), tmp_path / "run.jsonl", **options)
     record = monitor.step(0)
     assert set(record["errors"]) == {"eigenvalue", "depth"}
     assert "H is not symmetric" in record["errors"]["eigenvalue"]  # torch says nothing
     assert record["sharpness"]["types"]["Head"]["value"] > 0
-    log = MonitorLog.read(monitor.path)
-    assert set(log.errors) == {0}
-    assert "step 0: depth failed: InputError:" in str(log)
-
-    monitor = Monitor(Breaking(), pair(), tmp_path / "other.jsonl", draws=2, eigenvalue_route="autograd", **ALL)
-    with pytest.raises(
-        hk.InputError, match=r"monitor: eigenvalue at step 0 failed: .*leave this out with eigenvalue=False, or pass on_error"
-    ):
-        monitor.step(0)
-    assert "sharpness" in MonitorLog.read(monitor.path).records[0]
-
-
-def test_a_measurement_that_takes_long_says_what_took_it(tmp_path, monkeypatch, capsys):
-    monitor = Monitor(small(), pair(), tmp_path / "run.jsonl", **LOSS_AND_NORMS)
-    monitor.measure(0)
-    assert not capsys.readouterr().err
-    monkeypatch.setattr(monitor_room, "LONG", 0.0)
-    monitor.measure(3)
-    assert re.fullmatch(r"monitor: step 3 took \d+\.\d s \(loss \d+\.\d, norms \d+\.\d\)\n", capsys.readouterr().err)
+    assert "step 0: depth failed: InputError:" in str(MonitorLog.read(monitor.path))
 
 
 def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
@@ -247,8 +186,6 @@ def test_a_full_disk_does_not_stop_training(tmp_path, monkeypatch):
         with pytest.warns(UserWarning, match="No space left on device"):
             assert monitor.step(1)["step"] == 1
         assert monitor.step(1, force=True) is None
-    with pytest.warns(UserWarning, match="step 2 cannot be written: Object of type object"):
-        monitor.step(2, thing=object())
     monitor.step(3)
     assert MonitorLog.read(monitor.path).steps.tolist() == [0, 1, 3]
 
@@ -269,9 +206,9 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
         (pair(), None, {"every": 0}, "every=0 measures at no step"),
         (pair(), None, {"share": 1.5}, "share=1.5 is no share of the time"),
         (pair(), None, {"spectrum": -1}, "spectrum=-1; pass how many"),
-        (pair(), None, {"approximations": ["kfca"]}, "approximations='kfca' is not known; did you mean 'kfac'"),
-        (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known; choose one of raise, record"),
-        (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known; did you mean 'angles'"),
+        (pair(), None, {"approximations": ["kfca"]}, "approximations='kfca' is not known"),
+        (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known"),
+        (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known"),
         (tokens(0), None, {}, "monitor: data is a tensor"),
         (tokens(0), torch.full((4, 9), -100), {}, "no label that counts"),
     ],
@@ -341,3 +278,4 @@ def test_a_measurement_of_ones_own(tmp_path):
     failing = Monitor(model, pair(), tmp_path / "c.jsonl", own={"mine": lambda *_: 1 / 0})
     with pytest.raises(hk.InputError, match=r"mine at step 0 failed: ZeroDivisionError.*mend your function"):
         failing.measure(0)
+    assert "norms" in MonitorLog.read(failing.path).records[0]  # the other parts are kept

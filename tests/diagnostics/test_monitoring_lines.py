@@ -13,7 +13,6 @@ from monitoring_cases import Noisy, pair, train
 
 import hessiankit as hk
 from hessiankit.cli.main import main
-from hessiankit.diagnostics.depth import growth_laws
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 from hessiankit.diagnostics.monitoring.lines import FORMAT, KEY, Lines, read_lines
 
@@ -43,19 +42,10 @@ def test_a_torn_last_line_is_dropped_and_nothing_else(tmp_path):
         lines.append({"step": 10})
         assert path.read_bytes() == whole
     header = whole[: whole.index(b"\n") + 1]
-    for kept in (0, 1, len(header) - 1, len(header)):
+    for kept in (0, len(header) - 1, len(header)):
         path.write_bytes(header[:kept])
         assert Lines(path, HEADER).last is None
         assert path.read_bytes() == header
-
-
-def test_an_environment_may_change_and_the_first_one_stays(tmp_path):
-    path = tmp_path / "run.jsonl"
-    made(path, 5)
-    Lines(path, {**HEADER, "environment": {"torch": "3"}})
-    assert read_lines(path)[0]["environment"] == {"torch": "2"}
-    with pytest.raises(hk.InputError, match=r"is of another run: options\['seed'\] is 0 there, 1 here\. Name another file"):
-        Lines(path, {**HEADER, "options": {"seed": 1}})
 
 
 def test_going_back_takes_nothing_out_of_the_file(tmp_path):
@@ -73,9 +63,6 @@ def test_going_back_takes_nothing_out_of_the_file(tmp_path):
     assert [one.get("step", one.get("rewind")) for one in own[1:]] == [0, 10, 20, 30, 20, 20, 15, 15]
     assert own[0][KEY] == FORMAT
     assert Lines(lines.path, HEADER).last == 15
-    lines.rewind(0)
-    lines.append({"step": 0})
-    assert steps(lines.path) == [0]
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
@@ -102,13 +89,6 @@ def test_another_writer_is_noticed(tmp_path):
     second.path.unlink()
     with pytest.raises(hk.InputError, match="put the file back"):
         second.append({"step": 20})
-
-
-def test_places_that_cannot_be_written_are_named(tmp_path):
-    (tmp_path / "file").write_text("")
-    for path in (tmp_path / "file" / "run.jsonl", tmp_path):
-        with pytest.raises(hk.InputError, match=r"monitor: cannot (write|read) .*; name a file"):
-            Lines(path, HEADER)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +152,6 @@ def test_numbers_by_step(tmp_path):
     assert not log.has("eigenvalue")
     with pytest.raises(hk.InputError, match=r"depth / stream of .*: no measurement has it"):
         log.series("depth", "stream")
-    with pytest.raises(AttributeError):
-        log.records = ()
-
-
-def test_the_table(tmp_path):
-    log = MonitorLog.read(by_hand(tmp_path / "run.jsonl"))
     lines = [line.split() for line in str(log).splitlines()]
     assert str(log).startswith("Linear, 4 parameters; measurements: 3, steps 0 to 20")
     assert ["0", "FFN", "<", "Norm", "2", "5"] in lines
@@ -187,18 +161,11 @@ def test_the_table(tmp_path):
     assert "Norm ~ FFN" in log._repr_html_()
 
 
-def test_every_panel_is_drawn(path, tmp_path):
-    log = MonitorLog.read(path)
-    picture = log.plot(tmp_path / "new" / "run.png", title="Mine")
-    titles = [axes.get_title(loc="left") for axes in picture.axes]
-    assert len([title for title in titles if title]) == 10
-    assert picture.texts[0].get_text() == "Mine"
-    assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
     log = MonitorLog.read(path)
-    panels = {axes.get_title(loc="left"): axes for axes in log.plot().axes}
+    panels = {axes.get_title(loc="left"): axes for axes in log.plot(tmp_path / "new" / "run.png").axes}
+    assert (tmp_path / "new" / "run.png").read_bytes().startswith(b"\x89PNG")
+    assert len([title for title in panels if title]) == 10
     sharpness = panels["average sharpness, with its intervals"]
     drawn = [line.get_ydata() for line in sharpness.lines]
     for expected, seen in zip(log.sharpness.values(), drawn, strict=True):
@@ -209,11 +176,7 @@ def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
         assert band.y1 == pytest.approx(expected.high.max())
     angles = panels["angular distance $d(x_l, x_{l+n})$, step 1"].images[0].get_array()
     distances = log.records[-1]["depth"]["angles"]["all"]
-    assert angles[0, 1] == distances[1][2]
-    assert angles[1, 0] == distances[0][2]
-    assert np.isnan(np.ma.filled(angles, np.nan)[1, 1])
-    stream = log.records[-1]["depth"]["stream"]["variance"]
-    assert log.records[-1]["depth"]["laws"]["best"] == growth_laws(stream).best
+    assert (angles[0, 1], angles[1, 0]) == (distances[1][2], distances[0][2])
     variance = panels["variance of the residual stream, by layer"]
     np.testing.assert_array_equal(
         np.stack([line.get_ydata() for line in variance.lines], 1), log.series("depth", "stream", "variance")
@@ -228,9 +191,6 @@ def test_what_cannot_be_drawn_is_named(tmp_path):
     assert str(MonitorLog.read(tmp_path / "empty.jsonl")).startswith("Linear, 4 parameters; measurements: 0")
     with pytest.raises(hk.InputError, match=r"cannot write 'run.gif'; name a file that ends in \.png"):
         MonitorLog.read(path).plot(tmp_path / "run.gif")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(hk.InputError, match=r"MonitorLog.plot: cannot make the folder .*file"):
-        MonitorLog.read(path).plot(tmp_path / "file" / "run.png")
 
 
 def test_the_command(tmp_path, capsys):

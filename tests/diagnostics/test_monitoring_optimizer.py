@@ -1,4 +1,4 @@
-"""What a monitor measures of the optimizer: its metric, its next step; warm starts; how much of the time it takes."""
+"""What a monitor measures of curvature and optimizer: eigenvalues by both routes, metric, next step; its share of the time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from curvature_reference import Formula, gradient_twice
 from monitoring_cases import Noisy, pair, train
 from torch import nn
 
@@ -13,6 +14,7 @@ import hessiankit as hk
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, measurements
 from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
 from hessiankit.diagnostics.monitoring.callbacks import scalars
+from hessiankit.diagnostics.monitoring.measurements import batches_of
 
 BARE = {"sharpness": False, "eigenvalue": False, "norms": False, "depth": ()}
 
@@ -47,20 +49,6 @@ def test_the_sections_are_what_the_functions_return(route: str, tmp_path) -> Non
     assert numbers["critical/multiple"] == record["critical"]["multiple"]
 
 
-def test_forward_passes_of_a_measurement(tmp_path) -> None:
-    model, optimizer = trained()
-    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", optimizer=optimizer, preconditioned=False, **BARE)
-    alone = Monitor(model, pair(), tmp_path / "other.jsonl", **BARE)
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    alone.measure(0)
-    ours = len(calls)
-    record = monitor.measure(0)
-    without_graph = [one for one in calls[ours:] if not one]
-    assert len(without_graph) <= ours + record["critical"]["passes"] + 1  # one finds where the labels lie
-    assert record["critical"]["passes"] <= 10
-
-
 def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
     torch.manual_seed(0)
     model = Noisy(1)
@@ -71,10 +59,7 @@ def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
     assert record["critical"]["multiple"] > 0
     assert "preconditioned/eigenvalue" not in scalars(record)
     train(model, 3, monitor, 0, optimizer)
-    log = MonitorLog.read(monitor.path)
-    assert len(log.plot(tmp_path / "a.png").axes) == 3
-    assert "eigenvalue / threshold" in str(log)
-    assert monitor.path.read_text().count("vector") == 0
+    assert "eigenvalue / threshold" in str(MonitorLog.read(monitor.path))
     optimizer.param_groups[0]["lr"] = 0.0  # as at the end of a schedule
     record = monitor.measure(4)
     assert record["preconditioned"] == record["critical"] == {"waiting": "the learning rate is 0"}
@@ -160,6 +145,82 @@ def test_a_forced_step_that_does_not_fit_has_the_loss(tmp_path, monkeypatch) -> 
     assert clock.monitor.measure(20)["eigenvalue"] == 1.0  # an explicit request is not held back
 
 
-def test_a_section_that_now_and_then_takes_longer_is_paid_from_the_reserve(tmp_path, monkeypatch) -> None:
-    costs = [1.0, 1.0, 1.5, 1.0, 1.5, 1.0, 1.5, 1.0]
-    assert max(Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": costs}, 0.1).run(300)) <= 0.1
+def attend(m, tokens):
+    """One head of fused attention, so that its unfused form has to be asked for."""
+    x = m.E(tokens)
+    q, k, v = ((x @ W).unsqueeze(1) for W in (m.Q, m.K, m.V))
+    return m.C(x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+def eigenvalue(model, batches, route="auto", tol=1e-3, products=60):
+    return measurements.eigenvalue(model, batches, 0, route=route, tol=tol, products=products, seed=0)
+
+
+def tiny(dtype=torch.float64, forward=attend) -> Formula:
+    return Formula(forward, E=nn.Embedding(6, 3), Q=(3, 3), K=(3, 3), V=(3, 3), C=nn.Linear(3, 6)).to(dtype).eval()
+
+
+def data():
+    """Two batches of unequal sizes and counts, with labels that do not count."""
+    draw = torch.Generator().manual_seed(1)
+    pairs = [(torch.randint(6, (n, 5), generator=draw), torch.randint(6, (n, 5), generator=draw)) for n in (3, 1)]
+    pairs[0][1][0, :3] = -100
+    return pairs
+
+
+def by_hand(model: nn.Module, pairs) -> torch.Tensor:
+    """The mean over all counted tokens, term by term, differentiated twice entry by entry."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        terms = [
+            -torch.log_softmax(logits, 0)[label]
+            for x, y in pairs
+            for b in range(len(x))
+            for logits, label in zip(model(x[b : b + 1])[0], y[b], strict=True)
+            if label >= 0
+        ]
+        loss = sum(terms) / len(terms)
+    return gradient_twice(loss, parameters)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_both_routes_find_the_eigenvalue_of_the_dense_hessian(frozen):
+    model, pairs = tiny(), data()
+    model.E.weight.requires_grad_(not frozen)
+    values = torch.linalg.eigvalsh(by_hand(model, pairs))
+    model.unread = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    for route in ("closed form", "autograd"):
+        found = eigenvalue(model, batches_of(model, pairs), route=route, tol=1e-11, products=400)
+        assert (found["route"], found["converged"], "why" in found) == (route, True, False)
+        assert abs(found["value"] - float(values[-1])) <= 1e-10 * float(values.abs().max())
+
+
+def test_the_routes_are_told_apart(monkeypatch):
+    model, batches = tiny(torch.float32), batches_of(tiny(), data())
+    assert eigenvalue(model, batches)["route"] == "closed form"
+    monkeypatch.setattr(measurements, "CLOSED_FORM_ENTRIES", 10)
+    found = eigenvalue(model, batches)
+    assert (found["route"], found["why"]) == ("autograd", "69 parameters, more than 10")
+    monkeypatch.undo()
+
+    def unread(m, tokens):
+        z = attend(m, tokens)
+        return z, z.detach(), 1  # what the closed forms do not take
+
+    model = tiny(torch.float32, unread)
+    found = eigenvalue(model, batches)
+    assert found["route"] == "autograd"
+    assert found["why"].startswith("InputError: ")
+    assert found["value"] > 0
+    with pytest.raises(hk.InputError):
+        eigenvalue(model, batches, route="closed form")
+    with pytest.raises(hk.InputError, match="no parameter requires a gradient"):
+        eigenvalue(model.requires_grad_(False), batches)
+
+
+@pytest.mark.parametrize("route", ["closed form", "autograd"])
+def test_the_autocast_of_a_training_loop_is_left_out(route):
+    model = tiny(torch.float32)
+    plain = eigenvalue(model, batches_of(model, data()), route)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert eigenvalue(model, batches_of(model, data()), route) == plain

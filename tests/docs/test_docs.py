@@ -87,7 +87,3 @@ def test_blocks_of_the_reader_compile() -> None:
     for page in PAGES:
         for source in re.findall(r"```py\n(.*?)```", page.read_text(), flags=re.DOTALL):
             compile(source, page.name, "exec")
-
-
-def test_there_are_pages_with_code() -> None:
-    assert len(WITH_CODE) >= 3

@@ -10,9 +10,8 @@ pytest.importorskip("jupytext")
 nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("nbclient")
 
-from hessiankit.support.tables import as_text, table  # noqa: E402
 from notebooks import _paired  # noqa: E402
-from notebooks._execution import MAX_BYTES, NotebookError, execute  # noqa: E402
+from notebooks._execution import MAX_BYTES  # noqa: E402
 from notebooks._paired import drift, notebook_of, scripts  # noqa: E402
 
 
@@ -50,22 +49,3 @@ def test_drift_is_named(script: Path) -> None:
     assert drift(script) == "cell 2 of small.ipynb is not that of small.py: 'print(6 * 7)' in place of 'print(6 * 8)'"
     script.write_text("# %% [markdown]\n# # A title\n")
     assert drift(script) == "small.ipynb has more cells than small.py, from cell 2 on"
-
-
-@pytest.mark.slow
-def test_a_run_keeps_outputs_and_refuses_warnings_and_paths(script: Path) -> None:
-    done = execute(notebook_of(script))
-    assert done.cells[1].outputs[0].text == "42\n"
-    assert done.cells[1].execution_count == 1
-    script.write_text("# %%\nimport warnings\n\nwarnings.warn('careful')\n")
-    with pytest.raises(NotebookError, match="UserWarning: careful"):
-        execute(notebook_of(script))
-    script.write_text("# %%\nimport os\n\nprint(os.getcwd())\n")
-    with pytest.raises(NotebookError, match="names of files, not where they lie"):
-        execute(notebook_of(script))
-
-
-def test_text_is_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a notebook rich displays what it is asked to print; then a result would be seen twice."""
-    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
-    assert "42" in as_text(table(["answer"], [["42"]]))

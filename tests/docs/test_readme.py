@@ -23,11 +23,6 @@ def test_the_counterexample_shows_what_it_says(capsys: pytest.CaptureFixture[str
     assert (names["ours"] - mirrored).abs().max() < 1e-14  # type: ignore[operator]
 
 
-def test_it_is_short() -> None:
-    assert len(README.splitlines()) < 150
-    assert all(len(line) <= 88 for block in BLOCKS for line in block.splitlines())
-
-
 def test_installation_is_the_one_of_continuous_integration() -> None:
     assert '-c constraints.txt -e ".[study]" && .venv/bin/hessiankit study' in README
     assert '-c constraints.txt -e ".[test]" && .venv/bin/python -m pytest' in README

@@ -44,10 +44,10 @@ CHOICES = {
 }
 
 
-def in_turn(cases: Iterable[Any]) -> list[Any]:
-    """Cases with every choice; all but two of them, which take turns, are tried by ``-m ""`` alone."""
+def with_choices(cases: Iterable[Any]) -> list[Any]:
+    """Cases with every choice; all but three of them, which take turns, are tried by ``-m ""`` alone."""
     return [
-        pytest.param(case, choice, marks=() if (k + j) % len(CHOICES) < 2 else pytest.mark.exhaustive)
+        pytest.param(case, choice, marks=() if (k + j) % len(CHOICES) < 3 else pytest.mark.exhaustive)
         for k, case in enumerate(cases)
         for j, choice in enumerate(CHOICES)
     ]

@@ -1,16 +1,26 @@
-"""Block rows against reverse-over-reverse, under choices of cuts, chunks and joined sweeps (some are marked slow), and by pairs of uses."""
+"""Block rows against reverse over reverse: every result of small modules, choices of cuts, chunks and joined sweeps, pairs of uses."""
 
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw, sample
-from engine_cases import CASES, PAIRS, USES, attend
-from engine_choices import CHOICES, case, force, in_turn, paths_of
+from curvature_reference import (
+    Formula,
+    assert_exact,
+    cross_entropy,
+    draw,
+    gauss_newton,
+    mse,
+    sample,
+)
+from engine_cases import CASES, PAIRS, PRODUCTS, ROWS_MEET, SHAPES, USES, attend
+from engine_choices import CHOICES, case, force, paths_of, with_choices
 from meter import Meter
+from readings import READINGS, assert_readings, in_turn
 from test_random_programs import program
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
@@ -22,6 +32,7 @@ from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.tracing.reassociation import reassociate
 
 
 def assert_matrix_and_diagonal(expected: Tensor, tolerance: float, module: Formula, *data: Any, loss: str | None) -> None:
@@ -33,14 +44,14 @@ def assert_matrix_and_diagonal(expected: Tensor, tolerance: float, module: Formu
     assert (diagonal.flat - expected.diagonal()).abs().max() <= allowed
 
 
-@pytest.mark.parametrize(("seed", "choice"), in_turn(range(1000, 1020)))
+@pytest.mark.parametrize(("seed", "choice"), with_choices(range(1000, 1020)))
 def test_random_programs(seed: int, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, expected = program(seed)
     force(monkeypatch, CHOICES[choice])
     assert_matrix_and_diagonal(expected, 1e-11, module, x, loss=None)
 
 
-@pytest.mark.parametrize(("name", "choice"), in_turn(CASES))
+@pytest.mark.parametrize(("name", "choice"), with_choices(CASES))
 def test_structures(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x, target, expected = case(name)
     force(monkeypatch, CHOICES[choice])
@@ -60,7 +71,6 @@ def stored(module: Formula, x: Tensor, target: Tensor, rows: range | None, colum
 
 
 NAMED = (
-    "columns of samples",
     "two attentions",
     "weights stored the other way",
     "one weight in two layers",
@@ -70,7 +80,7 @@ NAMED = (
 )
 
 
-@pytest.mark.parametrize(("name", "choice"), in_turn(NAMED))
+@pytest.mark.parametrize(("name", "choice"), with_choices(NAMED))
 def test_a_block_by_itself(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Directions that only move blocks which are not stored are left out, and no others."""
     module, x, target, expected = case(name)
@@ -81,27 +91,6 @@ def test_a_block_by_itself(name: str, choice: str, monkeypatch: pytest.MonkeyPat
             matrix = stored(module, x, target, range(i, i + 1), range(j, j + 1))
             matrix.mirror()
             assert (matrix.data - expected[matrix.top, matrix.left]).abs().max() <= 1e-12 * expected.abs().max()
-
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_directions_of_blocks_that_are_not_read_are_not_swept(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x, target, _ = case("two attentions")
-    force(monkeypatch, CHOICES["cuts"] if cut else CHOICES["no cuts, each place by itself"])
-    swept: list[str] = []
-    read = BlockRows._read_directions
-    monkeypatch.setattr(
-        BlockRows,
-        "_read_directions",
-        lambda self, section, plan, *rest: (
-            swept.extend(u.parameter for d in plan.directions for u in d.place.jacobians),
-            read(self, section, plan, *rest),
-        ),
-    )
-    stored(module, x, target, range(1, 2), range(2, 3))
-    assert set(swept) == {"V"}
-    swept.clear()
-    stored(module, x, target, None, None)
-    assert set(swept) == {"U", "V", "W"}
 
 
 def skewed(self: LinearisedSoftmax, bar: Any, tangents: Any = None, right: Any = LinearisedSoftmax.pull) -> Any:
@@ -115,9 +104,7 @@ def skewed(self: LinearisedSoftmax, bar: Any, tangents: Any = None, right: Any =
 
 SKEWED = {
     "rows apart": Formula(lambda s, x: torch.softmax(x @ s.W, -1), W=(4, 3)),
-    "rows meet": Formula(lambda s, x: torch.softmax((x @ s.W).flatten(1), -1), W=(4, 3)),
     "behind a cut": Formula(lambda s, x: torch.softmax((torch.tanh(x @ s.W) @ s.V).flatten(1), -1), W=(4, 2), V=(2, 3)),
-    "a gain": Formula(lambda s, x: torch.softmax(layer_norm(x, (4,), s.g), -1), g=(4,)),
     "rows of a gain meet": Formula(lambda s, x: torch.softmax(layer_norm(x, (4,), s.g).flatten(1), -1), g=(4,)),
     "a weight stored the other way": Formula(lambda s, x: torch.softmax(linear(x, s.W).flatten(1), -1), W=(3, 4)),
     "a parameter as it is": Formula(lambda s, x: x @ torch.softmax(s.W, -1), W=(4, 3)),
@@ -145,14 +132,11 @@ def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, 
     def f(s: Any, x: Tensor) -> Tensor:
         h = x @ s.first
         for n in range(layers):
-            y = attend(h) if meet else h
-            h = h + torch.tanh(y @ getattr(s, f"A{n}")) @ getattr(s, f"B{n}")
+            h = h + torch.tanh((attend(h) if meet else h) @ getattr(s, f"A{n}")) @ getattr(s, f"B{n}")
         return h
 
-    shapes = {"first": (width, width)}
-    for n in range(layers):
-        shapes |= {f"A{n}": (width, hidden), f"B{n}": (hidden, width)}
-    return Formula(f, **shapes), draw(2, 4, width), draw(2, 4, width, seed=3)
+    shapes = {f"{letter}{n}": shape for letter, shape in (("A", (width, hidden)), ("B", (hidden, width))) for n in range(layers)}
+    return Formula(f, first=(width, width), **shapes), draw(2, 4, width), draw(2, 4, width, seed=3)
 
 
 MODELS = {
@@ -203,14 +187,12 @@ def stream(layers: int) -> Formula:
     def f(s: Any, x: Tensor) -> Tensor:
         h = torch.tanh(x @ s.first)
         for n in range(layers):
-            shared = torch.tanh(x[0] @ getattr(s, f"P{n}"))
-            h = h + torch.tanh(torch.tanh(h @ getattr(s, f"A{n}")) @ getattr(s, f"B{n}") + shared)
+            A, B, P = (getattr(s, f"{letter}{n}") for letter in "ABP")
+            h = h + torch.tanh(torch.tanh(h @ A) @ B + torch.tanh(x[0] @ P))
         return h
 
-    shapes = {"first": (9, 2)}
-    for n in range(layers):
-        shapes |= {f"P{n}": (9, 2), f"A{n}": (2, 20), f"B{n}": (20, 2)}
-    return Formula(f, **shapes)
+    shapes = {"A": (2, 20), "B": (20, 2), "P": (9, 2)}
+    return Formula(f, first=(9, 2), **{f"{letter}{n}": shape for letter, shape in shapes.items() for n in range(layers)})
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -237,14 +219,14 @@ def paired(first: str, second: str, where: str, *, tied: bool) -> Formula:
     return Formula(f, p=(20,), **({} if tied else {"q": (20,)}), **({"r": (4, 4)} if where == "before" else {}))
 
 
-@pytest.mark.parametrize(("first", "second", "where"), sample([(*pair, where) for pair in PAIRS for where in WHERE], 2))
+@pytest.mark.parametrize(("first", "second", "where"), sample([(*pair, where) for pair in PAIRS for where in WHERE], 3))
 def test_of_two_parameters(first: str, second: str, where: str) -> None:
     assert_exact(paired(first, second, where, tied=False), draw(2, 3, 4))
 
 
 @pytest.mark.parametrize(
     ("first", "second", "where"),
-    sample([(*pair, where) for pair in itertools.combinations_with_replacement(USES, 2) for where in WHERE], 2),
+    sample([(*pair, where) for pair in itertools.combinations_with_replacement(USES, 2) for where in WHERE], 3),
 )
 def test_of_one_parameter(first: str, second: str, where: str, request: pytest.FixtureRequest) -> None:
     """Whose entries both reach; also with axes walked in small chunks."""
@@ -254,15 +236,6 @@ def test_of_one_parameter(first: str, second: str, where: str, request: pytest.F
     assert (found - expected.diagonal()).abs().max() <= 1e-12 * expected.abs().max()
     request.getfixturevalue("small_chunks")
     assert (hk.hessian(module, x, target).matrix - expected).abs().max() <= 1e-13 * expected.abs().max()
-
-
-def test_a_whole_weight_in_small_chunks(small_chunks: None) -> None:
-    """Its blocks are added into the matrix itself, in which earlier terms are."""
-
-    def f(s: Any, x: Tensor) -> Tensor:
-        return torch.softmax(torch.tanh(x @ s.p) * torch.tanh(x.flip(-1) @ s.p + 0.3), -1)
-
-    assert_exact(Formula(f, p=(4, 3)), draw(2, 3, 4))
 
 
 WHICH = torch.tensor([[0, 1, 4], [2, 1, 3], [0, 1, 3], [0, 5, 4], [2, 1, 4], [2, 5, 3]])
@@ -289,3 +262,84 @@ def test_the_diagonal_of_a_jacobian_from_equal_columns(name: str, rows: int, mon
     assert torch.allclose(u.diagonal(D), expected, rtol=1e-13)
     monkeypatch.setattr(jacobians, "SCRATCH", 1)
     assert torch.allclose(u.diagonal(D), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize(("k", "name"), enumerate(CASES))
+def test_every_result(k: int, name: str) -> None:
+    """The Gauss-Newton part of every second one, and norms from panels of a few parameters of every third."""
+    module, x, target, expected = case(name)
+    found = assert_readings(expected, module, x, target, readings=in_turn(k))["hessian"]
+    assert found.asymmetry <= 1e-12
+    assert torch.equal(found.matrix, found.matrix.T)
+    assert found.loss == pytest.approx(float(mse(module(x), target).detach()), rel=1e-13)
+    if k % 2:
+        outer = gauss_newton(module, x, target, mse)
+        assert_readings(outer, module, x, target, readings=in_turn(k // 2), kind="ggn", floor=1e-12)
+    if k % 3 == 2:
+        assert_readings(expected, module, x, target, readings={"frobenius_norms": READINGS["frobenius_norms"]}, panel_bytes=400)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("name", [*ROWS_MEET, "narrow, wide, narrow", "two wide"])
+def test_a_few_columns_at_a_time(name: str) -> None:
+    module, x, target, expected = case(name)
+    assert_readings(expected, module, x, target, readings={"hessian": READINGS["hessian"]})
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_of_three_matrices_are_bracketed_anew(name: str) -> None:
+    """Where rows stay apart that way; values stay what they are."""
+    f, expected = PRODUCTS[name]
+    module, x = Formula(f, **SHAPES), draw(2, 3, 4)
+    trace = hk.trace_module(lambda p, x: torch.func.functional_call(module, p, (x,)), dict(module.named_parameters()), (x,))
+    value, before = trace.values[trace.output], [a.name for a in trace.applications]
+    reassociate(trace)
+    assert ([a.name for a in trace.applications] != before) == expected
+    again = dict(enumerate(trace.values))
+    for a in trace.applications:
+        again[a.output] = a.primitive.value(*(None if at is None else again[at] for at in a.inputs))
+    assert torch.allclose(again[trace.output], value, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_rows_that_are_flattened_for_a_weight_cost_as_much_as_with_their_axes(batch: int) -> None:
+    """As in GPT-2, whose products with weights read tokens (B L, d), and whose loss reads the logits of some as (N, C)."""
+
+    def attending(self: Formula, x: Tensor, *, flat: bool) -> Tensor:
+        for W, b in ((self.A, self.a), (self.C, self.c)):
+            z = (x.reshape(-1, 4) @ W + b).reshape(batch, 3, 12) if flat else x @ W + b
+            q, k, v = z.tanh().split(4, -1)
+            x = x + torch.softmax(q @ k.mT, -1) @ v
+        if flat:
+            return linear(x.reshape(-1, 4), self.E).reshape(batch, 3, 5)[:, 1:].reshape(-1, 5)
+        return linear(x, self.E)[:, 1:]
+
+    x, labels, work = draw(batch, 3, 4), torch.tensor([[0, 2], [1, -100]])[:batch], []
+    for flat in (True, False):
+        module = Formula(partial(attending, flat=flat), A=(4, 12), a=(12,), C=(4, 12), c=(12,), E=(5, 4))
+        target = labels.flatten() if flat else labels
+        assert_exact(module, x, target, loss="cross_entropy")
+        work.append(hk.hessian(module, x, target, loss="cross_entropy", dry_run=True).flops)
+    assert work[0] < 1.01 * work[1]
+
+
+OUTPUTS = {
+    "a product of tokens": lambda s, x: torch.tanh(x @ s.W) @ s.V,
+    "rows": lambda s, x: (torch.tanh(x @ s.W) @ s.V).reshape(-1, 5),
+    "rows, then a bias": lambda s, x: (torch.tanh(x @ s.W).reshape(-1, 4) @ s.V).reshape(-1, 5) + s.b,
+    "rows and back": lambda s, x: (torch.tanh(x.reshape(-1, 4) @ s.W) @ s.V + s.b).reshape(2, 3, 5),
+}
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+@pytest.mark.parametrize("loss", ["cross_entropy", "mse", "callable"])
+def test_the_output_stays_where_the_loss_begins(name: str, loss: str) -> None:
+    """The Gauss-Newton matrix J^T (d^2 loss / dz^2) J, for outputs whose rows have been flattened; J by autograd."""
+    module, x = Formula(OUTPUTS[name], W=(4, 4), V=(4, 5), b=(5,)), draw(2, 3, 4)
+    z = module(x).detach()
+    labels = torch.randint(5, z.shape[:-1], generator=torch.Generator().manual_seed(2))
+    target = draw(*z.shape, seed=7) if loss == "mse" else labels
+    flat = torch.nn.functional.cross_entropy
+    functions = {"mse": mse, "cross_entropy": cross_entropy, "callable": lambda z, t: flat(z.reshape(-1, 5), t.reshape(-1))}
+    expected = gauss_newton(module, x, target, functions[loss])
+    assert_readings(expected, module, x, target, loss=functions[loss] if loss == "callable" else loss, kind="ggn")

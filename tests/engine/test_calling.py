@@ -11,9 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature_reference import Formula, assert_one_clear_error, draw, randomised
+from curvature_reference import (
+    Formula,
+    assert_exact,
+    assert_one_clear_error,
+    draw,
+    gauss_newton,
+    mse,
+    reverse_over_reverse,
+)
 from loss_reference import Padded, by_autograd, sequences, token_loss
 from operator_cases import EXACT, error
+from readings import assert_readings, in_turn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,47 +35,30 @@ KEYWORDS = {"input_ids": IDS, "attention_mask": MASK}
 @pytest.mark.parametrize(
     ("inputs", "returns"),
     [
-        (KEYWORDS, "dict"),
-        (UserDict(KEYWORDS), "object"),
+        (UserDict(KEYWORDS), "dict"),
         ({"attention_mask": MASK, "input_ids": IDS}, "tensor"),
         ((IDS, MASK), "object"),
         ([IDS, MASK], "tensor"),
     ],
 )
 def test_padded_tokens(inputs: Any, returns: str) -> None:
-    module = Padded(returns)
     expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))
-    assert error(hk.hessian(module, inputs, LABELS, loss="cross_entropy").matrix, expected) <= EXACT
-    assert error(hk.hessian_operator(module, inputs, LABELS, loss="cross_entropy").to_matrix(), expected) <= EXACT
-
-
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_samples_are_cut_in_every_tensor(batch_size: int) -> None:
-    expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK), LABELS))
-    seen: list[tuple[int, int]] = []
-    found = hk.hessian(
-        Padded(), KEYWORDS, LABELS, loss="cross_entropy", batch_size=batch_size, progress=lambda *at: seen.append(at)
-    )
-    assert error(found.matrix, expected) <= EXACT
-    assert seen == ([(1, 4), (2, 4), (3, 4), (4, 4)] if batch_size == 1 else [(3, 4), (4, 4)])
+    assert_readings(expected, Padded(returns), inputs, LABELS, loss="cross_entropy", readings=in_turn(0))
 
 
 @pytest.mark.parametrize("returns", ["dict", "object", "loss"])
 def test_module_that_returns_its_loss(returns: str) -> None:
-    inputs = {**KEYWORDS, "labels": LABELS}
+    inputs, module = {**KEYWORDS, "labels": LABELS}, Padded(returns)
     expected = by_autograd(Padded(), lambda m: token_loss(m(IDS, MASK)[:, :-1], LABELS[:, 1:]))
-    found = hk.hessian(Padded(returns), inputs, loss=None)
-    assert error(found.matrix, expected) <= EXACT
-    assert error(hk.hessian_operator(Padded(returns), inputs, loss=None).to_matrix(), expected) <= EXACT
+    found = assert_readings(expected, module, inputs, loss=None, readings=in_turn(0))["hessian"]
     assert found.loss == pytest.approx(float(Padded("loss")(**inputs).detach()), rel=1e-14)
     if returns == "loss":
         with pytest.raises(hk.InputError, match=r"kind='ggn' needs the module's output .* pass loss="):
             found.outer()
         return
-    expected = by_gauss_newton(Padded(), lambda z: token_loss(z[:, :-1], LABELS[:, 1:]))
-    assert error(found.outer(), expected) <= EXACT
-    assert error(hk.hessian_operator(Padded(returns), inputs, loss=None, kind="ggn").to_matrix(), expected) <= EXACT
-    report = hk.approximations(Padded(returns), inputs, loss=None, against="ggn", of=["diagonal"])
+    expected = by_gauss_newton(lambda z: token_loss(z[:, :-1], LABELS[:, 1:]))
+    assert_readings(expected, module, inputs, loss=None, kind="ggn", readings=in_turn(0))
+    report = hk.approximations(module, inputs, loss=None, against="ggn", of=["diagonal"])
     assert report.frobenius == pytest.approx(float(expected.norm()), rel=1e-10)
 
 
@@ -76,31 +68,17 @@ def test_callable_is_given_what_the_module_returns(returns: str) -> None:
         logits = outputs["logits"] if returns == "dict" else outputs.logits
         return token_loss(logits, target["labels"]) + (logits * target["weight"]).square().mean()
 
-    weight = draw(5)
-    target = {"labels": LABELS, "weight": weight}
-    expected = by_autograd(Padded(), lambda m: token_loss(z := m(IDS, MASK), LABELS) + (z * weight).square().mean())
-    found = hk.hessian(Padded(returns), KEYWORDS, target, loss=own)
-    assert error(found.matrix, expected) <= EXACT
-    assert error(hk.hessian_operator(Padded(returns), KEYWORDS, target, loss=own).to_matrix(), expected) <= EXACT
-    gauss_newton = by_gauss_newton(Padded(), lambda z: token_loss(z, LABELS) + (z * weight).square().mean())
-    assert error(found.outer(), gauss_newton) <= EXACT
-    ggn = hk.hessian_operator(Padded(returns), KEYWORDS, target, loss=own, kind="ggn")
-    assert error(ggn.to_matrix(), gauss_newton) <= EXACT
-    diagonal = hk.hessian_diagonal(Padded(returns), KEYWORDS, target, loss=own, kind="ggn")
-    assert error(diagonal.flat, gauss_newton.diagonal()) <= EXACT
+    def of_logits(z: Tensor) -> Tensor:
+        return token_loss(z, LABELS) + (z * target["weight"]).square().mean()
+
+    target, readings = {"labels": LABELS, "weight": draw(5)}, in_turn(returns == "dict")
+    expected = by_autograd(Padded(), lambda m: of_logits(m(IDS, MASK)))
+    assert_readings(expected, Padded(returns), KEYWORDS, target, loss=own, readings=readings)
+    assert_readings(by_gauss_newton(of_logits), Padded(returns), KEYWORDS, target, loss=own, kind="ggn", readings=readings)
 
 
-def by_gauss_newton(module: nn.Module, loss: Callable[[Tensor], Tensor]) -> Tensor:
-    """J^T L'' J by torch.autograd.functional, of a module called on the padded tokens."""
-    names = [name for name, _ in module.named_parameters()]
-
-    def output(*values: Tensor) -> Tensor:
-        return torch.func.functional_call(module, dict(zip(names, values, strict=True)), (IDS, MASK))
-
-    values = tuple(p.detach() for p in module.parameters())
-    z = output(*values)
-    J = torch.cat([j.reshape(z.numel(), -1) for j in torch.autograd.functional.jacobian(output, values, vectorize=True)], 1)
-    return J.T @ torch.autograd.functional.hessian(loss, z).reshape(z.numel(), -1) @ J
+def by_gauss_newton(loss: Callable[[Tensor], Tensor]) -> Tensor:
+    return gauss_newton(Padded(), (IDS, MASK), None, lambda z, _: loss(z))
 
 
 def test_a_loss_that_more_than_the_logits_enter_has_no_output_layer() -> None:
@@ -119,86 +97,60 @@ def test_a_loss_that_more_than_the_logits_enter_has_no_output_layer() -> None:
 TORCHS: dict[str, Any] = {
     "a module": nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=-100),
     "a function with options": partial(F.cross_entropy, label_smoothing=0.1),
-    "a function": F.cross_entropy,
 }
 
 
-class Returned(nn.Module):
-    """logits = tanh(x W^T + b) V^T + c, in whatever ``kind`` makes of them and of the loss, if there are labels."""
+def returned(kind: Callable[[Tensor, Tensor | None], Any]) -> Formula:
+    """z = tanh(x W^T + b) V^T + c, in whatever ``kind`` makes of it and of the loss, if there are labels."""
 
-    def __init__(self, kind: Callable[[Tensor, Tensor | None], Any]) -> None:
-        super().__init__()
-        self.first, self.last, self.kind = nn.Linear(3, 4), nn.Linear(4, 2), kind
-        randomised(self)
+    def forward(m: Any, x: Tensor, labels: Tensor | None = None) -> Any:
+        z = m.last(torch.tanh(m.first(x)))
+        return kind(z, None if labels is None else F.cross_entropy(z, labels))
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
-        z = self.last(torch.tanh(self.first(x)))
-        return self.kind(z, None if labels is None else F.cross_entropy(z, labels))
+    return Formula(forward, first=nn.Linear(3, 4), last=nn.Linear(4, 2))
+
+
+PLAIN = returned(lambda z, _: z)
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
     "object": lambda z, value: SimpleNamespace(logits=z, loss=value),
-    "dict": lambda z, value: {"logits": z, "loss": value},
     "logits first": lambda z, value: (z, value),
     "loss first": lambda z, value: (value, z),
 }
-CLASSES = torch.tensor([0, 1, 1, 0, 1])
+X, T, CLASSES = draw(5, 3), draw(5, 2, seed=2), torch.tensor([0, 1, 1, 0, 1])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", TORCHS)
 def test_losses_of_torch_read_the_logits(name: str, kind: str) -> None:
-    x, loss = draw(5, 3), TORCHS[name]
-    expected = by_autograd(Returned(lambda z, _: z), lambda m: loss(m(x), CLASSES))
-    module = Returned(KINDS[kind])
-    assert error(hk.hessian(module, x, CLASSES, loss=loss).matrix, expected) <= EXACT
-    assert error(hk.hessian_operator(module, x, CLASSES, loss=loss).to_matrix(), expected) <= EXACT
-    plain = hk.hessian(Returned(lambda z, _: z), x, CLASSES, loss=loss).outer()
-    assert error(hk.hessian_operator(module, x, CLASSES, loss=loss, kind="ggn").to_matrix(), plain) <= EXACT
+    loss = TORCHS[name]
+    for part, of in (("hessian", reverse_over_reverse), ("ggn", gauss_newton)):
+        expected = of(PLAIN, X, CLASSES, loss)
+        assert_readings(expected, returned(KINDS[kind]), X, CLASSES, loss=loss, kind=part, readings=in_turn(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_in_what_the_module_returns(kind: str) -> None:
-    x, module = draw(5, 3), Returned(KINDS[kind])
-    expected = by_autograd(Returned(lambda z, _: z), lambda m: F.cross_entropy(m(x), CLASSES))
-    assert error(hk.hessian(module, (x, CLASSES), loss=None).matrix, expected) <= EXACT
-    assert error(hk.hessian(module, x, CLASSES, loss="cross_entropy").matrix, expected) <= EXACT
-    batches = [(x[:2], CLASSES[:2]), (x[2:], CLASSES[2:])]
-    assert error(hk.hessian(module, batches, loss=None, weights=[2, 3]).matrix, expected) <= EXACT
-
-
-def test_a_tuple_of_several_tensors_is_refused() -> None:
-    module = Returned(lambda z, _: (z, 2 * z))
-    with pytest.raises(hk.InputError, match=r"returned tuple \(of Tensor, Tensor\), .* or a tuple with one tensor"):
-        hk.hessian(module, draw(5, 3), CLASSES, loss="cross_entropy")
-    with pytest.raises(hk.InputError, match=r"returned tuple \(of Tensor, Tensor\), .* or a tuple with one number"):
-        hk.hessian(module, draw(5, 3), loss=None)
-
-
-class Product(nn.Module):
-    """W (a * b), of two arguments or of a list."""
-
-    def __init__(self, *, listed: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(3, 2)
-        self.forward = self.of_a_list if listed else self.of_two  # type: ignore[method-assign]
-        randomised(self)
-
-    def of_two(self, a: Tensor, b: Tensor) -> Tensor:
-        return self.layer(a * b)  # type: ignore[no-any-return]
-
-    def of_a_list(self, pair: list[Tensor]) -> Tensor:
-        return self.of_two(*pair)
+    module, expected = returned(KINDS[kind]), by_autograd(PLAIN, lambda m: F.cross_entropy(m(X), CLASSES))
+    batches = [(X[:2], CLASSES[:2]), (X[2:], CLASSES[2:])]
+    for data, options in (
+        (((X, CLASSES),), {"loss": None}),
+        ((X, CLASSES), {"loss": "cross_entropy"}),
+        ((batches,), {"loss": None, "weights": [2, 3]}),
+    ):
+        assert error(hk.hessian(module, *data, **options).matrix, expected) <= EXACT
 
 
 @pytest.mark.parametrize("listed", [False, True])
 def test_a_loader_of_lists_of_inputs(listed: bool) -> None:
-    a, b, module = draw(5, 3), draw(5, 3, seed=2), Product(listed=listed)
-    expected = by_autograd(module, lambda m: F.cross_entropy(m.of_two(a, b), CLASSES))
+    a, b = draw(5, 3), draw(5, 3, seed=2)
+    module = Formula(lambda m, *x: m.layer(x[0][0] * x[0][1] if listed else x[0] * x[1]), layer=nn.Linear(3, 2))
+    module.forward = (lambda pair: module.f(module, pair)) if listed else (lambda a, b: module.f(module, a, b))
+    expected = by_autograd(module, lambda m: F.cross_entropy(m.layer(a * b), CLASSES))
     samples = [((a[k], b[k]), CLASSES[k]) for k in range(5)]
     loader = torch.utils.data.DataLoader(samples, batch_size=2)
-    assert error(hk.hessian(module, loader, loss="cross_entropy").matrix, expected) <= EXACT
-    assert error(hk.hessian_operator(module, loader, loss="cross_entropy").to_matrix(), expected) <= EXACT
+    assert_readings(expected, module, loader, loss="cross_entropy", readings=in_turn(0))
     assert error(hk.hessian(module, [a, b], CLASSES, loss="cross_entropy", batch_size=1).matrix, expected) <= EXACT
     assert listed or hk.check(module, [a, b], CLASSES, loss="cross_entropy")
 
@@ -224,115 +176,60 @@ def test_nested_containers_and_constants() -> None:
 def test_mask_of_minus_infinity_as_an_input_and_as_a_buffer() -> None:
     module, x, t = nn.TransformerEncoderLayer(4, 2, 5, 0.0, batch_first=True).double(), draw(2, 3, 4), draw(2, 3, 4, seed=2)
     mask = nn.Transformer.generate_square_subsequent_mask(3, dtype=torch.float64)
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        expected = by_autograd(module, lambda m: (m(x, mask) - t).square().mean())
-    assert error(hk.hessian(module, {"src": x, "src_mask": mask}, t).matrix, expected) <= EXACT
-    assert error(hk.hessian(module, (x, mask), t).matrix, expected) <= EXACT
-
+    assert_exact(module, (x, mask), t)
     own = Formula(lambda m, x: torch.softmax(m.lin(x) @ x.mT + m.mask, -1) @ x, lin=nn.Linear(4, 4))
     own.register_buffer("mask", mask)
-    assert hk.hessian(own, x, t).matrix.isfinite().all()
-    with pytest.raises(hk.InputError, match=r"inputs contains NaN or infinity, first at index \(0, 1, 2\)"):
-        hk.hessian(own, x.index_put((torch.tensor(0), torch.tensor(1), torch.tensor(2)), torch.tensor(-torch.inf).double()), t)
+    assert_exact(own, x, t)
 
 
 def test_check_takes_keywords_and_output_objects() -> None:
     report = hk.check(Padded("object"), UserDict(KEYWORDS), LABELS, loss="cross_entropy", params="*.weight")
     assert report, report
-    assert {"reverse-over-reverse", "jvp(grad)", "central-differences"} <= set(report.references)
     assert report.hessian.names == ("embedding.weight", "query.weight", "key.weight", "head.weight")
     assert hk.check(Padded("dict"), {**KEYWORDS, "labels": LABELS}, loss=None, params=["query.weight"])
-    with pytest.raises(hk.InputError, match="check: several batches"):
-        hk.check(Padded(), [(KEYWORDS, LABELS)] * 2, loss="cross_entropy")
 
 
-class Returns(nn.Module):
-    def __init__(self, what: Callable[[Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.what = nn.Linear(4, 3).double(), what
-
-    def forward(self, x: Tensor) -> Any:
-        return self.what(self.layer(x))
-
-
-X, T = draw(2, 4), draw(2, 3, seed=2)
-
-
-class Refuses(nn.Module):
-    """W x, after an exception for more than one sample."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if len(x) > 1:
-            raise KeyError("one at a time")
-        return self.layer(x)  # type: ignore[no-any-return]
-
-
-class Checkpointed(nn.Module):
-    """V tanh(W x + b) + c, with the first layer in a checkpoint that gets the parameters, or finds them itself."""
-
-    def __init__(self, *, given: bool, use_reentrant: bool) -> None:
-        super().__init__()
-        self.first, self.last, self.given, self.use_reentrant = nn.Linear(4, 2), nn.Linear(2, 3), given, use_reentrant
-        randomised(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inputs = tuple(self.first.parameters()) if self.given else (x.clone().requires_grad_(),)
-        run = (lambda W, b: torch.tanh(F.linear(x, W, b))) if self.given else lambda x: torch.tanh(self.first(x))
-        return self.last(checkpoint(run, *inputs, use_reentrant=self.use_reentrant))  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("handshake", [False, True])
-def test_reentrant_checkpoints_are_refused_with_what_helps(given: bool, handshake: bool) -> None:
-    with pytest.raises(hk.InputError, match=r"a reentrant checkpoint hides .*; pass use_reentrant=False"):
-        hk.hessian(Checkpointed(given=given, use_reentrant=True), X, T, handshake=handshake)
-    module = Checkpointed(given=given, use_reentrant=False)
-    expected = by_autograd(module, lambda m: F.mse_loss(m.last(torch.tanh(m.first(X))), T))
-    assert error(hk.hessian(module, X, T, handshake=handshake).matrix, expected) <= EXACT
+def test_reentrant_checkpoints_are_refused_with_what_helps(handshake: bool) -> None:
+    """With the first layer in a checkpoint that gets the parameters, or reads them itself."""
+
+    def first(m: Any, x: Tensor, reentrant: bool, given: bool) -> Tensor:
+        if given:
+            return checkpoint(lambda W, b: torch.tanh(F.linear(x, W, b)), *m.first.parameters(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+        return checkpoint(lambda x: torch.tanh(m.first(x)), x.clone().requires_grad_(), use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    def checkpointed(**options: bool) -> Formula:
+        return Formula(lambda m, x: m.last(first(m, x, **options)), first=nn.Linear(3, 4), last=nn.Linear(4, 2))
+
+    for given in (False, True):
+        with pytest.raises(hk.InputError, match=r"a reentrant checkpoint hides .*; pass use_reentrant=False"):
+            hk.hessian(checkpointed(given=given, reentrant=True), X, T, handshake=handshake)
+        found = hk.hessian(checkpointed(given=given, reentrant=False), X, T, handshake=handshake).matrix
+        assert error(found, reverse_over_reverse(PLAIN, X, T, mse)) <= EXACT
 
 
-def test_what_is_advised_for_complex_parameters_helps() -> None:
-    class Joined(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.real, self.imaginary = nn.Parameter(torch.zeros(3, 4)), nn.Parameter(torch.zeros(3, 4))
-            randomised(self)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x.to(torch.complex128) @ torch.complex(self.real, self.imaginary).T).abs()
-
-    expected = by_autograd(Joined(), lambda m: F.mse_loss(((X @ m.real.T).square() + (X @ m.imaginary.T).square()).sqrt(), T))
-    assert error(hk.hessian(Joined(), X, T).matrix, expected) <= EXACT
-
-
-JAGGED = torch.nested.nested_tensor([draw(2, 4), draw(3, 4)], layout=torch.jagged)
+JAGGED = torch.nested.nested_tensor([draw(2, 3), draw(3, 3)], layout=torch.jagged)
+ENTROPY = {"loss": "cross_entropy"}
 BAD: dict[str, tuple[Callable[[], object], str]] = {
-    "an exception with integer inputs": (lambda: hk.hessian(Refuses(), X.long(), T), r"raised KeyError: 'one at a time' \(at .*in forward: raise KeyError\(.one at a time.\)\)$"),
-    "integer inputs": (lambda: hk.hessian(nn.Linear(4, 3).double(), X.long(), T), r"raised RuntimeError: .*dtype.*; inputs are torch.int64 but the module has no embedding to look them up in, pass torch.float64"),
-    "complex parameters": (lambda: hk.hessian(nn.Linear(4, 3, dtype=torch.complex128), X, T), "expected real ones, such as the real and imaginary parts"),
-    "jagged inputs": (lambda: hk.hessian(nn.Linear(4, 3).double(), JAGGED, T), r"inputs is a nested tensor .* e.g. torch.nested.to_padded_tensor\(inputs, 0.0\)"),
-    "jagged target": (lambda: hk.hessian(nn.Linear(4, 3).double(), X, JAGGED), r"target is a nested tensor .*to_padded_tensor\(target, 0.0\)"),
-    "a tuple": (lambda: hk.hessian(Returns(lambda z: (z, z, 1)), X, T), r"returned tuple \(of Tensor, Tensor, int\), expected one tensor"),
-    "a dict without logits": (lambda: hk.hessian(Returns(lambda z: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),
-    "logits that are None": (lambda: hk.hessian(Returns(lambda z: {"logits": None}), X, T), "dict whose 'logits' is None"),
-    "nothing": (lambda: hk.hessian(Returns(lambda z: None), X, T), "returned NoneType, expected"),
+    "integer inputs": (lambda: hk.hessian(PLAIN, X.long(), T), r"raised RuntimeError: .*dtype.*; inputs are torch.int64 but the module has no embedding to look them up in, pass torch.float64"),
+    "complex parameters": (lambda: hk.hessian(nn.Linear(3, 2, dtype=torch.complex128), X, T), "expected real ones, such as the real and imaginary parts"),
+    "jagged inputs": (lambda: hk.hessian(PLAIN, JAGGED, T), r"inputs is a nested tensor .* e.g. torch.nested.to_padded_tensor\(inputs, 0.0\)"),
+    "a tuple": (lambda: hk.hessian(returned(lambda z, _: (z, z, 1)), X, T), r"returned tuple \(of Tensor, Tensor, int\), expected one tensor"),
+    "a tuple of two": (lambda: hk.hessian(returned(lambda z, _: (z, z)), X, loss=None), r"returned tuple \(of Tensor, Tensor\), .* or a tuple with one number"),
+    "a dict without logits": (lambda: hk.hessian(returned(lambda z, _: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),
+    "logits that are None": (lambda: hk.hessian(returned(lambda z, _: {"logits": None}), X, T), "dict whose 'logits' is None"),
     "no labels": (lambda: hk.hessian(Padded("object"), KEYWORDS, loss=None), "whose 'loss' is None, .* pass the labels"),
-    "no target": (lambda: hk.hessian(Padded(), KEYWORDS, loss="cross_entropy"), "loss='cross_entropy' needs a target"),
+    "no target": (lambda: hk.hessian(Padded(), KEYWORDS, **ENTROPY), "loss='cross_entropy' needs a target"),
     "target without use": (lambda: hk.hessian(Padded("loss"), {**KEYWORDS, "labels": LABELS}, LABELS, loss=None), "would not be used"),
-    "unknown keyword": (lambda: hk.hessian(Padded(), {"ids": IDS}, LABELS, loss="cross_entropy"), r"inputs\['ids'\] \(4, 5\), raised TypeError: .*unexpected keyword"),
-    "key that is no string": (lambda: hk.hessian(Padded(), {0: IDS}, LABELS, loss="cross_entropy"), "has the key 0"),
-    "dtype of one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK.float()}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] is torch.float32"),
-    "no entries in one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK[:0]}, LABELS, loss="cross_entropy"), r"inputs\['attention_mask'\] has shape \(0, 5\)"),
-    "target that is no tensor": (lambda: hk.hessian(Padded(), KEYWORDS, LABELS.tolist(), loss="cross_entropy"), "target is a list"),
+    "unknown keyword": (lambda: hk.hessian(Padded(), {"ids": IDS}, LABELS, **ENTROPY), r"inputs\['ids'\] \(4, 5\), raised TypeError: .*unexpected keyword"),
+    "key that is no string": (lambda: hk.hessian(Padded(), {0: IDS}, LABELS, **ENTROPY), "has the key 0"),
+    "dtype of one key": (lambda: hk.hessian(Padded(), {**KEYWORDS, "attention_mask": MASK.float()}, LABELS, **ENTROPY), r"inputs\['attention_mask'\] is torch.float32"),
+    "infinity in an input": (lambda: hk.hessian(PLAIN, X.index_fill(0, torch.tensor(1), -torch.inf), T), r"contains NaN or infinity, first at index \(1, 0\)"),
     "loss that fails": (lambda: hk.hessian(Padded("dict"), KEYWORDS, LABELS, loss=lambda z, t: z.sum() - t.sum()), r"loss\(outputs, target\) with a dict, raised"),
-    "loss that is no number": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=nn.MSELoss(reduction="none")), r"the loss returned shape \(2, 3\)"),
-    "loss that is not finite": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=lambda z, t: z.sum() / 0), "the loss is .*inf, not a finite"),
-    "loss of a strange type": (lambda: hk.hessian(Returns(lambda z: z), X, T, loss=3), "loss is a int"),  # type: ignore[arg-type]
-    "target that torch would broadcast": (lambda: hk.hessian(Returns(lambda z: z), X, T[:1], loss=nn.MSELoss()), "MSELoss needs equal shapes"),
+    "loss that is no number": (lambda: hk.hessian(PLAIN, X, T, loss=nn.MSELoss(reduction="none")), r"the loss returned shape \(5, 2\)"),
+    "loss that is not finite": (lambda: hk.hessian(PLAIN, X, T, loss=lambda z, t: z.sum() / 0), "the loss is .*inf, not a finite"),
+    "target that torch would broadcast": (lambda: hk.hessian(PLAIN, X, T[:1], loss=nn.MSELoss()), "MSELoss needs equal shapes"),
+    "several batches": (lambda: hk.check(Padded(), [(KEYWORDS, LABELS)] * 2, **ENTROPY), "check: several batches"),
 }  # fmt: skip
 
 

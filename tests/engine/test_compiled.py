@@ -7,6 +7,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvature_reference import gradient_twice
+from curvature_reference import Formula, assert_exact, draw
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hessiankit
 from hessiankit import TransformerBlock
@@ -49,11 +49,11 @@ def rows_of(*shape: int, dtype: torch.dtype, seed: int, zeros: float = 0.0) -> T
     return (x * kept).to(dtype)
 
 
-def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
+def compiled_sum(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool = False) -> KernelSum | None:
     return kernel_sum(u.X, v.X, K, u.unfold(v.unfold(into, 1), 0), same=same)
 
 
-def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool) -> float | None:
+def add_compiled(u: WeightJacobian, v: WeightJacobian, K: Tensor, into: Tensor, *, same: bool = False) -> float | None:
     found = compiled_sum(u, v, K, into, same=same)
     return None if found is None else found.add()
 
@@ -89,7 +89,7 @@ def test_sum_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     K = rows_of(n, p, q, dtype=dtype, seed=3, zeros=zeros)
     big = torch.ones(u.size + 3, v.size + 5, dtype=dtype)
     into = big[1 : 1 + u.size, 2 : 2 + v.size]
-    skew = add_compiled(u, v, K, into, same=False)
+    skew = add_compiled(u, v, K, into)
     if skew is None:
         assert (j if transposed[1] else q) < 4  # nothing else is refused
         assert bool((big == 1).all())
@@ -98,7 +98,7 @@ def test_sum_of_two_weights(sizes, transposed, dtype, zeros: float) -> None:
     into.fill_(1)
     assert bool((big == 1).all())  # nothing beside the block
     other = torch.zeros(v.size, u.size, dtype=dtype)
-    if add_compiled(u, v, K.mT.contiguous().mT, other.T, same=False) is not None:  # the block stored the other way round
+    if add_compiled(u, v, K.mT.contiguous().mT, other.T) is not None:  # the block stored the other way round
         close(other.T, written_out(u, v, K))
 
 
@@ -121,16 +121,6 @@ def test_sum_of_a_weight_with_itself(sizes, transposed: bool, dtype: torch.dtype
     close(into, written_out(u, u, K))
 
 
-def test_nothing_is_left_out_beside_what_is_not_finite() -> None:
-    u = WeightJacobian("u", None, torch.zeros(6, 8, dtype=torch.float64), 8, False)
-    for bad in (float("nan"), float("inf")):
-        K = torch.zeros(6, 8, 8, dtype=torch.float64)
-        K[3, 2, 2] = bad
-        into = torch.zeros(64, 64, dtype=torch.float64)
-        add_compiled(u, u, K, into, same=True)
-        assert bool(into.isnan().any())  # 0 x inf
-
-
 @pytest.mark.parametrize(  # the last: more rows than at once
     ("sizes", "transposed", "dtype", "zeros"), pairwise([(49, 16, 8, 32, 16), (5, 9, 4, 5, 21), (2100, 8, 4, 4, 5)], TURNED)
 )
@@ -143,7 +133,7 @@ def test_two_sums_with_a_factor_in_common(sizes, transposed, dtype, zeros: float
     into = torch.full((i * p, j * q), 0.5, dtype=dtype)
 
     def added() -> list[KernelSum]:
-        sums = [one for one in (compiled_sum(u, v, K, into, same=False), compiled_sum(u, w, T, into, same=False)) if one]
+        sums = [one for one in (compiled_sum(u, v, K, into), compiled_sum(u, w, T, into)) if one]
         (both,) = joined(sums)
         both.add()
         return sums
@@ -151,7 +141,7 @@ def test_two_sums_with_a_factor_in_common(sizes, transposed, dtype, zeros: float
     sums = added()
     close(into, 0.5 + written_out(u, v, K) + written_out(u, w, T))
     others = [replace(u, X=a.clone()), replace(u, X=a[:, :7]), replace(u, X=a.flip(0))]
-    assert [len(joined([sums[0], compiled_sum(o, w, T, into[: o.size], same=False)])) for o in others] == [2, 2, 2]  # type: ignore[list-item]
+    assert [len(joined([sums[0], compiled_sum(o, w, T, into[: o.size])])) for o in others] == [2, 2, 2]  # type: ignore[list-item]
     b[0], T[0], K[0, 1, 2] = 0.0, 0.0, torch.inf  # zero times infinity
     into.zero_()
     added()
@@ -166,7 +156,7 @@ def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
         u = WeightJacobian("u", None, torch.ones(2, 4, dtype=dtype, device=device), 4, False)
         v = replace(u, X=u.X.to(other or dtype))
         K, into = torch.ones(2, 4, 4, dtype=dtype, device=device), torch.zeros(16, 16, dtype=dtype, device=device)
-        return add_compiled(u, v, K, into, same=False)
+        return add_compiled(u, v, K, into)
 
     assert asked(torch.float64) == 0.0
     assert asked(torch.bfloat16) is None
@@ -176,9 +166,18 @@ def test_what_there_is_no_kernel_for(kernels: ctypes.CDLL) -> None:
         assert asked(torch.float64) is None
 
 
+@contextmanager
+def threads_of(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bounds", [[0, 1], [0, 7, 7, 30], [0, 300, 301, 571], [0, 64, 512]])
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("bounds", "threads"), [([0, 1], 1), ([0, 7, 7, 30], 2), ([0, 300, 301, 571], 2), ([0, 64, 512], 1)])
 def test_mirror(kernels: ctypes.CDLL, bounds: list[int], dtype: torch.dtype, threads: int) -> None:
     n = bounds[-1]
     H = rows_of(n, n, dtype=dtype, seed=5)
@@ -189,12 +188,8 @@ def test_mirror(kernels: ctypes.CDLL, bounds: list[int], dtype: torch.dtype, thr
         apart = max(apart, np.abs(own - own.T).max(initial=0.0))
         own[:] = (own + own.T) / 2
         expected[last:, first:last] = expected[first:last, last:].T
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
+    with threads_of(threads):
         found, finite = mirror(kernels, H, bounds)
-    finally:
-        torch.set_num_threads(before)
     assert finite
     assert found == pytest.approx(apart / np.abs(np.diagonal(expected)).max(), rel=1e-6)
     np.testing.assert_allclose(H.double().numpy(), expected, rtol=0, atol=1e-15 if dtype == torch.float64 else 3e-7)
@@ -223,81 +218,28 @@ def test_whole_hessians_with_and_without(placement: str, dtype: torch.dtype) -> 
     close(compiled.matrix, plain.matrix.double().numpy())
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("n", [30, 5000])  # and more rows than are summed at once
-def test_a_sum_is_written_over_what_lies_there(kernels: ctypes.CDLL, transposed: bool, n: int) -> None:
-    u, v = (WeightJacobian(x, None, rows_of(n, 9, dtype=torch.float64, seed=k), 11, transposed) for k, x in enumerate("uv"))
-    K = rows_of(n, 11, 11, dtype=torch.float64, seed=3)
-    into = torch.full((101, 101), torch.nan, dtype=torch.float64)
-    part = into[1:-1, 1:-1]
-    found = compiled_sum(u, v, K, part, same=False)
-    assert found is not None
-    replace(found, over=True).add()
-    close(part, written_out(u, v, K))
-    assert bool(into[[0, -1]].isnan().all() & into[:, [0, -1]].isnan().all())
-
-
 def test_digits_do_not_depend_on_threads() -> None:
-    torch.manual_seed(0)
-    block, x, y = TransformerBlock(8, 32).double(), torch.randn(4, 16, 8).double(), torch.randn(4, 16, 8).double()
-    before, found = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            u = WeightJacobian("u", None, x.reshape(64, 8), 96, False)
-            K = rows_of(64, 96, 96, dtype=torch.float64, seed=1)
-            into = torch.zeros(768, 768, dtype=torch.float64)
-            add_compiled(u, u, K, into, same=False)
-            found.append(into)
-    finally:
-        torch.set_num_threads(before)
+    u, K = WeightJacobian("u", None, draw(64, 8), 96, False), rows_of(64, 96, 96, dtype=torch.float64, seed=1)
+    found = []
+    for count in (1, 2, 3):
+        into = torch.zeros(768, 768, dtype=torch.float64)
+        with threads_of(count):
+            add_compiled(u, u, K, into, same=True)
+        found.append(into)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
-    assert hessiankit.hessian(block, x, y).matrix.equal(hessiankit.hessian(block, x, y).matrix)
 
 
-class _Norm(torch.nn.Module):
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.first, self.second, self.kind = torch.nn.Linear(8, 6), torch.nn.Linear(6, 5), kind
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.kind == "imaginary part of a conjugate":
-            return self.second(self.first(torch.fft.fft(x, dim=-1).conj().imag)).pow(4).mean()
-        y = self.second(self.first(x))
-        return torch.linalg.matrix_norm(y, float(self.kind)) ** 2 if self.kind != "nuc" else torch.linalg.matrix_norm(y, "nuc")
+def test_tensors_whose_memory_is_that_of_their_conjugates() -> None:
+    module = Formula(lambda m, x: torch.fft.fft(x, dim=-1).conj().imag @ m.V @ m.W, V=(8, 6), W=(6, 5))
+    assert_exact(module, draw(4, 8), loss=lambda z, _: z.pow(4).mean())
 
 
-@pytest.mark.parametrize("kind", ["imaginary part of a conjugate", "1", "nuc"])
-def test_modules_in_which_torch_makes_such_tensors(kind: str) -> None:
-    torch.manual_seed(0)
-    module, x = _Norm(kind).double(), torch.randn(4, 8, dtype=torch.float64)
-    found = hessiankit.hessian(module, x, loss=None).matrix
-    expected = gradient_twice(module(x), list(module.parameters()))
-    assert found.sub(expected).abs().max() < 1e-10 * expected.abs().max()
-
-
-def test_none_where_somebody_looks_on() -> None:
-    class Watching(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
-
-    with Watching():
-        assert library.kernels() is None
-    seen = []
-    torch.func.vmap(lambda x: seen.append(library.kernels()) or x)(torch.zeros(2))
-    assert seen == [None]
-    assert library.kernels() is not None
-
-
-def test_turned_off_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turned_off_by_the_environment_or_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(library.SWITCH, "0")
     assert library.kernels() is None
     monkeypatch.setenv(library.SWITCH, "1")
     assert library.kernels() is not None
-
-
-def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     library._found.cache_clear()
     assert library.kernels() is None
@@ -307,12 +249,9 @@ def test_nothing_is_found_where_nothing_was_built(tmp_path: Path, monkeypatch: p
     assert library.kernels() is None
 
 
-def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"path": str(library.built()), "used": True, "compiled_before": True}
-
-
-def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert json.loads(capfd.readouterr().out) == {"path": str(library.built()), "used": True, "compiled_before": True}
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho no luck >&2\nexit 1\n")
     broken.chmod(0o755)
@@ -322,10 +261,6 @@ def test_no_compiler_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     said = capfd.readouterr().err
     assert "hessiankit compile: the kernels could not be built" in said
     assert said.count("\n") == 1
-
-
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setattr(library, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'hessiankit\[compiled\]'"):
         library.build()

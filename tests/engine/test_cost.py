@@ -47,18 +47,18 @@ def mlp(*widths: int) -> nn.Module:
 def problem(name: str) -> tuple[nn.Module, Tensor, Tensor, Any]:
     torch.manual_seed(0)
     if name.startswith("mlp"):
-        widths = {"mlp": (6, 20, 8, 3), "mlp, narrow": (10, 2, 12, 2, 5), "mlp, many rows": (4, 8, 4)}[name]
+        widths = {"mlp, narrow": (10, 2, 12, 2, 5), "mlp, many rows": (4, 8, 4)}[name]
         rows = 200 if "many" in name else 16
         return mlp(*widths), draw(rows, widths[0]), draw(rows, widths[-1], seed=2), "mse"
     if name.startswith("block"):
-        d, f, L = {"block": (8, 32, 6), "block, wide": (4, 60, 4), "block, long": (4, 8, 24)}[name]
+        d, f, L = {"block, wide": (4, 60, 4), "block, long": (4, 8, 24)}[name]
         return hk.TransformerBlock(d, f, n_heads=2).double(), draw(2, L, d), draw(2, L, d, seed=2), "mse"
     model = hk.Transformer(11, 8, 16, 4, n_heads=2, seed=0).double()
     tokens = torch.randint(11, (2, 6), generator=torch.Generator().manual_seed(0))
     return model, tokens, tokens.flip(1), "cross_entropy"
 
 
-PROBLEMS = ("mlp", "mlp, narrow", "mlp, many rows", "block", "block, wide", "block, long", "language model")
+PROBLEMS = ("mlp, narrow", "mlp, many rows", "block, wide", "block, long", "language model")
 
 
 TWO = ("mlp, narrow", "block, wide")
@@ -80,18 +80,6 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     assert 0.2 <= cost.operations / meter.operations <= 2
     assert 0.25 <= 8 * cost.numbers / meter.peak <= (25 if alone else 4)
     assert cost.work == cost.operations * CALL + cost.multiplications / MATMUL + cost.passes
-
-
-def test_what_attention_takes_grows_with_its_length() -> None:
-    """With fewer entries of weights than tokens, directions are entries, and each takes the square of the tokens."""
-    taken = []
-    for length in (128, 256):
-        paths = paths_of(
-            hk.TransformerBlock(4, 8, n_heads=2).double(), draw(2, length, 4), draw(2, length, 4, seed=2), "mse", by_column=True
-        )
-        taken.append(sweep_cost(paths, sections.sections(paths, alone=True), alone=True))
-    assert taken[0].directions == taken[1].directions
-    assert taken[1].multiplications / taken[0].multiplications == pytest.approx(4, rel=0.1)
 
 
 def test_what_each_part_of_a_program_takes() -> None:

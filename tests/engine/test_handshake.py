@@ -1,13 +1,16 @@
-"""Before a result, the trace's loss and gradient are those of the module's own call; what differs is refused by name."""
+"""The trace has the loss and gradient of the module itself, or an error names what differs; buffers that a call writes are put back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw, mse, reverse_over_reverse
+from curvature_reference import Formula, cross_entropy, draw, gradient_twice, mse, randomised, reverse_over_reverse
+from operator_cases import error
+from readings import assert_readings, in_turn
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -19,12 +22,10 @@ X, T = draw(6, 4), draw(6, 3, seed=7)
 RESULTS: dict[str, Callable[..., Any]] = {
     "hessian": lambda *a, **k: hk.hessian(*a, **k).matrix,
     "lazy": lambda *a, **k: hk.hessian(*a, lazy=True, **k).block("0.weight", "2.weight"),
-    "in chunks": lambda *a, **k: hk.hessian(*a, batch_size=2, **k).matrix,
     "outer": lambda *a, **k: hk.hessian(*a, lazy=True, **k).outer(),
     "operator": lambda *a, **k: hk.hessian_operator(*a, **k),
     "ggn": lambda *a, **k: hk.hessian_operator(*a, kind="ggn", **k),
     "diagonal": lambda *a, **k: hk.hessian_diagonal(*a, **k),
-    "diagonal in chunks": lambda *a, **k: hk.hessian_diagonal(*a, batch_size=2, **k),
     "norms": lambda *a, **k: hk.frobenius_norms(*a, **k),
 }
 
@@ -83,13 +84,13 @@ def test_without_it_the_result_says_so() -> None:
     assert torch.equal(compared.matrix, H.matrix)
 
 
+CALLS: list[int] = []
+"""Where nothing puts what is appended back."""
+
+
 class _Counted(nn.Tanh):
-    """A layer that counts its calls where nothing puts the count back."""
-
-    calls = 0
-
     def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
+        CALLS.append(1)
         return super().forward(x)
 
 
@@ -97,9 +98,9 @@ class _Counted(nn.Tanh):
 def test_the_module_is_called_once_as_it_is_and_once_to_be_traced(handshake: bool) -> None:
     module = network()
     module[1] = _Counted()
-    _Counted.calls = 0
+    CALLS.clear()
     hk.hessian_operator(module, X, T, handshake=handshake)
-    assert _Counted.calls == 2
+    assert len(CALLS) == 2
 
 
 def test_a_gradient_of_nothing_but_rounding_is_no_difference() -> None:
@@ -133,22 +134,6 @@ def test_a_row_that_an_embedding_leaves_out_of_the_gradient_is_a_constant() -> N
     assert (found - expected).abs().max() <= 1e-15
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_rounding_of_coarse_types_is_no_difference(dtype: torch.dtype) -> None:
-    block = hk.TransformerBlock(d_model=16, d_ff=32, n_heads=2, activation="gelu").to(dtype)
-    x = draw(2, 5, 16).to(dtype)
-    assert hk.hessian_operator(block, x, x.flip(0)).handshake
-
-
-@pytest.mark.parametrize("change", [lambda m: delattr(m, "W"), lambda m: setattr(m, "v", m.W)])
-def test_a_lazy_result_is_that_of_the_parameters_that_there_were(change: Callable[[nn.Module], None]) -> None:
-    module = Formula(lambda s, x: torch.fft.rfft(torch.tanh(x @ s.W) * s.v).abs().sum(-1, keepdim=True) * s.v, W=(4, 3), v=(3,))
-    lazy, expected = hk.hessian(module, X, T, lazy=True), hk.hessian(module, X, T)
-    assert expected.fallbacks  # of which central differences of the module's own gradient are taken
-    change(module)
-    assert torch.equal(lazy.matrix, expected.matrix)
-
-
 def test_what_a_later_gradient_shows_to_have_changed_is_refused() -> None:
     """A flag that detaches leaves the loss as it was; the rest of a result is computed later."""
     stopped = _FLAGS["stopped"]
@@ -169,3 +154,65 @@ _FLAGS: dict[str, set[str]] = {"stopped": set()}
 def _with_a_flag(s: nn.Module, x: Tensor) -> Tensor:
     y = torch.tanh(x @ s.W)
     return (y.detach() if _FLAGS["stopped"] else y) @ s.V
+
+
+CLASSES = torch.tensor([0, 1, 1, 0, 1, 0])
+
+
+def expected_of(module: nn.Module, x: Tensor, labels: Tensor = CLASSES) -> Tensor:
+    """The Hessian of cross entropy by autograd twice, of a copy, whose buffers may change."""
+    twin = deepcopy(module)
+    return gradient_twice(cross_entropy(twin(x), labels), list(twin.parameters()))
+
+
+def norms(**options: Any) -> dict[str, tuple[nn.Module, Tensor]]:
+    return {
+        "rows": (nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, **options), nn.Tanh(), nn.Linear(4, 2)), draw(6, 3)),
+        "images, without gains": (
+            nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3, affine=False, **options), nn.GELU(), nn.Flatten(), nn.Linear(12, 2)),
+            draw(6, 2, 3, 3),
+        ),
+        "instances": (
+            nn.Sequential(nn.Conv1d(2, 3, 2), nn.InstanceNorm1d(3, affine=True, **options), nn.SiLU(), nn.Flatten(), nn.Linear(9, 2)),
+            draw(6, 2, 4),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("rows", {}),
+        ("rows", {"momentum": None}),
+        ("images, without gains", {"track_running_stats": False}),
+        ("instances", {"track_running_stats": True}),
+    ],
+)
+def test_norms_in_training(name: str, options: dict[str, Any]) -> None:
+    module, x = norms(**options)[name]
+    randomised(module)
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    expected = expected_of(module, x)
+    results = assert_readings(expected, module, x, CLASSES, loss="cross_entropy", floor=1e-12)
+    assert results["hessian"].fallbacks == ()
+    in_chunks = hk.hessian(module, x, CLASSES, loss="cross_entropy", batch_size=2, handshake=False)
+    assert error(in_chunks.matrix, expected) <= 1e-12
+    assert error(results["hessian_operator"].to_matrix(), expected) <= 1e-12
+    assert all(torch.equal(buffer, before[name]) for name, buffer in module.named_buffers())
+    assert module.training
+
+
+def test_parts_of_a_batch_are_refused() -> None:
+    module, x = norms()["rows"]
+    randomised(module)
+    for handshake in (True, False):
+        with pytest.raises(hk.TraceError, match=r"hessian_operator: .* depend on each other, as in a batch norm in training"):
+            hk.hessian_operator(module, x, CLASSES, loss="cross_entropy", micro_batch=2, handshake=handshake)
+
+
+def test_several_batches_each_have_their_own_statistics() -> None:
+    module, x = norms()["rows"]
+    randomised(module)
+    expected = expected_of(module, x[:2], CLASSES[:2]) / 3 + 2 * expected_of(module, x[2:], CLASSES[2:]) / 3
+    batches = [(x[:2], CLASSES[:2]), (x[2:], CLASSES[2:])]
+    assert_readings(expected, module, batches, loss="cross_entropy", readings=in_turn(0), floor=1e-12)

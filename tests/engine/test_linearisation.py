@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw, mse, randomised, reverse_over_reverse
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from operator_cases import EXACT, T, X, block, error, tokens
 from torch import Tensor, nn
 
@@ -24,29 +24,14 @@ def stack() -> nn.Sequential:
 
 
 MODULES = {
-    "post-norm": lambda: block(),
-    "pre-norm, heads, bias, silu": lambda: block(placement="pre", n_heads=2, bias=True, activation="silu"),
-    "one value twice in a product": lambda: Formula(lambda m, x: (z := m.lin(x)) * z, lin=nn.Linear(4, 4)),
+    "post-norm": block,
     "operation without a closed form": lambda: Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)),
 }
 
 
-def test_products_equal_reverse_over_reverse_on_plain_layers_of_torch() -> None:
-    module = randomised(
-        nn.Sequential(nn.Linear(4, 5), nn.GELU(), nn.RMSNorm(5, eps=1e-5), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 2))
-    )
-    x, t = draw(7, 4), draw(7, 2, seed=2)
-    V = draw(sum(p.numel() for p in module.parameters()), 3, seed=5)
-    operator = hessian_operator(module, x, t)
-    assert error(operator @ V, reverse_over_reverse(module, x, t, mse) @ V) <= EXACT
-    slopes = torch.autograd.grad(mse(module(x), t), list(module.parameters()))
-    assert error(operator.gradient, torch.cat([g.reshape(-1) for g in slopes])) <= EXACT
-
-
-@pytest.mark.parametrize("name", ["post-norm", "operation without a closed form"])
+@pytest.mark.parametrize("name", MODULES)
 def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = MODULES[name]()
-    operator = hessian_operator(module, X, T)
+    operator = hessian_operator(MODULES[name](), X, T)
     V = draw(operator.shape[0], 5, seed=6)
     expected = torch.stack([operator @ v for v in V.T], 1)
     (batch,) = operator._batches
@@ -63,13 +48,10 @@ def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.Monkey
     "options",
     [
         {"recompute": "layers"},
-        {"micro_batch": 1},
         {"micro_batch": 3},
         {"micro_batch": 2, "recompute": "layers"},
         {"micro_batch": 2, "recompute": "layers", "kind": "ggn"},
         {"snapshot": False},
-        {"recompute": "layers", "snapshot": True},
-        {"micro_batch": 9},
     ],
     ids=str,
 )
@@ -114,34 +96,16 @@ def test_parts_that_depend_on_each_other_are_refused() -> None:
         hessian_operator(module, x, t, recompute="all")
 
 
-class WrittenOut(nn.Module):
+def written_out(m: Any, x: Tensor) -> Tensor:
     """An activation in single operations, with a value that is read elsewhere too, and a gate by another value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.gate = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.lin(x)
-        tanh = torch.tanh(0.8 * (h + 0.04 * h**3))
-        return 0.5 * h * (1 + tanh) * torch.sigmoid(self.gate(x)) + (h / 3).exp() + x.mean() * tanh.sum()
+    h = m.lin(x)
+    tanh = torch.tanh(0.8 * (h + 0.04 * h**3))
+    return 0.5 * h * (1 + tanh) * torch.sigmoid(m.gate(x)) + (h / 3).exp() + x.mean() * tanh.sum()
 
 
 def test_runs_of_entrywise_operations_are_one_step() -> None:
-    module = WrittenOut().double()
-    expected = reverse_over_reverse(module, X, T, mse)
+    module = Formula(written_out, lin=nn.Linear(4, 4), gate=nn.Linear(4, 4))
     operator = hessian_operator(module, X, T)
-    assert error(operator.to_matrix(), expected) <= EXACT
+    assert error(operator.to_matrix(), reverse_over_reverse(module, X, T, mse)) <= EXACT
     (batch,) = operator._batches
     assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._task, batch.count).trace)) - 6
-
-
-def test_half_precision_made_anew_is_rounded_as_the_module_rounds() -> None:
-    torch.manual_seed(0)
-    layers = [nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Tanh(), nn.Sigmoid()) for _ in range(4)]
-    module = nn.Sequential(nn.Embedding(5, 4), *layers, nn.Linear(4, 3)).to(torch.bfloat16)
-    ids, labels = tokens(2, 3, top=5), tokens(2, 3, top=3)
-    whole = hessian_operator(module, ids, labels, loss="cross_entropy")
-    v = draw(whole.shape[0], seed=1).float()
-    lean = hessian_operator(module, ids, labels, loss="cross_entropy", recompute="layers")
-    assert error(lean @ v, whole @ v) <= 1e-5  # its rounding unit is 4e-3

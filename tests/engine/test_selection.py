@@ -10,7 +10,6 @@ import torch
 from curvature_reference import assert_one_clear_error
 from torch import nn
 
-import hessiankit as hk
 from hessiankit.engine.problem.selection import locate, parse_part, rows_of_part, select
 
 
@@ -41,12 +40,8 @@ CHOSEN: dict[str, tuple[object, list[str]]] = {
     "a parameter": (MODEL.wte.weight, ["wte.weight"]),
     "a set": ({"wte.weight", "layers.1.mlp.bias"}, ["wte.weight", "layers.1.mlp.bias"]),
     "an iterator": (iter(["layers.1.mlp.bias", "wte.weight"]), ["wte.weight", "layers.1.mlp.bias"]),
-    "a dict": (dict.fromkeys(["wte.weight", "layers.1.mlp.bias"]), ["wte.weight", "layers.1.mlp.bias"]),
     "*.attn.*": ("*.attn.*", [n for n in EVERY if ".attn." in n]),
-    "[01]": ("layers.[01].*", [n for n in EVERY if n.startswith(("layers.0", "layers.1"))]),
     "[!0]": ("layers.[!0].mlp.bias", ["layers.1.mlp.bias", "layers.2.mlp.bias"]),
-    "?": ("layers.?.mlp.weight", [f"layers.{i}.mlp.weight" for i in range(3)]),
-    "[s]": ("layers.0.attn.bia[s]", ["layers.0.attn.bias"]),
     "*": ("*", EVERY),
     "the other name of a tied one": ("lm_head.*", ["wte.weight"]),
     "in any order, some twice": (
@@ -78,7 +73,7 @@ def test_names_of_other_modules() -> None:
     assert list(select("who", odd, "a[0]")) == ["a[0]"]  # a name before it is a part
 
 
-INDICES = ["0", "-1", ":", "...", "1:3", ":, 0:2", "..., 1", "1, ..., 0", "::2", "3:0:-1", "-2:, -3:-1", "0, 0, 0", "2, :, ::-1"]
+INDICES = ["-1", "...", "1:3", ":, 0:2", "1, ..., 0", "::2", "3:0:-1", "-2:, -3:-1", "0, 0, 0", "2, :, ::-1"]
 
 
 @pytest.mark.parametrize("index", INDICES)
@@ -99,70 +94,33 @@ def test_positions_of_several_indices_follow_one_another() -> None:
     assert rows.tolist() == [8, 9, 10, 11, 0, 1, 5]
 
 
-def test_positions_of_a_scalar_and_of_the_whole() -> None:
-    assert rows_of_part((), parse_part("w[...]")[1]).tolist() == [0]
-    assert rows_of_part((2, 3), None).tolist() == list(range(6))
-
-
-def test_a_block_of_a_hessian_can_be_cut_with_the_positions() -> None:
-    torch.manual_seed(0)
-    layer = nn.Linear(3, 2).double()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    found = hk.hessian(layer, x, torch.zeros(5, 2, dtype=torch.float64))
-    name, rows = locate("who", "weight[1, 0:2]", found.shapes)
-    block = found.block(name, name)[rows][:, rows]
-    torch.testing.assert_close(block, x[:, :2].T @ x[:, :2] / 5, rtol=0, atol=1e-13)
-    assert locate("who", "bias", found.shapes) == ("bias", None)
-
-
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "unknown name": (lambda: chosen("wte.wieght"), r"who: params=\['wte.wieght'\]: this Tied has no such parameter; did you mean 'wte.weight'"),
-    "unknown names are told together": (lambda: chosen("a", "wte.weight", "b"), r"\['a', 'b'\]"),
     "a name without its prefix": (lambda: chosen("attn.weight"), "did you mean 'layers"),
-    "nothing like it": (lambda: chosen("zzzz"), "there are 'wte.weight', .* more"),
     "pattern without a match": (lambda: chosen("blocks.*"), r"\['blocks.\*'\]: this Tied has no such parameter"),
-    "case counts": (lambda: chosen("*.ATTN.*"), "has no such parameter"),
-    "pattern with an index, no match": (lambda: chosen("q.*.weight[:, 0]"), "has no such parameter"),
-    "part of an unknown name": (lambda: chosen("wte.weights[:, 0:2]"), r"\['wte.weights\[:, 0:2\]'\]"),
     "frozen": (lambda: chosen("norm.weight"), r"'norm.weight' does not require grad; call requires_grad_\(True\)"),
-    "frozen object": (lambda: chosen(MODEL.norm.bias), "'norm.bias' does not require grad"),
-    "part of a frozen one": (lambda: chosen("norm.weight[0]"), "'norm.weight' does not require grad"),
     "pattern of frozen ones": (lambda: chosen("norm.*"), r"'norm.\*' matches \('norm.weight', 'norm.bias'\) does not require"),
     "everything frozen": (lambda: select("who", nn.Linear(2, 2).requires_grad_(False)), "no parameters that require grad"),
     "parameter of another module": (lambda: chosen(nn.Linear(4, 6).weight), r"a parameter of shape \(6, 4\) .* it has 'layers.0.attn.w"),
     "a view": (lambda: chosen(MODEL.wte.weight.detach()), r"a tensor of shape \(7, 4\) that is not a parameter"),
-    "a module": (lambda: chosen(MODEL.layers[0]), "params holds a value of type ModuleDict; expected names"),
-    "a number": (lambda: chosen(3), "type int"),
     "not iterable": (lambda: select("who", MODEL, 3), "params is of type int"),  # type: ignore[arg-type]
     "pairs": (lambda: chosen(*MODEL.named_parameters()), "of type tuple"),
     "empty": (lambda: chosen(), "params is empty"),
     "not a module": (lambda: select("who", "wte", None), "expected a torch.nn.Module, got str"),  # type: ignore[arg-type]
     "column out of range": (lambda: chosen("wte.weight[0, 4]"), r"'wte.weight\[0, 4\]': axis 1 of shape \(7, 4\) has 4 entries, the index is 4"),
-    "row out of range": (lambda: chosen("wte.weight[-8]"), "expected -7 to 6"),
     "slice out of range": (lambda: chosen("wte.weight[:, 0:32]"), "has 4 entries, the slice reaches to 32"),
     "too many axes": (lambda: chosen("wte.weight[0, 0, 0]"), r"has 3 axes, but the parameter has shape \(7, 4\); drop 1"),
     "nothing selected": (lambda: chosen("wte.weight[3:3]"), "selects nothing"),
     "overlap": (lambda: chosen("wte.weight[0:3; 2]"), "overlap"),
     "a name in the index": (lambda: chosen("wte.weight[__import__('os')]"), "cannot read the index in"),
-    "an expression": (lambda: chosen("wte.weight[1+1]"), "cannot read the index"),
-    "a list": (lambda: chosen("wte.weight[[0, 1]]"), "cannot read the index"),
     "new axis": (lambda: chosen("wte.weight[None]"), "cannot read the index"),
-    "empty brackets": (lambda: chosen("wte.weight[]"), "cannot read the index"),
     "two ellipses": (lambda: chosen("wte.weight[..., ...]"), "cannot read the index"),
     "step 0": (lambda: chosen("wte.weight[::0]"), "cannot read the index"),
-    "other digits": (lambda: chosen("wte.weight[١]"), "cannot read the index"),
     "four bounds": (lambda: parse_part("w[0:1:2:3]"), "parse_part: cannot read the index"),
     "locate an unknown name": (lambda: locate("who", "q[0]", {"w": (2,)}), "no parameter 'q'; there are 'w'"),
-    "locate out of range": (lambda: locate("who", "w[2]", {"w": (2,)}), r"who: 'w\[2\]': axis 0"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
 def test_one_clear_error(case: str) -> None:
     assert_one_clear_error(*BAD[case])
-
-
-def test_a_text_with_a_line_break_stays_on_one_line() -> None:
-    with pytest.raises(hk.InputError) as caught:
-        chosen("wte.weight[0\n, q]")
-    assert "\n" not in str(caught.value)

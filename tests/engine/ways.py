@@ -15,12 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from curvature_reference import draw
+from curvature_reference import by_differences, draw
 from torch import Tensor, nn
 
-STEP = 0.005
-EIGHTH_ORDER = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
-"""Weights of f(x + k h) - f(x - k h), k = 1 .. 4, in a first derivative whose error is O(h^8)."""
 CALLS = r"two calls|called again|earlier calls|each call|depends on .*calls"
 """What a refusal says of a loss that differs from call to call."""
 
@@ -150,43 +147,30 @@ def leaves_of(this: Case) -> list[nn.Parameter]:
     return [p for n, p in this.module.named_parameters() if (p.requires_grad if wanted is None else n in wanted)]
 
 
-def gradient(this: Case) -> Tensor:
-    """Return the gradient as a user takes it: call the module, call the loss, ``torch.autograd.grad``."""
+def value_of(this: Case) -> Tensor:
+    """Return the loss as a user computes it: call the module, call the loss."""
     if isinstance(this.inputs, Mapping):
         outputs = this.module(**this.inputs)
     else:
         outputs = this.module(*(this.inputs if isinstance(this.inputs, tuple) else (this.inputs,)))
-    if this.loss is None:
-        value = outputs
-    else:
-        value = (mse if this.loss == "mse" else this.loss)(outputs, this.target)
-    slopes = torch.autograd.grad(value, leaves_of(this), allow_unused=True, materialize_grads=True)
-    return torch.cat([slope.reshape(-1) for slope in slopes]).detach()
+    return outputs if this.loss is None else (mse if this.loss == "mse" else this.loss)(outputs, this.target)  # type: ignore[no-any-return]
 
 
-def central_differences(make: Callable[[], Case], *, fresh: bool = False) -> Tensor:
-    """Return the Hessian by differences of the gradient, one entry of a parameter moved in place at a time."""
-    kept = make()
-    shapes = [p.shape for p in leaves_of(kept)]
+def hessian_of(way: Way) -> Tensor:
+    """Return the Hessian of a way by differences of the user's own gradient."""
+    make = way.reference or way.make
+    current = [make()]
 
-    def moved(number: int, entry: tuple[int, ...], step: float) -> Tensor:
-        this = make() if fresh else kept
-        data = leaves_of(this)[number].data
-        before = data[entry].clone()
-        data[entry] += step
-        with this.around():
-            found = gradient(this)
-        data[entry] = before
-        return found
+    def leaves() -> list[nn.Parameter]:
+        if way.fresh:
+            current[0] = make()
+        return leaves_of(current[0])
 
-    def column(number: int, entry: tuple[int, ...]) -> Tensor:
-        terms = (
-            weight * (moved(number, entry, k * STEP) - moved(number, entry, -k * STEP))
-            for k, weight in enumerate(EIGHTH_ORDER, 1)
-        )
-        return sum(terms, torch.zeros(())) / STEP
+    def loss() -> Tensor:
+        with current[0].around():
+            return value_of(current[0])
 
-    return torch.stack([column(number, entry) for number, shape in enumerate(shapes) for entry in np.ndindex(*shape)], dim=1)
+    return by_differences(leaves, loss)
 
 
 def picture(*things: Any) -> list[Any]:

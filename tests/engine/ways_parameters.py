@@ -6,35 +6,17 @@ Where a value of a parameter enters as a constant, the reference has a tensor of
 from __future__ import annotations
 
 import copy
-import warnings
-import weakref
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache, partial
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from ways import Case, Net, case, draw, generic, mse, refused, way
 
 GLOBAL: dict[str, Tensor] = {}
-
-
-@dataclass
-class Holder:
-    weight: Tensor
-
-
-def _default_argument(layer: nn.Linear) -> Callable[[], Tensor]:
-    def held(w: Tensor = layer.weight) -> Tensor:
-        return w
-
-    return held
 
 
 def _global(layer: nn.Linear) -> str:
@@ -42,31 +24,11 @@ def _global(layer: nn.Linear) -> str:
     return "weight"
 
 
-def _object_array(layer: nn.Linear) -> Any:
-    array = np.empty(1, dtype=object)
-    array[0] = layer.weight
-    return array
-
-
 HOLDERS: dict[str, tuple[Callable[[nn.Linear], Any], Callable[[Any], Tensor]]] = {
     "list": (lambda layer: [layer.weight], lambda held: held[0]),
-    "nested list": (lambda layer: [[layer.weight], 3], lambda held: held[0][0]),
     "dict": (lambda layer: {"w": layer.weight}, lambda held: held["w"]),
-    "OrderedDict": (lambda layer: OrderedDict(w=layer.weight), lambda held: held["w"]),
-    "tuple": (lambda layer: (layer.weight,), lambda held: held[0]),
-    "set": (lambda layer: {layer.weight}, lambda held: next(iter(held))),
-    "deque": (lambda layer: deque([layer.weight]), lambda held: held[0]),
-    "functools.partial": (lambda layer: partial(torch.mul, layer.weight), lambda held: held(1.0)),
     "closure or lambda": (lambda layer: lambda: layer.weight, lambda held: held()),
-    "default argument": (_default_argument, lambda held: held()),
     "global variable": (_global, lambda held: GLOBAL[held]),
-    "class attribute": (lambda layer: type("Config", (), {"weight": layer.weight}), lambda held: held.weight),
-    "dataclass": (lambda layer: Holder(layer.weight), lambda held: held.weight),
-    "namespace": (lambda layer: SimpleNamespace(w=layer.weight), lambda held: held.w),
-    "weak reference": (lambda layer: weakref.ref(layer.weight), lambda held: held()),
-    "module in a list": (lambda layer: [layer], lambda held: held[0].weight),
-    "bound method": (lambda layer: layer.named_parameters, lambda held: dict(held())["weight"]),
-    "NumPy array of objects": (_object_array, lambda held: held[0]),
     "view made before": (lambda layer: [layer.weight.T], lambda held: held[0].T),
 }
 
@@ -83,12 +45,6 @@ for _name, (_keep, _read) in HOLDERS.items():
 
 def _sum_of_squares(parameters: Any) -> Tensor:
     return sum((p.square().sum() for p in parameters), torch.zeros((), dtype=torch.float64))
-
-
-@way("weight penalty in the loss")
-def _penalty() -> Case:
-    net = Net()
-    return case(net, loss=lambda z, t: mse(z, t) + 0.3 * _sum_of_squares(net.parameters()))
 
 
 @way("quartic penalty in the loss, of all parameters as a vector")
@@ -119,13 +75,6 @@ def _unused_penalised() -> Case:
     return case(net, loss=lambda z, t: mse(z, t) + net.v.pow(4).sum())
 
 
-@way("forward hook adds a parameter")
-def _forward_hook() -> nn.Module:
-    net = Net()
-    net.l.register_forward_hook(lambda module, given, out: out @ module.weight)
-    return net
-
-
 @way("forward pre-hook multiplies by a parameter")
 def _pre_hook() -> nn.Module:
     net = Net()
@@ -133,71 +82,10 @@ def _pre_hook() -> nn.Module:
     return net
 
 
-@way("two parameters in a ParameterList")
-def _parameter_list() -> nn.Module:
-    held = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
-    return Net(lambda m, x: (m.l(x) * m.held[0]).tanh() * m.held[1] * m.v, held=held)
-
-
-@way("a parameter in a ParameterDict")
-def _parameter_dict() -> nn.Module:
-    held = nn.ParameterDict({"gain": nn.Parameter(torch.ones(2))})
-    return Net(lambda m, x: (m.l(x) * m.held["gain"]).tanh() * m.v, held=held)
-
-
-@way("parametrizations.orthogonal")
-def _orthogonal() -> nn.Module:
-    inner = parametrizations.orthogonal(nn.Linear(2, 2, bias=False).double(), orthogonal_map="cayley")
-    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
-
-
-@way("parametrizations.spectral_norm in evaluation")
-def _spectral_norm() -> nn.Module:
-    inner = parametrizations.spectral_norm(nn.Linear(2, 2).double())
-    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner).eval()
-
-
-@way("a parametrization of one's own")
-def _own_parametrization() -> nn.Module:
-    class Symmetric(nn.Module):
-        def forward(self, X: Tensor) -> Tensor:
-            return X.triu() + X.triu(1).T
-
-    net = Net()
-    parametrize.register_parametrization(net.l, "weight", Symmetric())
-    return net
-
-
-@way("old weight_norm, by a hook", verified=False)
-def _old_weight_norm() -> nn.Module:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        inner = nn.utils.weight_norm(nn.Linear(2, 2).double())
-    return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
-
-
 @way("one parameter under two names")
 def _tied() -> nn.Module:
     net = Net(lambda m, x: m.other(m.l(x).tanh()), other=nn.Linear(2, 2))
     net.other.weight = net.l.weight
-    return net
-
-
-@way("one module under two names")
-def _shared_module() -> nn.Module:
-    net = Net(lambda m, x: m.other(m.l(x).tanh()) * m.v)
-    net.other = net.l
-    return net
-
-
-class Gain(nn.Parameter):
-    """A parameter of a class of one's own."""
-
-
-@way("an attribute set on a parameter")
-def _attribute() -> nn.Module:
-    net = Net(lambda m, x: m.l(x).tanh() * m.v * getattr(m.v, "scale", 1.0))
-    net.v.scale = 2.0
     return net
 
 
@@ -210,7 +98,6 @@ BRANCHES: dict[str, Callable[[Any], bool]] = {
     "id(w) in a dict": lambda m: id(m.v) in m.known,
     "w among self.parameters()": lambda m: any(p is m.v for p in m.parameters()),
     "torch.is_grad_enabled()": lambda m: torch.is_grad_enabled(),
-    "not torch.compiler.is_compiling()": lambda m: not torch.compiler.is_compiling(),
     "the sign of a value": lambda m: bool(m.l.weight.sum() > -100),
 }
 
@@ -247,27 +134,11 @@ def _address() -> nn.Module:
     return net
 
 
-@way("a property that returns a function of a parameter")
-def _property() -> nn.Module:
-    class Model(Net):
-        @property
-        def scale(self) -> Tensor:
-            return F.softplus(self.v)
-
-    return Model(lambda m, x: m.l(x).tanh() * m.scale)
-
-
 # torch has no second derivative of it that is right
 way(
     "parametrizations.weight_norm",
     lambda: generic(Net(inner=parametrizations.weight_norm(nn.Linear(2, 2)), f=lambda m, x: m.inner(m.l(x).tanh()))),
     verified=False,
-)
-way(
-    "a subclass of Parameter decides the branch",
-    lambda: Net(
-        lambda m, x: m.l(x).tanh() * (m.gain if isinstance(m.gain, Gain) else m.gain.square()), gain=Gain(draw(2, seed=4))
-    ),
 )
 way("dtype of next(self.parameters())", lambda: Net(lambda m, x: m.l(x.to(next(m.parameters()).dtype)).tanh() * m.v))
 
@@ -296,33 +167,6 @@ def _toggled(constant: bool) -> nn.Module:
     return _taken(constant, read)
 
 
-@way("straight-through estimator by detach")
-def _straight_through(constant: bool) -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x) * 3
-        return (h + (m.fixed if constant else (h.round() - h).detach())).tanh() * m.v
-
-    net = Net(f)
-    with torch.no_grad():
-        h = net.l(draw(4, 2)) * 3
-        net.fixed = h.round() - h
-    return net
-
-
-@way("frozen parameters")
-def _frozen() -> nn.Module:
-    net = Net()
-    net.l.weight.requires_grad_(False)
-    return net
-
-
-@refused("a frozen parameter asked for", "'l.weight' does not require grad")
-def _frozen_asked() -> Case:
-    net = Net()
-    net.l.weight.requires_grad_(False)
-    return case(net, params=["l.weight"])
-
-
 @way("one of several parameters asked for, all reached through a list")
 def _chosen() -> Case:
     net = Net(lambda m, x: (x @ m.held[0] + m.held[1]).tanh() * m.held[2])
@@ -343,38 +187,6 @@ def _gradient_read() -> nn.Module:
     net = Net(lambda m, x: m.l(x).tanh() * (m.v.exp() if m.v.grad is None else m.v * m.v.grad))
     net.v.grad = draw(2, seed=7)
     return net
-
-
-@way("a cast weight kept from construction")
-def _cast_weight() -> nn.Module:
-    net = Net(lambda m, x: F.linear(m.l(x).tanh(), m.cast))
-    net.cast = net.l.weight.detach().clone()
-    return net
-
-
-@way("a table from lru_cache")
-def _cached_table() -> nn.Module:
-    @lru_cache
-    def table(n: int) -> Tensor:
-        return torch.arange(n, dtype=torch.float64)
-
-    return Net(lambda m, x: (m.l(x) + table(2)).tanh() * m.v)
-
-
-@way("a tensor subclass as parameter")
-def _tensor_subclass() -> nn.Module:
-    class Named(Tensor):
-        pass
-
-    return Net(v=nn.Parameter(draw(2, seed=8).as_subclass(Named)))
-
-
-@way("a tensor subclass as input")
-def _subclass_input() -> Case:
-    class Named(Tensor):
-        pass
-
-    return case(Net(), inputs=draw(4, 2).as_subclass(Named))
 
 
 way("w.data", lambda constant: _taken(constant, lambda m: m.v.data.square()))

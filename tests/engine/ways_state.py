@@ -1,28 +1,16 @@
-"""Ways in which a call changes what the next one finds, draws random numbers, hooks gradients or changes its inputs."""
+"""Ways to call and what a call may do: derivatives and casts within a forward, losses, states, random numbers, hooks, inputs that change."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from ways import CALLS, Case, Net, case, draw, forward, generic, mse, refused, way
-
-
-@forward(
-    "a buffer reassigned in forward, with effect",
-    refused=r"'scale'",
-    right=False,
-    buffers={"scale": torch.ones(2, dtype=torch.float64)},
-)
-def _reassigned(m: Any, x: Tensor) -> Tensor:
-    m.scale = m.scale * 0.9
-    return m.l(x).tanh() * m.v * m.scale
+from ways import CALLS, Case, Net, case, draw, forward, mse, refused, way
 
 
 @forward(
@@ -42,6 +30,45 @@ def _counting_buffer(m: Any, x: Tensor) -> Tensor:
     return m.l(x).tanh() * m.v
 
 
+MEAN = {"mean": torch.ones(2, dtype=torch.float64)}
+
+
+@forward("a buffer that is replaced, without effect", buffers=MEAN)
+def _replaced(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).tanh()
+    m.mean = 0.9 * m.mean + 0.1 * h.detach().mean(0)
+    return h * m.v
+
+
+@forward("a buffer written by entries, without effect", buffers=MEAN)
+def _by_entries(m: Any, x: Tensor) -> Tensor:
+    m.mean[0].add_(1)
+    m.mean[1] = 3
+    return m.l(x).tanh() * m.v
+
+
+@way("a buffer written before it is read")
+def _written_before_use(constant: bool) -> nn.Module:
+    def gate(m: Any, h: Tensor) -> Tensor:
+        m.mean.copy_(h.mean(0))
+        first, view = m.mean[0] * 1, m.mean[1:]
+        m.mean.copy_(h.amax(0))
+        view.mul_(2)
+        return first + m.mean * view
+
+    net = Net(lambda m, x: (h := m.l(x).tanh()) * m.v * (m.fixed if constant else gate(m, h.detach())))
+    net.register_buffer("mean", MEAN["mean"].clone())
+    net.fixed = gate(net, net.l(draw(4, 2)).tanh().detach())
+    return net
+
+
+@forward("a batch norm whose statistics are written by the same call", buffers=MEAN)
+def _statistics_of_this_call(m: Any, x: Tensor) -> Tensor:
+    h = m.l(x).tanh()
+    m.mean.fill_(1)
+    return F.batch_norm(h, m.mean, m.mean.clone(), training=True) * m.v
+
+
 @forward(
     "a plain tensor changed in place, with effect",
     refused=rf"'scale'|{CALLS}",
@@ -59,32 +86,6 @@ def _counter(m: Any, x: Tensor) -> Tensor:
     return m.l(x).tanh() * m.v * m.calls
 
 
-@forward("a call counter without effect", has={"calls": 0})
-def _idle_counter(m: Any, x: Tensor) -> Tensor:
-    m.calls += 1
-    return m.l(x).tanh() * m.v
-
-
-@refused("a counter in a closure, with effect", CALLS)
-def _closure_counter() -> nn.Module:
-    calls = [0]
-
-    def f(m: Any, x: Tensor) -> Tensor:
-        calls[0] += 1
-        return m.l(x).tanh() * m.v * calls[0]
-
-    return Net(f)
-
-
-@forward(
-    "NaN in a buffer that is not used",
-    refused="'idle' contains NaN",
-    buffers={"idle": torch.full((2,), float("nan"))},
-)
-def _spoiled(m: Any, x: Tensor) -> Tensor:
-    return m.l(x).tanh() * m.v
-
-
 @forward("a warm-up that ends after some calls", has={"calls": 0}, fresh=True, verified=False)
 def _warm_up(m: Any, x: Tensor) -> Tensor:
     m.calls += 1
@@ -98,45 +99,14 @@ def _collected(m: Any, x: Tensor) -> Tensor:
     return h * m.v
 
 
-def _remembering() -> nn.Module:
+@way("the loss reads the last hidden state, kept as an attribute")
+def _activity() -> Case:
     def f(m: Any, x: Tensor) -> Tensor:
         m.last_hidden = m.l(x).tanh()
         return m.last_hidden * m.v
 
-    return Net(f, last_hidden=None)
-
-
-@way("an attribute that the first call makes")
-def _first_made() -> nn.Module:
-    net = _remembering()
-    del net.last_hidden
-    return net
-
-
-@way("the loss reads the last hidden state")
-def _activity() -> Case:
-    net = _remembering()
-    return case(net, loss=lambda z, t: mse(z, t) + net.last_hidden.pow(4).mean())
-
-
-@way("an auxiliary loss collected in a list by the module, added by the loss")
-def _auxiliary() -> Case:
-    def f(m: Any, x: Tensor) -> Tensor:
-        h = m.l(x).tanh()
-        m.losses.clear()
-        m.losses.append(h.square().mean() * m.v.square().sum())
-        return h * m.v
-
     net = Net(f)
-    net.losses = []
-    return case(net, loss=lambda z, t: mse(z, t) + sum(net.losses))
-
-
-@forward("a constant computed by the first call and kept", has={"table": None})
-def _lazy_table(m: Any, x: Tensor) -> Tensor:
-    if m.table is None:
-        m.table = torch.arange(2, dtype=x.dtype)
-    return (m.l(x) + m.table).tanh() * m.v
+    return case(net, loss=lambda z, t: mse(z, t) + net.last_hidden.pow(4).mean())
 
 
 @forward("a function of a parameter kept by the first call", has={"kept": None}, refused=rf"'kept'|{CALLS}", fresh=True)
@@ -162,27 +132,10 @@ def _max_norm(m: Any, x: Tensor) -> Tensor:
     return m.l(x).tanh() * m.v
 
 
-@refused("nn.Embedding with max_norm", r"max_norm|'table\.weight'")
-def _embedding() -> Case:
-    net = Net(lambda m, ids: m.l(m.table(ids)).tanh() * m.v, table=nn.Embedding(4, 2, max_norm=0.3))
-    return case(net, inputs=torch.tensor([0, 1, 2, 3]))
-
-
 @refused("spectral_norm in training", r"_u|_v|buffer")
 def _spectral_norm() -> nn.Module:
     inner = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2).double())
     return Net(lambda m, x: m.inner(m.l(x).tanh()), inner=inner)
-
-
-@way("modes changed by forward")
-def _modes() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.drop.eval()
-        return m.drop(m.l(x).tanh()) * m.v
-
-    net = Net(f, drop=nn.Dropout(0.3))
-    net.drop.p = 0.0
-    return net
 
 
 @forward("the default dtype changed for a part of forward")
@@ -195,27 +148,7 @@ def _default_dtype(m: Any, x: Tensor) -> Tensor:
         torch.set_default_dtype(before)
 
 
-@way("forward replaced on the instance")
-def _patched() -> nn.Module:
-    net = Net()
-    net.forward = lambda x: net.l(x).tanh() * net.v.exp()
-    return net
-
-
-@way("a recurrent state that the caller resets", refused=rf"'state'|{CALLS}", fresh=True)
-def _recurrent() -> nn.Module:
-    def f(m: Any, x: Tensor) -> Tensor:
-        m.state = m.l(x + m.state).tanh()
-        return m.state * m.v
-
-    net = generic(Net(f))
-    net.state = torch.zeros(4, 2, dtype=torch.float64)
-    return net
-
-
-way("the last hidden state kept as an attribute", lambda: _remembering())
 way("batch norm in training", lambda: Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)))
-way("batch norm in evaluation", lambda: Net(lambda m, x: m.norm(m.l(x)).tanh() * m.v, norm=nn.BatchNorm1d(2)).eval())
 
 
 RANDOM = "random"
@@ -237,21 +170,6 @@ def _tensor_hook(m: Any, x: Tensor) -> Tensor:
     return h * m.v
 
 
-@refused("a hook that scales the gradient of a parameter", r"hook|gradient")
-def _parameter_hook() -> nn.Module:
-    net = Net()
-    net.v.register_hook(lambda slope: 3 * slope)
-    return net
-
-
-@forward("a hook that looks at the gradient of a value", has={"seen": []})
-def _looking_hook(m: Any, x: Tensor) -> Tensor:
-    h = m.l(x).tanh()
-    if h.requires_grad:
-        h.register_hook(lambda slope: m.seen.append(float(slope.detach().norm())))
-    return h * m.v
-
-
 @way("a full backward hook that looks")
 def _backward_hook() -> nn.Module:
     net = Net(lambda m, x: m.l((x * m.v).exp()).tanh())
@@ -267,40 +185,6 @@ def _scaling_backward_hook() -> nn.Module:
     return net
 
 
-@way("an optimizer step in a post-accumulate hook")
-def _fused_step() -> nn.Module:
-    net = Net()
-    for p in net.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
-    return net
-
-
-@way("a forward hook for all modules")
-def _global_hook() -> Case:
-    @contextmanager
-    def hooked() -> Iterator[None]:
-        handle = nn.modules.module.register_module_forward_hook(
-            lambda module, given, out: out * 2 if isinstance(module, nn.Linear) else None
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
-
-    return case(Net(), around=hooked)
-
-
-@way("a list among the inputs that forward appends to", refused="input", fresh=True)
-def _appended() -> Case:
-    def f(m: Any, states: list[Tensor]) -> Tensor:
-        states.append(m.l(states[-1]).tanh())
-        return states[-1] * m.v * len(states)
-
-    return case(Net(f), inputs=([draw(4, 2)],))
-
-
-refused("dropout in training", "dropout", lambda: Net(lambda m, x: m.drop(m.l(x).tanh()) * m.v, drop=nn.Dropout(0.3)))
-refused("F.dropout(training=True)", RANDOM, lambda: Net(lambda m, x: F.dropout(m.l(x).tanh(), 0.3) * m.v))
 refused(
     "dropout of attention weights",
     RANDOM,
@@ -330,4 +214,86 @@ way(
     lambda: case(Net(), loss=lambda z, t: mse(z, t.mul_(2))),
     refused="target",
     fresh=True,
+)
+
+
+CAST = "autocast"
+
+
+@forward("autocast in forward, in float64")
+def _autocast_inside(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.l(x).tanh() * m.v
+
+
+@way("a part under inference_mode", refused="inference")
+def _inference(constant: bool) -> nn.Module:
+    def gate(m: Any) -> Tensor:
+        with torch.inference_mode():
+            value = m.v.square()
+        return value.clone()
+
+    net = Net(lambda m, x: m.l(x).tanh() * m.v * (m.fixed if constant else gate(m)))
+    net.fixed = net.v.detach().square()
+    return net
+
+
+@forward("the whole forward under torch.no_grad()", refused=r"does not depend|has an effect|no_grad", right=False)
+def _no_grad(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return m.l(x).tanh() * m.v
+
+
+@refused("a scripted submodule", "TorchScript")
+def _scripted() -> nn.Module:
+    net = Net()
+    net.l = torch.jit.trace(net.l, draw(4, 2))
+    return net
+
+
+way(
+    "a loss that is a module with parameters of its own",
+    lambda: case(Net(), loss=Net(lambda m, z, t: ((z - t) * m.v).square().mean())),
+)
+
+
+@way("a loss that calls the model again")
+def _consistency() -> Case:
+    net, more = Net(), draw(4, 2, seed=5)
+    return case(net, loss=lambda z, t: mse(z, t) + mse(net(more), z))
+
+
+@way("a gradient penalty in the loss", refused=r"autograd\.grad|inner")
+def _gradient_penalty() -> Case:
+    net, more = Net(), draw(4, 2, seed=5)
+
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        at = more.detach().requires_grad_(True)
+        (slope,) = torch.autograd.grad(net(at).sum(), at, create_graph=True)
+        return mse(z, t) + slope.square().mean()
+
+    return case(net, loss=loss)
+
+
+@way("one tensor given twice, compared by identity")
+def _same_input() -> Case:
+    x = draw(4, 2)
+    net = Net(lambda m, query, key: m.l(query).tanh() * m.v if query is key else m.l(query) @ key.T @ key)
+    return case(net, inputs=(x, x))
+
+
+way(
+    "the call under autocast, in float64",
+    lambda: case(Net(), around=partial(torch.autocast, "cpu", torch.bfloat16)),
+    refused=CAST,
+)
+way("the call under torch.no_grad()", lambda: case(Net(), around=torch.no_grad), reference=lambda: case(Net()))
+way(
+    "functional_call in forward",
+    lambda: Net(lambda m, x: torch.func.functional_call(m.l, {"weight": m.l.weight * 2, "bias": m.v}, (x,)).tanh()),
+)
+way("an input that requires grad", lambda: case(Net(), inputs=draw(4, 2).requires_grad_(True)))
+way(
+    "a model that takes keyword arguments",
+    lambda: case(Net(lambda m, *, x, scale: (m.l(x) * scale).tanh() * m.v), inputs={"x": draw(4, 2), "scale": draw(2, seed=9)}),
 )

@@ -74,10 +74,12 @@ CURVATURE = {
     ),
     "curvature_gap_theorem_1": Small(".png .csv _verdicts.json"),
     "monitored_gpt2": Small(
-        ".png .jsonl .json", lambda m: {"QUICK": m.Settings(1, 4, 4, 2, 1, None), "APPROXIMATIONS": ("diagonal",)}
+        ".png .jsonl .json", lambda m: {"QUICK": m.Settings(1, 2, 4, 2, 1, None), "APPROXIMATIONS": ("diagonal",)}
     ),
     "monitored_share": Small(".png .jsonl .json"),
-    "optimizer_curvature": Small(".png .csv .json"),
+    "optimizer_curvature": Small(
+        ".png .csv .json", lambda m: {"QUICK": m.Settings(4, 1, 4, 2, 4, 2, 2, 16, 4, 0.01, (0,), (300.0,), (3e-3,), 1)}
+    ),
     "placement_curvature": Small(
         ".png .csv .json .md", lambda m: {"QUICK": replace(m.QUICK, d_model=4, d_ff=4, tokens=4, sequences=1)}
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,12 +11,9 @@ import pytest
 from figure_files import read
 from figure_sizes import CURVATURE, RUNS
 
-from figures import _digits, accepted, curse_of_depth_4_8, curvature_gap_7_11, names, summary
+from figures import _digits, accepted, curvature_gap_7_11, names, summary
 from figures.__main__ import main
-from figures._depth_models import Size, llama
-from figures._digits import ImageSpec, images_of
-from figures._runs import model_of
-from hessiankit.cli.text import load_text
+from figures._digits import ImageSpec
 from hessiankit.support.errors import InputError
 
 
@@ -73,29 +69,6 @@ def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.Mon
     last = next(row for row in read(tmp_path / "curvature_gap_7_11.csv") if row["step"] == "0")
     W = ImageSpec(patch=14, source=str(mnist), d_model=4, d_ff=6).model().blocks[0].attention.W_V
     assert float(last["frobenius"]) == pytest.approx(float(W.detach().norm()), rel=1e-5)
-
-
-def test_a_colour_image_is_cut_so_that_quick_stays_quick(tmp_path: Path) -> None:
-    pixels = (np.arange(10 * 3072) % 251).astype(np.uint8).reshape(10, 32, 32, 3)
-    path = tmp_path / "colours.npz"
-    np.savez(path, images=pixels, labels=np.repeat([99, 3], 5))
-    spec = ImageSpec.of(str(path), quick=True)
-    assert (spec.patch, spec.data()[0].shape, images_of(str(path)).n_classes) == (8, (8, 16, 192), 100)
-
-
-@pytest.mark.slow
-def test_a_text_from_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = tmp_path / "fox.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    small = Size(layers=2, d_model=8, heads=2, length=8, batch_size=2, steps=2, windows=4)
-    monkeypatch.setattr(curse_of_depth_4_8, "TINY", small)
-    assert main(["curse_of_depth_4_8", "--quick", "--text", str(text), "--out", str(tmp_path)]) == 0
-    spec = llama("LNS", replace(small, text=str(text)), 1)
-    rows = read(tmp_path / "curse_of_depth_4_8.csv")
-    first = next(r for r in rows if (r["method"], r["seed"], r["step"], r["output of block"]) == ("LNS", "1", "0", "0"))
-    inputs, _ = load_text(text, split="validation").windows(8, 2 * spec.batch_size)
-    states = model_of(spec).embedding(inputs)
-    assert float(first["variance"]) == pytest.approx(float(states.detach().var(-1, correction=0).mean()), rel=1e-4)
 
 
 def test_list_as_a_module_needs_no_toolkit() -> None:

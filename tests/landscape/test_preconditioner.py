@@ -18,8 +18,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, Adamax, AdamW, Optimizer,
 
 import hessiankit as hk
 from hessiankit.landscape import spectrum as called
-from hessiankit.landscape.optimizer_states import READERS, read_state
-from hessiankit.landscape.preconditioner import Preconditioner
+from hessiankit.landscape.optimizer_states import read_state
 
 DOUBLE = {"dtype": torch.float64}
 OPTIMIZERS = {
@@ -223,10 +222,7 @@ def test_prints_the_threshold(tmp_path) -> None:
     assert "without the weight decay: every step also shrinks parameters by 0.1 lr" in text
     assert f"largest eigenvalue over the threshold: {found.threshold_ratio:.4g}" in text
     assert re.search(r"effective rank +over the threshold", text)
-    assert found.to_dict()["threshold_ratio"] == found.threshold_ratio
-    picture = found.plot(tmp_path / "a.png")
-    assert "threshold" in [line.get_label() for line in picture.axes[0].lines]
-    assert "over the threshold" not in hk.spectrum(model, x, y, loss="cross_entropy", k=2, by="type").table()
+    assert "threshold" in [line.get_label() for line in found.plot(tmp_path / "a.png").axes[0].lines]
     plain = Adam(model.parameters(), weight_decay=0.2)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -261,11 +257,11 @@ BAD = {
     "Muon": (lambda m: torch.optim.Muon([m[0].weight]), "no metric is known for Muon: its state holds no positive P"),
     "a step of its own": (lambda m: OwnStep(m.parameters()), "no metric is known for OwnStep"),
     "no step": (lambda m: Adam(m.parameters()), "Adam has moved '0.weight' by no step"),
-    "not all": (lambda m: SGD([m[0].weight], lr=0.1), "SGD does not hold the parameter '0.bias'; pass params"),
     "climbing": (lambda m: ascent(list(m.parameters())), "SGD has maximize=True and climbs"),
     "no rate": (lambda m: SGD(m.parameters(), lr=0.0), "the learning rate of SGD is 0, and nothing moves"),
-    "no number": (lambda m: 3, "preconditioner is a int; expected a torch optimizer, a diagonal"),
     "size": (lambda m: torch.ones(3, **DOUBLE), r"preconditioner has shape \(3,\); expected a diagonal \(26,\)"),
+    "not all": (lambda m: SGD([m[0].weight], lr=0.1), "SGD does not hold the parameter '0.bias'; pass params"),
+    "no number": (lambda m: 3, "preconditioner is a int; expected a torch optimizer, a diagonal"),
     "size of a matrix": (lambda m: torch.eye(3, **DOUBLE), r"preconditioner is \(3, 3\); expected \(26, 26\)"),
     "zero": (lambda m: torch.zeros(26, **DOUBLE), "has an entry that is not a positive number"),
     "negative": (lambda m: -torch.eye(26, **DOUBLE), "has an eigenvalue of -1; pass a positive one"),
@@ -290,8 +286,3 @@ def test_an_optimizer_needs_the_module() -> None:
     optimizer.state.update({p: {"step": torch.ones(()), "exp_avg_sq": torch.zeros_like(p)} for p in module.parameters()})
     with pytest.raises(hk.InputError, match="AdamW divides by 0"):
         called(module, x, y, k=1, preconditioner=optimizer)
-
-
-def test_every_class_that_is_read_is_in_the_table_of_these_tests() -> None:
-    assert {kind for kind, *_ in OPTIMIZERS.values()} == set(READERS)
-    assert Preconditioner.__doc__

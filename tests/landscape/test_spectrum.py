@@ -14,7 +14,6 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.cli.study import digits, split
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.landscape import spectrum as called
 from hessiankit.landscape.density import SpectralMeasure
@@ -137,16 +136,6 @@ def test_a_density_integrates_to_one() -> None:
     assert found.stable_rank.value == pytest.approx(88 / 49)
 
 
-def test_the_error_of_a_sum_over_directions_covers_it() -> None:
-    values = torch.linspace(0, 1, 100, **DOUBLE).square()
-    A = aslinearoperator(np.diag(values.numpy()))
-    hits = 0
-    for seed in range(10):
-        found = hk.spectrum(A, k=1, bottom=0, method="lanczos", directions=6, steps=8, seed=seed)
-        hits += abs(found.trace.value - float(values.sum())) <= found.trace.half_width
-    assert hits >= 8  # 19 of 20 are expected
-
-
 def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
     H = operator.to_matrix()
     found = hk.spectrum(operator, k=2, by="parameter")
@@ -213,32 +202,6 @@ def test_the_same_seed_gives_the_same_digits(operator: HessianOperator, monkeypa
     torch.testing.assert_close(hk.spectrum(operator, **options).measure.nodes, one.measure.nodes)
 
 
-def digits_classifier(steps: int, seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    (images, labels), _ = split(*digits())
-    x, y = images[:300].reshape(300, -1), labels[:300]
-    x = x - x.mean(0)
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
-    for _ in range(steps):
-        gradients = torch.autograd.grad(nn.functional.cross_entropy(model(x), y), list(model.parameters()))
-        with torch.no_grad():
-            for p, g in zip(model.parameters(), gradients, strict=True):
-                p.sub_(0.3 * g)
-    return model, x, y
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("steps", [0, 100])
-def test_a_classifier_of_digits_has_one_outlier_less_than_classes(steps: int, seed: int) -> None:
-    """Sagun et al. 2017 and Papyan 2019, in the Gauss-Newton matrix; diag(p) - p p^T of 10 classes has rank 9."""
-    options = {"loss": "cross_entropy", "kind": "ggn", "method": "lanczos", "directions": 2, "steps": 2, "tol": 1e-5}
-    found = hk.spectrum(*digits_classifier(steps, seed), k=12, **options)
-    assert found.converged
-    assert found.outliers == 9
-    assert found.gap > 1.5
-
-
 def test_products_that_run_out_are_said() -> None:
     A = with_eigenvalues(torch.linspace(0, 1, 200, **DOUBLE))
     found = hk.spectrum(aslinearoperator(A.numpy()), k=3, bottom=0, method="lanczos", max_products=20, directions=2, steps=4)
@@ -254,15 +217,10 @@ def test_products_that_run_out_are_said() -> None:
 def test_prints_and_pictures(operator: HessianOperator, tmp_path) -> None:
     found = hk.spectrum(operator, k=3, by="parameter", method="lanczos", directions=2, steps=4)
     assert "spectrum of the Hessian, " in str(found)
-    assert repr(found).startswith("<Spectrum: spectrum of the Hessian")
-    assert "<table>" in found._repr_html_()
     assert "attention.W_Q" in found.table()
     assert re.search(rf"^{operator.shape[0]} ", found.table(), re.MULTILINE)  # the number of the smallest eigenvalue
     json.dumps(plain(found.to_dict()), allow_nan=False)
     json.dumps(found.density(scale="log").to_dict(), allow_nan=False)
-    assert re.fullmatch(
-        r"<Density: per decade of \|eigenvalue\|, \d+ points from \S+ to \S+, .*>", repr(found.density(scale="log"))
-    )
     picture = found.plot(tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size
     assert [axes.get_xscale() for axes in picture.axes] == ["linear", "log"]
@@ -275,28 +233,26 @@ def nan_operator() -> LinearOperator:
 BAD = {
     "k too large": (lambda op: called(op, k=10**6), r"k=1000000 and bottom=0 of \d+ eigenvalues"),
     "no k": (lambda op: called(op, k=0), "k=0, bottom=None; expected at least one"),
-    "NaN, full": (lambda op: called(nan_operator(), k=1), "NaN or infinite"),
     "NaN, Lanczos": (lambda op: called(nan_operator(), k=1, method="lanczos"), "product 1 with the matrix is NaN"),
     "not symmetric": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1, method="lanczos"), "not symmetric"),
-    "not symmetric, full": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
     "not square": (lambda op: called(aslinearoperator(np.ones((3, 4))), k=1), "the operator is 3 x 4"),
     "dropout": (lambda op: called(nn.Sequential(block(), nn.Dropout(0.1)), X, T), r"dropout layer .* module.eval"),
     "method": (lambda op: called(op, method="eigsh"), "method='eigsh' is not known"),
-    "directions": (lambda op: called(op, directions=1), "directions=1"),
     "tol": (lambda op: called(op, tol=0.0), "tol=0.0"),
-    "a truth value": (lambda op: called(op, tol=True), "tol is a bool; pass a number"),
+    "NaN, full": (lambda op: called(nan_operator(), k=1), "NaN or infinite"),
+    "not symmetric, full": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
+    "directions": (lambda op: called(op, directions=1), "directions=1"),
     "products": (lambda op: called(op, max_products=1), "max_products=1"),
-    "data twice": (lambda op: called(op, X, T), "an operator has its data"),
     "no module": (lambda op: called(X), "got Tensor"),
+    "part": (lambda op: called(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
+    "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
+    "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
+    "inputs beside an operator": (lambda op: called(op, X), "an operator has its data"),
     "by": (lambda op: called(op, by="head"), "by='head' is not known"),
     "by without module": (lambda op: called(op, by="type"), "read from the module"),
     "by of no names": (lambda op: called(aslinearoperator(np.eye(3)), k=1, by="parameter"), "needs parameters by name"),
     "pattern": (lambda op: called(op, by={"a": "b.*"}), r"'b\.\*'"),
-    "part": (lambda op: called(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
-    "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
     "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
-    "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
-    "inputs beside an operator": (lambda op: called(op, X), "an operator has its data"),
     "a target beside an operator": (lambda op: called(op, target=T), "an operator has its data"),
     "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
 }

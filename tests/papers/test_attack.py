@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from curvature_reference import mse, reverse_over_reverse
 
 import hessiankit as hk
-from hessiankit.blocks import ACTIVATIONS, PLACEMENTS, Attention
-from hessiankit.bounding.a_priori import a_priori
+from hessiankit.blocks import ACTIVATIONS, Attention
 from hessiankit.bounding.bounds import BOUNDS, Bound
-from hessiankit.support.errors import InputError
-from papers.__main__ import main
-from papers.curvature_gap import attack as attacks
-from papers.curvature_gap.attack import ascend, attack
+from papers.curvature_gap.attack import attack
 from papers.curvature_gap.high_precision import norm_from_below
 from papers.curvature_gap.problems import BoundProblem, draw_problem
 
@@ -46,25 +40,7 @@ def test_a_planted_fault_is_found_and_comes_back_by_its_seed(monkeypatch):
     assert f"attack 1 --seed {seed}" in report.table()
 
 
-def test_a_bound_of_ones_own_is_attacked_unless_it_is_of_the_matrix(monkeypatch):
-    monkeypatch.setitem(BOUNDS, "half", Bound("half", lambda at: (at.hessian.spectral_norm() / 2, {}), of_matrix=True))
-    monkeypatch.setitem(BOUNDS, "too_small", Bound("too_small", lambda at: (0.0, {})))
-    attacked = attack(1, seed=1)
-    assert not {"half", "half, blocks"} & set(attacked.largest)
-    assert "too small" in {violation.bound for violation in attacked.violations}
-
-
-def test_problems_cover_what_they_say():
-    drawn = [draw_problem(seed) for seed in range(300)]
-    assert {p.name for p in drawn} == {"attention", *PLACEMENTS}
-    assert {p.regime for p in drawn} == {"plain", "peaked", "constant", "pair", "fitted", "lopsided"}
-    assert {len(p.x) for p in drawn} >= {1, 2, 5}
-    assert {p.loss for p in drawn} == {"mse", "cross_entropy"}
-    assert any(p.loss == "mse" and not p.target.any() for p in drawn)
-    assert torch.equal(draw_problem(7).x, drawn[7].x)
-
-
-@pytest.mark.parametrize("placement", ["post", "hybridnorm", "group-ln", "admin"])
+@pytest.mark.parametrize("placement", ["post", "hybridnorm", "group-ln"])
 def test_the_referee_agrees_where_float64_is_right(placement):
     for seed in range(200):
         problem = draw_problem(seed, placement=placement)
@@ -85,42 +61,6 @@ def test_the_referee_by_hand():
     v = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
     assert norm_from_below(problem, slice(0, 3), slice(0, 3), v) == pytest.approx(8.0, rel=1e-15)
     assert norm_from_below(problem, slice(0, 1), slice(0, 1), v[2:]) == 0.0
-
-
-def test_an_interrupt_keeps_what_is_found(monkeypatch, capsys, tmp_path):
-    real, calls = attacks.draw_problem, []
-
-    def interrupted(seed):
-        calls.append(seed)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        return real(seed)
-
-    monkeypatch.setattr(attacks, "draw_problem", interrupted)
-    path = tmp_path / "attack.json"
-    assert main(["attack", "9", "--seed", "40", "--json", str(path)]) == 130
-    assert "of 2 of 9 problems, interrupted" in capsys.readouterr().out
-    found = json.loads(path.read_text())
-    assert (found["problems"], found["asked"]) == (2, 9)
-    assert found["interrupted"]
-    assert calls == [40, 41, 42]
-
-
-def test_errors():
-    with pytest.raises(InputError, match="1 or more"):
-        attack(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 11])
-def test_no_ascent_reaches_a_bound(seed):
-    problem = draw_problem(seed)
-    before = problem.hessian.spectral_norm() / a_priori_of(problem)
-    assert before <= ascend(problem, a_priori_of, 12) <= 1 + 1e-9
-
-
-def a_priori_of(problem):
-    return a_priori(problem.module, problem.x, problem.target, loss=problem.loss).whole
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -12,13 +12,8 @@ import pytest
 from hessiankit.cli import parsing as exit_codes
 from hessiankit.cli.main import main as hessiankit_main
 from papers import claims
-from papers.__main__ import PAPERS, main, parser
-from papers.claim import PAPERS as KNOWN
+from papers.__main__ import main, parser
 from papers.experiments import placements, tune_lr
-
-
-def test_the_choices_are_the_papers() -> None:
-    assert tuple(KNOWN) == PAPERS
 
 
 def test_the_statements_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,12 +43,6 @@ def test_printed_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert {kind: value for kind, value in block.items() if not kind.startswith("printed")} == valid
     assert block.keys() - valid.keys() == {"printed_theorem_6", "printed_theorem_6_proof"}
     assert attention.keys() - valid.keys() == {"printed_theorem_1", "printed_theorem_1_appendix"}
-
-
-def test_pages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--paper", "ours", "--markdown", str(tmp_path / "a.md"), "--html", str(tmp_path / "a.html")]) == 0
-    assert "## Statements of this code base" in (tmp_path / "a.md").read_text(encoding="utf-8")
-    assert "<title>The papers' statements</title>" in (tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,6 @@ IMAGES = RNG.integers(0, 256, (20, 6, 4), dtype=np.uint8)
 LABELS = np.arange(20) % 4
 
 
-def test_first_is_one_batch_and_refuses_more_than_there_is() -> None:
-    test = load_images("digits", split="test", dtype=torch.float64)
-    batch = test.first(3)
-    assert batch.images.dtype == torch.float64
-    assert torch.equal(batch.labels, test.labels[:3])
-    with pytest.raises(InputError, match="asked for 361 images, digits test has 360"):
-        test.first(361)
-
-
 @pytest.mark.parametrize("colours", [(), (3,)])
 def test_a_file_of_bytes(tmp_path: Path, colours: tuple[int, ...]) -> None:
     path, images = tmp_path / "mine.npz", RNG.integers(0, 256, (20, 6, 4, *colours), dtype=np.uint8)
@@ -51,13 +42,9 @@ def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     [
         ({"images": IMAGES}, r"has arrays \['images'\], without \['labels'\]"),
         ({"images": IMAGES, "labels": LABELS[:5]}, r"images of uint8 \(20, 6, 4\), labels of int64 \(5,\); expected"),
-        ({"images": IMAGES[:, 0], "labels": LABELS}, r"images of uint8 \(20, 4\)"),
         ({"images": IMAGES.astype(int), "labels": LABELS}, "images of int64"),
         ({"images": IMAGES, "labels": LABELS - 1}, "whole numbers"),
-        ({"images": IMAGES, "labels": LABELS / 2}, "labels of float64"),
-        ({"images": IMAGES[:0], "labels": LABELS[:0]}, r"images of uint8 \(0, 6, 4\)"),
         ({"images": IMAGES, "labels": np.arange(20)}, "cannot hold out a fifth of every class"),
-        ({"images": np.array([None] * 20), "labels": LABELS}, "cannot be read"),
     ],
 )
 def test_files_that_hold_something_else(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
@@ -71,16 +58,9 @@ def test_unknown_sources_say_what_is_expected(tmp_path: Path) -> None:
         load_images("digits", split="validation")
     with pytest.raises(InputError, match="'mnist' is neither 'digits' nor an existing path; nothing is downloaded"):
         load_images("mnist")
-    np.save(tmp_path / "one.npy", IMAGES)
-    for name, content in (
-        ("notes.txt", b"hello"),
-        ("one.npy", None),
-        ("pickle", pickle.dumps(print)),
-        ("cut.npz", b"PK\x03\x04"),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match="asked for 361 images, digits test has 360"):
+        load_images("digits", split="test").first(361)
+    for name, content in (("notes.txt", b"hello"), ("pickle", pickle.dumps(print)), ("cut.npz", b"PK\x03\x04")):
+        (tmp_path / name).write_bytes(content)
         with pytest.raises(InputError, match=rf"{name} cannot be read .*expected a \.npz file, as numpy\.savez writes it"):
             load_images(tmp_path / name)
-    with pytest.raises(InputError, match="cannot be read"):
-        load_images(tmp_path)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,9 @@ import pytest
 import torch
 
 from hessiankit.support.errors import InputError
-from papers import PAPERS, VERDICTS, Claim, Ledger, claim, claims
+from papers import PAPERS, Claim, Ledger, claim, claims
 from papers import evidence as show
 from papers.__main__ import main
-from papers.autodiff import hessian_of, jacobian_of
-from papers.claim import SUPPORTED
 from papers.errata import ERRATA, errata_page, without_counterexamples
 from papers.ledger_report import run_row
 from papers.pages import without_evidence
@@ -38,27 +35,16 @@ def everything():
 # The rows -------------------------------------------------------------------------------------------------------------
 
 
-def test_the_ledger_and_a_report_are_pickled(everything):
-    assert pickle.loads(pickle.dumps(everything)) == everything
-    report = claims(id="hybridnorm/eq19").run()
-    assert str(pickle.loads(pickle.dumps(report))) == str(report)
-
-
 def test_every_row_is_complete(everything):
     assert len(everything) > 100
     assert len({c.id for c in everything}) == len({c.anchor for c in everything}) == len(everything)
     for c in everything:
-        assert c.statement, c.id
-        assert c.place, c.id
         assert c.paper in PAPERS, c.id
-        assert callable(c.compute), c.id
         assert c.id == c.id.lower(), c.id
         assert not set(c.id) & set("*?[] "), c.id
         for text in (c.statement, c.corrected or "", c.assumption or ""):
             assert text.count("$") % 2 == 0, c.id
             assert text.count("{") == text.count("}"), c.id
-        assert c.corrected or c.verdict != "WRONG AS PRINTED", c.id
-        assert c.assumption or c.verdict != "HOLDS UNDER ASSUMPTION", c.id
 
 
 def test_closed_forms_are_where_the_rows_say(everything):
@@ -73,13 +59,6 @@ def test_closed_forms_are_where_the_rows_say(everything):
         assert callable(found), source
 
 
-def test_rows_stand_in_the_order_of_the_papers(everything):
-    papers = [c.paper for c in everything]
-    assert papers == sorted(papers, key=list(PAPERS).index)
-    chapters = [c.chapter for c in everything if c.paper == "hybridnorm"]
-    assert list(dict.fromkeys(chapters))[:3] == ["hybridnorm.placements", "hybridnorm.jacobians", "hybridnorm.theorem_pre"]
-
-
 def test_a_sample_is_reproduced_from_a_third_seed(everything):
     report = Ledger(everything.rows[::30]).run(seed=11)
     assert report, "\n".join(map(str, report.failures))
@@ -89,12 +68,10 @@ def test_a_sample_is_reproduced_from_a_third_seed(everything):
 
 PASS_AND_FAIL = [
     (lambda: show.agrees(ones, ones * (1 + 1e-13)), lambda: show.agrees(ones, ones * (1 + 1e-9))),
-    (lambda: show.agrees([ones, ones], [ones, ones]), lambda: show.agrees([ones, 2 * ones], [ones, ones])),
     (lambda: show.small([0.0, 1e-12]), lambda: show.small([0.0, 1e-9])),
     (lambda: show.small(0.0), lambda: show.small(math.nan)),
     (lambda: show.counts(3, 3), lambda: show.counts(3, 4)),
     (lambda: show.bounded([0.2, 1.0], attained=0.9), lambda: show.bounded([0.2, 0.8], attained=0.9)),
-    (lambda: show.bounded([0.2, 1.0]), lambda: show.bounded([0.2, 1.01])),
     (lambda: show.loose([0.2, 0.5], factor=2), lambda: show.loose([0.2, 0.6], factor=2)),
     (lambda: show.wrong(2 * ones, ones, corrected=ones), lambda: show.wrong(ones, ones, corrected=ones)),
     (lambda: show.wrong(2 * ones, ones, corrected=ones), lambda: show.wrong(2 * ones, ones, corrected=3 * ones)),
@@ -105,8 +82,8 @@ PASS_AND_FAIL = [
         lambda: show.wrong(2 * ones, ones, corrected=ones, second=2 * ones),
     ),
     (lambda: show.violated(2.0, 1.0, corrected=3.0, second=2.0), lambda: show.violated(2.0, 1.0, corrected=3.0, second=2.1)),
-    (lambda: show.wrong([2.0, 3.0], 1.0, corrected=1.0), lambda: show.wrong([2.0, 1.0], 1.0, corrected=1.0)),
     (lambda: show.bounded([[0.2, 1.0], [0.9]], attained=0.8), lambda: show.bounded([[0.2, 1.0], [0.5]], attained=0.8)),
+    (lambda: show.bounded([0.2, 1.0]), lambda: show.bounded([0.2, 1.01])),
     (lambda: show.assumed(show.small(0.0), 2.0, above=1), lambda: show.assumed(show.small(0.0), 0.5, above=1)),
     (lambda: show.assumed(show.small(0.0), 2.0, above=1), lambda: show.assumed(show.small(1.0), 2.0, above=1)),
     (lambda: show.readings({"a": 1.0, "b": 2.0}), lambda: show.readings({"a": 1.0, "b": 1.0})),
@@ -129,32 +106,16 @@ def test_errors_are_relative_to_the_largest_entry():
     assert show.relative_error(torch.zeros(0), torch.zeros(0)) == 0
 
 
-def test_every_verdict_has_a_way_to_be_shown():
-    assert set(SUPPORTED) == set(VERDICTS)
-    assert show.not_run("too large").shows in SUPPORTED["NOT RUN"]
-
-
-def test_derivatives_by_autograd_of_functions_known_by_hand():
-    x, y = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([3.0, 5.0], dtype=torch.float64)
-    assert jacobian_of(lambda a, b: a * b**2, x, y, wrt=1).tolist() == [[6.0, 0.0], [0.0, 20.0]]
-    mixed = hessian_of(lambda a, b: (a * b**2).sum(), x, y, wrt=(0, 1))
-    assert mixed.tolist() == [[6.0, 0.0], [0.0, 10.0]]
-    assert hessian_of(lambda a: a @ a, x).tolist() == [[2.0, 0.0], [0.0, 2.0]]
-    assert hessian_of(lambda a: a.sum(), x).tolist() == [[0.0, 0.0], [0.0, 0.0]]
-
-
 # A verdict that is not found again ------------------------------------------------------------------------------------
 
 
 def test_a_verdict_that_is_not_found_again():
     broken = row(lambda seed: show.agrees(2 * ones, ones, "two and one"))
-    report = Ledger((row(lambda seed: show.small(0.0)), broken)).run()
+    report = Ledger((row(lambda seed: show.small(0.0)), broken, row(lambda seed: show.not_run("no"), "NOT RUN"))).run()
     assert not report
     assert [failure.claim for failure in report.failures] == [broken]
-    assert "1 of 2 verdicts reproduced" in report.table()
-    line = "ours/made-up (here): HOLDS NOT reproduced: relative error 1; two and one"
-    assert line in report.table()
-    assert line == str(report.failures[0])
+    assert "1 of 2 verdicts reproduced, 1 not run" in report.table()
+    assert "ours/made-up (here): HOLDS NOT reproduced: relative error 1; two and one" in report.table()
 
 
 def test_a_computation_that_fails_is_a_row_that_fails():
@@ -164,10 +125,6 @@ def test_a_computation_that_fails_is_a_row_that_fails():
     report = Ledger((row(compute), row(lambda seed: show.small(0.0)))).run()
     assert [ran.reproduced for ran in report.rows] == [False, True]
     assert report.rows[0].error == "ZeroDivisionError: by zero"
-    assert report.to_dict()["rows"][0]["evidence"] is None
-
-
-def test_a_computation_must_be_able_to_support_its_verdict():
     report = Ledger((row(lambda seed: show.wrong(1.0, 2.0, corrected=2.0)),)).run()
     assert "its verdict is HOLDS and its computation shows error; expected one of agreement, bound" in report.rows[0].error
 
@@ -176,19 +133,6 @@ def test_the_seed_reaches_the_computation_and_the_report():
     report = Ledger((row(lambda seed: show.counts(seed, 7)),)).run(seed=7)
     assert report
     assert report.rows[0].evidence.seed == report.seed == 7
-    assert not Ledger((row(lambda seed: show.counts(seed, 7)),)).run()
-
-
-def test_not_run_is_told_apart():
-    report = Ledger((row(lambda seed: show.not_run("no"), "NOT RUN"), row(lambda seed: show.small(0.0)))).run()
-    assert report
-    assert "1 of 1 verdicts reproduced, 1 not run" in report.summary
-
-
-def test_progress_is_told():
-    told = []
-    Ledger((row(lambda seed: show.small(0.0)),) * 2).run(progress=lambda *what: told.append(what))
-    assert told == [("ours/made-up", 0, 2), ("ours/made-up", 1, 2), ("claims", 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +140,6 @@ def test_progress_is_told():
     [
         ({"id": "hybridnorm/eq14"}, "is taken"),
         ({"id": "adam/eq1"}, "does not begin with a paper"),
-        ({"id": "ours"}, "does not begin with a paper"),
         ({"verdict": "TRUE"}, "unknown verdict 'TRUE'"),
         ({"doc": ""}, "needs a statement in its docstring"),
         ({"place": ""}, "needs place"),
@@ -216,18 +159,6 @@ def test_incomplete_rows_are_refused(everything, fields, message):
 
 
 # What users call ------------------------------------------------------------------------------------------------------
-
-
-def test_choosing_rows(everything):
-    some = claims(paper="hybridnorm", verdict="wrong as printed", id="hybridnorm/eq3*")
-    assert len(some) >= 3
-    assert {c.verdict for c in some} == {"WRONG AS PRINTED"}
-    assert isinstance(everything[:3], Ledger)
-    assert everything[0] in everything
-    counts = everything.counts()
-    assert sum(sum(found.values()) for found in counts.values()) == len(everything)
-    assert sum(counts["hybridnorm"].values()) == len(claims(paper="hybridnorm"))
-    assert len(claims(paper="hybridnorm", verdict="NOT RUN")) == counts["hybridnorm"]["NOT RUN"]
 
 
 @pytest.mark.parametrize(
@@ -251,23 +182,11 @@ def test_a_ledger_prints(everything):
         assert c.id in html
     assert "$" not in text
     assert f"hybridnorm: {len(some)} rows" in text
-    assert json.loads(json.dumps(some.to_dict()))["rows"][0]["statement"] == some[0].statement
+    assert {c.verdict for c in claims(paper="hybridnorm", verdict="wrong as printed")} == {"WRONG AS PRINTED"}
     report = some[:2].run()
-    assert "2 of 2 verdicts reproduced" in report.table()
-    assert report._repr_html_().count("<tr>") == 3
     assert json.loads(json.dumps(report.to_dict()))["reproduced"] is True
-    page = some.html(report)
-    assert page.count("<tr id=") == len(some)
-    assert "against autograd" in page or "autograd" in page
+    assert some.html(report).count("<tr id=") == len(some)
     assert str(some[0]).splitlines()[0] == f"id          {some[0].id}"
-
-
-def test_latex_survives_a_markdown_table():
-    tricky = row(lambda seed: show.small(0.0), chapter="here")
-    tricky = replace(tricky, statement=r"a|b and $\|x\| < |y|$ of W_Q", corrected="x < y")
-    line = next(line for line in Ledger((tricky,)).markdown().splitlines() if "made-up" in line)
-    assert r"a\|b and $`\Vert x\Vert  < \vert y\vert `$ of W\_Q" in line
-    assert line.replace(r"\|", "").count("|") == 7
 
 
 def test_the_page_in_docs_is_true(everything):
@@ -301,18 +220,15 @@ def test_a_wrong_row_keeps_what_it_compared(everything):
 def test_pages_of_corrections_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr("papers.ledger.ERRATA", {"hybridnorm": ERRATA["hybridnorm"]})  # each page runs its rows
     assert main(["errata", "--out", str(tmp_path / "pages")]) == 0
-    assert [p.name for p in (tmp_path / "pages").iterdir()] == ["hybridnorm.md"]
     assert "Counterexample: " in (tmp_path / "pages" / "hybridnorm.md").read_text(encoding="utf-8")
 
 
 def test_command_line_when_a_verdict_is_not_found_again(monkeypatch, capsys):
     broken = row(lambda seed: show.small(1.0, "broken on purpose"))
     monkeypatch.setattr("papers.ledger.rows", lambda paper: (broken,))
-    assert main(["list"]) == 0
     assert main(["run"]) == 1
     assert "ours/made-up (here): HOLDS NOT reproduced: relative error 1; broken on purpose" in capsys.readouterr().out
     assert main(["show", "ours/*"]) == 1
-    assert "reproduced  NO" in capsys.readouterr().out
 
 
 def test_a_wrong_formula_needs_a_second_route():
@@ -325,17 +241,3 @@ def test_a_wrong_formula_needs_a_second_route():
     assert not run_row(alone).reproduced
     twice = replace(alone, compute=lambda seed: show.wrong(2 * ones, ones, corrected=ones, second=ones, by="by hand"))
     assert twice.evidence(0).second == "by hand, to 0"
-
-
-def test_numbers_of_another_length_are_no_error_of_a_print():
-    with pytest.raises(ValueError, match="numbers against"):
-        show.wrong(100.0, [1.0], corrected=[1.0])
-
-
-def test_a_product_that_does_not_conform_is_shown():
-    found = show.wrong([torch.empty(0), ones], [ones, ones], corrected=[ones, ones])
-    assert "printed 1: does not conform" in found.printed_arrays()
-    assert "as printed 0" in str(found)
-    alone = show.wrong([torch.empty(0)], [ones], corrected=[ones])
-    assert "printed: does not conform" in alone.printed_arrays()
-    assert "as printed does not conform" in str(alone)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from derivations.matrix import BlockDiagonal, Dense, Ones, kron
+from derivations.matrix import Ones
 from papers import norms
 
 F64 = torch.float64
@@ -55,17 +55,12 @@ class TestDefinition:
             for kind, expected in by_hand(A).items():
                 assert norms.matrix_norm(A, kind) == pytest.approx(expected, rel=1e-12)
 
-    def test_what_is_taken(self) -> None:
+    def test_what_is_taken_and_what_is_not(self) -> None:
         assert norms.matrix_norm(Ones(4, 9)) == pytest.approx(6)
         assert norms.matrix_norm(np.array([[3, 4]], dtype=object), "F") == 5
-        assert norms.matrix_norm([[3, -4]], "1") == 4
         assert norms.matrix_norm(torch.zeros(0, 3)) == 0
-
-    def test_errors(self) -> None:
         with pytest.raises(ValueError, match="unknown norm 'nuclear'"):
             norms.matrix_norm(torch.ones(2, 2), "nuclear")
-        with pytest.raises(ValueError, match="unknown norm 'nuclear'"):
-            norms.norm_constant("2", "nuclear", 2, 2)
         with pytest.raises(ValueError, match="expected a matrix"):
             norms.matrix_norm(torch.ones(2))
 
@@ -78,25 +73,6 @@ class TestProperty7:
             for y, cell in zip(header.split(), cells, strict=True):
                 expected = 1.0 if cell == "." else eval(cell, {"sqrt": math.sqrt, "m": 6, "n": 15, "d": 4})
                 assert norms.norm_constant(x, y, 6, 15, rank=4) == pytest.approx(expected), (x, y)
-
-    def test_ratio_of_zeros(self) -> None:
-        assert norms.NormInequality(0.0, 0.0).ratio == 0
-        assert norms.NormInequality(1.0, 0.0).ratio == math.inf
-
-
-class TestProperties8To12:
-    def test_each_is_the_bound_of_an_expression(self) -> None:
-        """Which is tested by itself: sums, products, Kronecker products, transposes, block diagonals; ones by their sizes."""
-        A, B, C = (torch.randn(3, n, generator=torch.Generator().manual_seed(5), dtype=F64) for n in (4, 4, 5))
-        a, b, c = Dense(A), Dense(B), Dense(C)
-        assert norms.sum_norm_bound(a, b) == (a + b).norm_bound()
-        assert norms.product_norm_bound(a.T, c) == pytest.approx((a.T @ c).norm_bound(), rel=1e-15)
-        assert norms.kronecker_norm(a, c) == kron(a, c).norm_bound()
-        assert norms.transpose_norm(a) == pytest.approx(norms.matrix_norm(A.T), rel=1e-13)
-        assert norms.block_diagonal_norm([a.norm_bound(), c.norm_bound()]) == BlockDiagonal([a, c]).norm_bound()
-        assert norms.block_diagonal_norm([]) == 0
-        for m, n in ((5, 5), (3, 7), (1, 4)):
-            assert norms.ones_norm(m, n) == pytest.approx(Ones(m, n).norm_bound(), rel=1e-14)
 
 
 class TestProperty11:
@@ -119,8 +95,3 @@ class TestProperty11:
         bound = norms.block_norm_bound(norms.block_norms(A, [4, 4], [4, 4, 4]))
         assert norms.matrix_norm(A) == pytest.approx(bound, rel=1e-14)
         assert bound < 0.55 * norms.block_norm_bound_printed(C)
-
-    @pytest.mark.parametrize("bad", [[1.0, 2.0], [[1.0, -2.0]]])
-    def test_norms_are_nonnegative_matrices(self, bad: list[float]) -> None:
-        with pytest.raises(ValueError, match="nonnegative"):
-            norms.block_norm_bound(bad)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import importlib
 import json
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-import hessiankit
 from hessiankit.blocks import PLACEMENTS, FeedForward
 from hessiankit.cli.parsing import FAILED
 from hessiankit.support.jsonl import read_records
-from hessiankit.verify.check import check
 from papers.__main__ import main
-from papers.experiments import placement_grid
 from papers.experiments.placement_grid import (
     KINK,
     OPTIONS,
@@ -27,9 +23,6 @@ from papers.experiments.placement_grid import (
     finished_case,
     is_balanced,
     is_generic,
-    run_case,
-    summary,
-    verdict,
 )
 
 pytestmark = pytest.mark.slow
@@ -47,18 +40,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def done() -> placement_grid.Finished:
-    return run_case(CHEAP)
-
-
-def test_the_grid_is_the_whole_product():
-    assert cases(sample=9, seed=1) == cases(sample=9, seed=1) != cases(sample=9, seed=2)
-    everything = cases()
-    assert len(everything) == len(set(everything)) == len(PLACEMENTS) * 2 * 3 * 3 * 2 * 2 * 2
-    assert {case.placement for case in everything} == set(PLACEMENTS)
-
-
 def test_the_sample_passes_and_covers_every_option(out):
     finished = list(read_records(out / "cases.jsonl", finished_case))
     assert all(one.passed and 0 < one.error <= 1e-10 and one.identities > 0 for one in finished)
@@ -66,24 +47,6 @@ def test_the_sample_passes_and_covers_every_option(out):
     assert len({one.case.placement for one in finished}) == SAMPLE
     for option, values in OPTIONS.items():
         assert {getattr(one.case, option) for one in finished} == set(values)
-
-
-def test_every_kind_of_parameter_occurs(out):
-    models = [
-        build(PlacementCase(name, "layernorm", "swiglu", "4", mask, 1, "mse"))[0]
-        for name in PLACEMENTS
-        for mask in OPTIONS["mask"]
-    ]
-    kinds = {name.removeprefix("blocks.0.") for model in models for name, _ in model.named_parameters()}
-    expected = {name for k in "QKVO" for name in (f"attention.W_{k}", f"attention.b_{k}")}
-    expected |= {f"feedforward.{letter}_{k}" for letter in "Wb" for k in "1G2"}
-    expected |= {f"norm_{k}.{part}" for k in "1234" for part in ("weight", "bias")}
-    expected |= {f"attention.norm_{k}.{part}" for k in "qkvc" for part in ("weight", "bias")}
-    expected |= {f"{scale}_{k}" for scale in ("omega", "lambda") for k in "12"}
-    expected |= {f"{norm}_norm.{part}" for norm in ("embedding", "final") for part in ("weight", "bias")}
-    assert kinds == expected | {"embedding.W_E", "embedding.P", "head.W_C"}
-    checked = {kind for one in read_records(out / "cases.jsonl", finished_case) for kind in one.kinds}
-    assert {kind.removeprefix("blocks.") for kind in checked} <= kinds
 
 
 def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
@@ -102,14 +65,6 @@ def test_a_wrong_entry_is_found(tmp_path, monkeypatch, capsys):
     assert "1 of 1 cases FAILED" in capsys.readouterr().out
     assert json.loads((tmp_path / "placement_grid.json").read_text())["placements"]["lns"]["failed"] == 1
     assert "Failed:" in (tmp_path / "placement_grid.md").read_text()
-
-
-def test_a_case_left_to_autograd_fails(monkeypatch):
-    monkeypatch.setattr(placement_grid, "check", partial(check, formulas=False))
-    monkeypatch.setattr(hessiankit.Hessian, "fallbacks", property(lambda _: ("aten.relu",)))
-    finished = run_case(CHEAP)
-    assert not finished.passed
-    assert "left to automatic differentiation: aten.relu" in finished.verdict
 
 
 def test_points_that_decide_nothing_are_refused():
@@ -134,15 +89,6 @@ def test_points_that_decide_nothing_are_refused():
     assert is_balanced(model, ids, target, "mse")
     model.blocks[0].feedforward.W_2.data *= 1e-6  # the gradient of W_1 is then small
     assert not is_balanced(model, ids, target, "mse")
-
-
-def test_the_summary_of_one_case(done):
-    found = summary(
-        [done, replace(done, error=float("nan"), passed=False, verdict="NOT VERIFIED")], "python -m papers placements"
-    )
-    assert found["max_rel_error"] is None
-    assert found["failed"] == [f"{CHEAP}: NOT VERIFIED"]
-    assert verdict(found).startswith("1 of 2 cases FAILED of 1 placements; largest error not known")
 
 
 def test_the_committed_result_is_of_every_placement():

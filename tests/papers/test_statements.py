@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
 
 from papers.curse_of_depth.stacks import attention_head, exponent, layers
 from papers.curse_of_depth.variance import grown, var
 from papers.curvature_gap.point import point
 from papers.drawing import Draw
-from papers.hybridnorm.gradient_bounds import largest_gain
-from papers.hybridnorm.tables import TABLE_4_BLOCKS, TABLE_4_OURS
 from papers.notation import norm, rms_norm, spectral
 from papers.sharpness_disparity.points import FeedForwardPoint
 
@@ -50,16 +47,3 @@ def test_curse_of_depth_variance_with_layernorm_scaling(rho):
     least, most = 1 + c * c * float((1 / k).sum()), (1 + c * float(k.rsqrt().sum())) ** 2
     assert least * (1 - 1e-12) <= value <= most * (1 + 1e-12)
     assert rho not in (0.0, 1.0) or min(value / least - 1, 1 - value / most) < 1e-12
-
-
-def test_hybridnorm_table_4_pre_post():
-    """Pre-Post is the best of the third part of Table 4, and HybridNorm is better still."""
-    rows = dict(TABLE_4_BLOCKS[2])
-    best = rows.pop("Pre-Post")
-    assert all(b <= x for row in rows.values() for b, x in zip(best, row, strict=True))
-    assert all(a <= b for a, b in zip(TABLE_4_OURS["HybridNorm"], best, strict=True))
-
-
-def test_a_row_of_zeros_has_no_largest_gain():
-    with pytest.raises(ValueError, match="row 1 of X W is zero"):
-        largest_gain(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[1.0], [0.0]]))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.support.errors import InputError
-from papers.experiments.training import accuracy, train
+from papers.experiments.training import train
 
 INPUTS = torch.randn(50, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 LABELS = (INPUTS[:, 0] > 0.3).long() + (INPUTS[:, 1] > 0).long()
@@ -58,24 +58,6 @@ def test_the_seed_decides_and_the_callers_random_state_is_left_alone() -> None:
     assert run(models[2], steps=20, seed=1) != first
 
 
-def test_accuracy_and_callback() -> None:
-    model, seen = classifier(), []
-    losses = run(model, steps=300, callback=lambda step, loss: seen.append((step, loss)))
-    assert seen == list(enumerate(losses, start=1))
-    assert accuracy(model, INPUTS, LABELS, batch_size=7) == (model(INPUTS).argmax(-1) == LABELS).double().mean().item() > 0.9
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_loss_that_is_not_finite_is_named() -> None:
     with pytest.raises(InputError, match="the loss became nan at step 1; lower the learning rate"):
         train(classifier(), INPUTS * float("nan"), LABELS, steps=3, progress=False)
-
-
-def test_the_bar_is_for_terminals_only(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run(classifier(), steps=2, progress=True)
-    assert capsys.readouterr() == ("", "")
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    run(classifier(), steps=2, progress=True)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert "2/2" in captured.err

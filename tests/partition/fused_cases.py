@@ -89,7 +89,6 @@ def timm_block() -> Model:
 
 FUSED: dict[str, Callable[[], Model]] = {
     "nn.MultiheadAttention": attention,
-    "nn.MultiheadAttention without bias": lambda: attention(bias=False),
     "nn.TransformerEncoderLayer": lambda: (nn.TransformerEncoderLayer(8, 4, 12, batch_first=True), (rows(2, 3, 8),)),
     "small GPT": lambda: (SelfAttention(8, 4), (rows(2, 3, 8),)),
     "grouped qkv": lambda: (GroupedAttention(6, 4, 2, 3), (rows(2, 3, 6),)),
@@ -97,24 +96,18 @@ FUSED: dict[str, Callable[[], Model]] = {
     "GPT-2": gpt2,
     "Phi-3": lambda: hugging_face("Phi3", num_key_value_heads=2),
     "GPT-NeoX": lambda: hugging_face("GPTNeoX"),
-    "Persimmon": lambda: hugging_face("Persimmon"),
-    "ModernBERT": lambda: hugging_face("ModernBert", reference_compile=False),
     "StarCoder, one key head": lambda: hugging_face("GPTBigCode", multi_query=True),
-    "StarCoder, every head": lambda: hugging_face("GPTBigCode", multi_query=False),
     "DBRX": lambda: hugging_face(
         "Dbrx", d_model=16, n_heads=4, n_layers=1, max_seq_len=32, attn_config={"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1e9},
         ffn_config={"ffn_hidden_size": 16, "moe_num_experts": 2, "moe_top_k": 1},
     ),
     "Falcon, one key head": lambda: hugging_face("Falcon", multi_query=True, new_decoder_architecture=False),
-    "Falcon, every head": lambda: hugging_face("Falcon", multi_query=False, new_decoder_architecture=False),
     "Falcon, groups": lambda: hugging_face("Falcon", new_decoder_architecture=True, num_kv_heads=2),
 }  # fmt: skip
 
 SEPARATE: dict[str, Callable[[], Model]] = {
     "nn.MultiheadAttention of other keys": lambda: attention(kdim=10, vdim=9),
     "Llama": lambda: hugging_face("Llama", num_key_value_heads=2),
-    "Llama, a width of its own": lambda: hugging_face("Llama", num_key_value_heads=2, head_dim=6),
-    "BERT": lambda: hugging_face("Bert"),
     "OPT": lambda: hugging_face("OPT", ffn_dim=24, word_embed_proj_dim=16),
 }  # fmt: skip
 

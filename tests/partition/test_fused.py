@@ -5,21 +5,20 @@ What a module takes for its queries, keys and values is recorded where it hands 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fused_cases import FUSED, ROLES, SEPARATE, build, hugging_face, rows
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from fused_cases import FUSED, ROLES, SEPARATE, SelfAttention, build, gpt2, hugging_face, imported, rows
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
-from hessiankit.engine.problem.selection import parse_part, rows_of_part
+from hessiankit.engine.problem.selection import parse_part, rows_of_part, select
 from hessiankit.partition.fused import named_slices
 
 Recorded = dict[str, Tensor]
@@ -91,48 +90,6 @@ def test_a_head_moves_itself_only(case: str, record: Callable[..., Recorded]) ->
     check_heads(module, lambda: record(module, inputs))
 
 
-def test_bloom_goes_head_by_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, inputs = hugging_face("Bloom", n_layer=1, n_head=4, attn_implementation="eager")
-    module = module.double().eval()
-    layer, seen = module.h[0].self_attention, []
-    original = layer._reshape
-
-    def watched(fused: Tensor) -> tuple[Tensor, ...]:
-        seen.append(original(fused))
-        return seen[-1]
-
-    monkeypatch.setattr(layer, "_reshape", watched)
-
-    def observe() -> Recorded:
-        module(*inputs)
-        return dict(zip(ROLES, seen.pop(), strict=True))
-
-    assert check_heads(module, observe) == 24
-
-
-def test_codegen_goes_by_four_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its eager attention multiplies Q by K^T, then the probabilities by V, in every release of transformers."""
-    sizes = {"hidden_size": 32, "n_layer": 1, "num_attention_heads": 8, "rotary_dim": 2}
-    module, inputs = hugging_face("CodeGen", **sizes, attn_implementation="eager")
-    module = module.double().eval()
-    products: list[tuple[Tensor, Tensor]] = []
-    original = torch.matmul
-
-    def watched(left: Tensor, right: Tensor) -> Tensor:
-        products.append((left, right))
-        return original(left, right)
-
-    monkeypatch.setattr(torch, "matmul", watched)
-
-    def observe() -> Recorded:
-        products.clear()
-        module(*inputs)
-        (query, key), (_, value) = ((left, right) for left, right in products if left.ndim == 4)
-        return {"query": query, "key": key.transpose(-1, -2), "value": value}
-
-    assert check_heads(module, observe) == 24
-
-
 def test_latent_attention(record: Callable[..., Recorded]) -> None:
     latent = {"kv_lora_rank": 5, "q_lora_rank": 3, "qk_rope_head_dim": 2, "qk_nope_head_dim": 4, "v_head_dim": 3}
     module, inputs = hugging_face("DeepseekV3", **latent, first_k_dense_replace=1)
@@ -169,9 +126,8 @@ def test_gate_and_up_of_stacked_experts() -> None:
         gates[:] = first
 
 
-@pytest.mark.parametrize("family", ["Phi3", "Glm"])
-def test_gate_and_up(family: str) -> None:
-    module, inputs = hugging_face(family, num_key_value_heads=2, head_dim=4)
+def test_gate_and_up() -> None:
+    module, inputs = hugging_face("Phi3", num_key_value_heads=2, head_dim=4)
     module = module.double().eval()
     mlp = module.layers[0].mlp
     seen: dict[str, Tensor] = {}
@@ -202,59 +158,123 @@ def test_heads_of_the_papers_blocks() -> None:
     assert check_heads(block, lambda: {role: layer._heads(x, *pair).detach() for role, pair in pairs.items()}) == 18
 
 
-class Fused(nn.Module):
-    """A fused layer with the attributes by which libraries say how it is arranged."""
+@pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
+def test_heads_are_all_of_a_role_and_parts_all_of_a_parameter(case: str) -> None:
+    """Every entry once; a head moves its own role alone, as tests/partition/test_fused.py sees, and so does the role."""
+    module, _ = build(case)
 
-    def __init__(
-        self, layer: str, width: int, outputs: int, sizes: dict[str, Any], in_config: bool, flags: dict[str, bool]
-    ) -> None:
-        super().__init__()
-        self.add_module(layer, nn.Linear(width, outputs))
-        holder = self
-        if in_config:
-            self.config = holder = SimpleNamespace()
-        for name, value in sizes.items():
-            setattr(holder, name, value)
-        for name, flag in flags.items():
-            setattr(self, name, flag)
+    def entries(heads: bool) -> dict[tuple[str, str], list[Tensor]]:
+        found: dict[tuple[str, str], list[Tensor]] = {}
+        for part, index in named_slices(module, heads=heads).items():
+            name, parsed = parse_part(index)
+            rows_of = rows_of_part(module.get_parameter(name).shape, parsed)
+            found.setdefault((name, re.sub(r"head_\d+\.", "", part)), []).append(rows_of)
+        return found
 
-
-@settings(max_examples=25, deadline=None)
-@given(
-    st.sampled_from(["qkv", "Wqkv", "qkv_proj", "groups", "heads", "one key head"]),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.integers(1, 3),
-    st.sampled_from(["num_heads", "num_attention_heads", "n_heads", "n_head"]),
-    st.sampled_from(["num_key_value_heads", "num_kv_heads", "num_heads_kv"]),
-    st.sampled_from(["head_dim", "head_size", "attention_head_size"]),
-    st.booleans(),
-)
-def test_heads_of_every_arrangement(
-    order: str, groups: int, each: int, width: int, heads_name: str, keys_name: str, width_name: str, in_config: bool
-) -> None:
-    """The rows of each head by the reshapes of the libraries' own forward passes, applied to the numbers of the rows."""
-    heads = groups * each
-    of_qkv = order in ("qkv", "Wqkv", "qkv_proj")
-    keys = groups if of_qkv or order == "groups" else heads if order == "heads" else 1
-    at = torch.arange((heads + 2 * keys) * width)
-    if of_qkv or order == "one key head":
-        expected = [part.view(-1, width) for part in at.split([heads * width, keys * width, keys * width])]
-    else:
-        group = at.view(keys, heads // keys + 2, width)
-        expected = [group[:, :-2].flatten(0, 1), group[:, -2], group[:, -1]]
-    sizes = {heads_name: heads, keys_name: groups, width_name: width}
-    if order in ("heads", "one key head"):
-        del sizes[keys_name]
-    flags = {} if of_qkv or order == "heads" else {"new_decoder_architecture": order == "groups", "multi_query": True}
-    layer = order if of_qkv else "query_key_value"
-    module = Fused(layer, 2, len(at), sizes, in_config and order != "qkv_proj", flags)  # which needs its own number of key heads
+    whole, by_head = entries(heads=False), entries(heads=True)
+    assert any(name.endswith("weight") for name, _ in whole) is (case in FUSED)
+    for key, (of_role,) in whole.items():
+        assert torch.equal(torch.cat(by_head[key]).sort().values, of_role.sort().values), key
+    for name in {name for name, _ in by_head}:
+        positions = [rows_of for (own, _), cut in by_head.items() if own == name for rows_of in cut]
+        assert torch.equal(torch.cat(positions).sort().values, torch.arange(module.get_parameter(name).numel())), name
     slices = named_slices(module, heads=True)
-    assert len(slices) == 2 * (heads + 2 * keys)
-    for role, rows_of_heads in zip(ROLES, expected, strict=True):
-        for h, own in enumerate(rows_of_heads):
-            for kind in ("weight", "bias"):
-                name, parsed = parse_part(slices[f"{role}.head_{h}.{kind}"])
-                assert name == f"{layer}.{kind}"
-                entries = rows_of_part((len(at), 2) if kind == "weight" else (len(at),), parsed)
-                assert torch.equal(entries, torch.arange(2 * len(at)).view(-1, 2)[own].flatten() if kind == "weight" else own)
+    assert set(select("who", module, slices.values())) == {name for name, _ in by_head}
+
+
+def test_names_read_well() -> None:
+    assert named_slices(gpt2()[0]) == {
+        "h.0.attn.query.weight": "h.0.attn.c_attn.weight[:, 0:16]",
+        "h.0.attn.key.weight": "h.0.attn.c_attn.weight[:, 16:32]",
+        "h.0.attn.value.weight": "h.0.attn.c_attn.weight[:, 32:48]",
+        "h.0.attn.query.bias": "h.0.attn.c_attn.bias[0:16]",
+        "h.0.attn.key.bias": "h.0.attn.c_attn.bias[16:32]",
+        "h.0.attn.value.bias": "h.0.attn.c_attn.bias[32:48]",
+    }
+
+
+def test_a_size_in_which_the_layers_of_a_config_differ_is_that_of_the_module() -> None:
+    class Config:
+        @property
+        def head_dim(self) -> int:
+            raise RuntimeError("'head_dim' is a per-layer attribute")
+
+    model = gpt2()[0]
+    expected = named_slices(model, heads=True)
+    for module in model.modules():
+        module.config = Config()
+    assert named_slices(model, heads=True) == expected
+
+
+def test_a_part_of_several_slices() -> None:
+    slices = named_slices(hugging_face("GPTNeoX")[0])
+    whole = "layers.0.attention.query_key_value.weight"
+    assert slices["layers.0.attention.key.weight"] == f"{whole}[4:8; 16:20; 28:32; 40:44]"
+
+
+@pytest.mark.parametrize("case", list(SEPARATE)[1:])  # the first has a fused bias all the same
+def test_separate_layers_are_no_fused_weight(case: str) -> None:
+    assert named_slices(build(case)[0]) == {}
+
+
+def test_a_block_of_a_hessian_between_two_parts() -> None:
+    torch.manual_seed(0)
+    module, x, target = SelfAttention(4, 2).double(), rows(2, 3, 4), rows(2, 3, 4).flip(0)
+    slices = named_slices(module)
+    wholes = {name: p.detach() for name, p in module.named_parameters()}
+
+    def loss(query: Tensor, key: Tensor) -> Tensor:
+        weight = torch.cat([query, key, wholes["c_attn.weight"][8:]])
+        return F.mse_loss(torch.func.functional_call(module, wholes | {"c_attn.weight": weight}, x), target)
+
+    parts = wholes["c_attn.weight"][:8].split(4)
+    with sdpa_kernel(SDPBackend.MATH):  # the one that can be differentiated twice
+        expected = torch.autograd.functional.hessian(loss, tuple(parts))[0][1].reshape(16, 16)
+    found = hk.hessian(module, x, target, params=[slices["query.weight"], slices["key.weight"]])
+    assert found.names == ("c_attn.weight",)
+    block = found.block(slices["query.weight"], slices["key.weight"])
+    torch.testing.assert_close(block, expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+
+
+def test_tied_parameters_go_by_the_listed_name() -> None:
+    first, second = SelfAttention(8, 4), SelfAttention(8, 4)
+    second.c_attn.weight = first.c_attn.weight
+    assert named_slices(nn.Sequential(first, second))["1.key.weight"] == "0.c_attn.weight[8:16]"
+    assert set(named_slices(nn.Sequential(first, first))) == {f"0.{r}.{k}" for r in ROLES for k in ("weight", "bias")}
+
+
+def odd(**parts: Any) -> nn.Module:
+    module = nn.Module()
+    for name, value in parts.items():
+        setattr(module, name, value)
+    return module
+
+
+UNKNOWN: dict[str, nn.Module] = {
+    "no heads": odd(qkv=nn.Linear(8, 24)),
+    "key heads that do not divide the heads": odd(qkv=nn.Linear(2, 30), num_heads=4, num_kv_heads=3, head_dim=3),
+    "no width of a head": odd(qkv=nn.Linear(8, 24), num_heads=4),
+    "a convolution": odd(qkv=nn.Conv2d(8, 24, 1), num_heads=4, head_dim=2),
+    "gate_up_proj alone": odd(gate_up_proj=nn.Linear(8, 24)),
+    "sizes that do not fit": odd(qkv=nn.Linear(8, 20), num_heads=4, head_dim=2),
+    "qkv_proj of unknown order": odd(qkv_proj=nn.Linear(8, 24), num_attention_heads=4, head_dim=2),
+    "not a number of heads": odd(qkv=nn.Linear(8, 24), num_heads=True, head_dim=8),
+    "gate_up_proj of another width": odd(gate_up_proj=nn.Linear(8, 24), down_proj=nn.Linear(8, 8)),
+    "computed weight": nn.utils.parametrizations.weight_norm(nn.Linear(8, 24, bias=False)),
+    "queries with their gates": odd(
+        q_proj=nn.Linear(8, 16), k_proj=nn.Linear(8, 8), v_proj=nn.Linear(8, 8), num_heads=4, head_dim=2
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_is_not_known_is_not_listed(case: str) -> None:
+    assert named_slices(UNKNOWN[case], heads=True) == {}
+
+
+def test_timms_layers_that_go_head_by_head_are_not_listed() -> None:
+    _, tiny = imported("timm.models.tiny_vit", "Attention")
+    _, maxxvit = imported("timm.models.maxxvit", "AttentionCl")
+    for layer in (tiny(16, 4, num_heads=4, attn_ratio=1, resolution=(4, 4)), maxxvit(16, dim_head=4, head_first=True)):
+        assert layer.qkv.weight.shape == (48, 16)
+        assert named_slices(layer, heads=True) == {}

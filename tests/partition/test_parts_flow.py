@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from curvature_reference import Formula, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -76,6 +79,7 @@ class Nameless(nn.Module):
 
 
 TOKENS = torch.tensor([[1, 4, 2], [7, 3, 9]])
+X = draw(2, 3, D)
 STEP = {"f.b": ("VO", "output"), "h": ("Norm", "gain"), "i": ("FFN", "up"), "j": ("FFN", "down")}
 STEP |= {"e.d": ("Norm", "gain"), "g.d": ("Norm", "gain")}
 WHOLE = {"k": ("Emb", "embedding"), "l": ("Emb", "position embedding"), "p": ("Emb", "learned token")}
@@ -118,59 +122,42 @@ def test_a_tie_that_only_the_flow_shows(tied: str) -> None:
     assert "Head" not in set(types.values()) - {tied}
 
 
-class Liar(nn.Module):
-    """Attention whose queries and values have each other's names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(D, D) for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.o_proj(F.scaled_dot_product_attention(self.v_proj(x), self.k_proj(x), self.q_proj(x)))
+def types_of(f: Callable[..., Tensor], **parts: Any) -> dict[str, str]:
+    return hk.block_types(Formula(f, **parts), inputs=X)
 
 
 def test_a_contradiction_is_an_error_that_says_both() -> None:
-    x = torch.randn(2, 3, D)
-    both = "'q_proj.weight' is by its module QK .q_proj of Liar., by the flow of data VO .what makes the values"
+    """Attention whose queries and values have each other's names."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return m.o_proj(F.scaled_dot_product_attention(m.v_proj(x), m.k_proj(x), m.q_proj(x)))
+
+    liar = Formula(forward, **{f"{letter}_proj": nn.Linear(D, D) for letter in "qkvo"})
+    both = "'q_proj.weight' is by its module QK .q_proj of Formula., by the flow of data VO .what makes the values"
     with pytest.raises(hk.InputError, match=f"contradict each other: {both}.*'v_proj.bias' is by its module VO"):
-        model_parts(Liar(), inputs=x)
-    types = hk.block_types(Liar(), inputs=x, overrides={r"^q_proj": "VO", r"^v_proj": "QK"})
-    assert types["q_proj.weight"] == "VO"
-    assert types["v_proj.bias"] == "QK"
-    assert hk.block_types(Liar())["q_proj.weight"] == "QK"
-
-
-class LinearAttention(nn.Module):
-    """Attention without a softmax: none of the types that a softmax defines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.a(x).chunk(3, -1)
-        return x + self.b(q @ (k.transpose(-1, -2) @ v))
+        model_parts(liar, inputs=X)
+    types = hk.block_types(liar, inputs=X, overrides={r"^q_proj": "VO", r"^v_proj": "QK"})
+    assert (types["q_proj.weight"], types["v_proj.bias"]) == ("VO", "QK")
+    assert hk.block_types(liar)["q_proj.weight"] == "QK"
 
 
 def test_attention_without_softmax_is_not_guessed() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q, k, v = m.a(x).chunk(3, -1)
+        return x + m.b(q @ (k.mT @ v))
+
     with pytest.raises(hk.InputError, match=r"not recognised: 'a.weight' .Linear., 'a.bias'.*'b.bias'.*pass overrides="):
-        model_parts(LinearAttention(), inputs=torch.randn(2, 3, D))
-
-
-class Twice(nn.Module):
-    """One weight makes queries and keys, as in Reformer; there is no other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(D, D, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q = self.a(x)
-        return torch.softmax(q @ q.transpose(-1, -2), -1) @ x
+        types_of(forward, a=nn.Linear(D, 3 * D), b=nn.Linear(D, D))
 
 
 def test_a_weight_that_makes_queries_and_keys() -> None:
-    (part,) = model_parts(Twice(), inputs=torch.randn(1, 3, D))
+    """As in Reformer; there is no other."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q = x @ m.a
+        return (q @ q.mT).softmax(-1) @ x
+
+    (part,) = model_parts(Formula(forward, a=(D, D)), inputs=X)
     assert (part.type, part.role, part.axis) == ("QK", "query and key", None)
 
 
@@ -197,38 +184,21 @@ def test_inputs_that_do_not_fit() -> None:
 def test_several_products_before_one_softmax() -> None:
     """Disentangled attention: content and position each have keys; all of them are QK."""
 
-    class Disentangled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c, self.d = (nn.Linear(D, D, bias=False) for _ in range(4))
-            self.e = nn.Parameter(torch.randn(3, D))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        q = x @ m.a
+        scores = q @ (x @ m.b).mT + q @ (m.e @ m.c).expand(len(x), -1, -1).mT
+        return x + scores.softmax(-1) @ (x @ m.d)
 
-        def forward(self, x: Tensor) -> Tensor:
-            q = self.a(x)
-            scores = q @ self.b(x).mT + q @ self.c(self.e).expand(len(x), -1, -1).mT
-            return x + scores.softmax(-1) @ self.d(x)
-
-    types = hk.block_types(Disentangled(), inputs=torch.randn(2, 3, D))
-    assert {name: types[name] for name in ("a.weight", "b.weight", "c.weight", "d.weight", "e")} == {
-        "a.weight": "QK",
-        "b.weight": "QK",
-        "c.weight": "QK",
-        "d.weight": "VO",
-        "e": "Emb",
-    }
+    types = types_of(forward, a=(D, D), b=(D, D), c=(D, D), d=(D, D), e=(3, D))
+    assert types == {"a": "QK", "b": "QK", "c": "QK", "d": "VO", "e": "Emb"}
 
 
 def test_attention_without_output_layer_ends_at_the_residual() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(D, 3 * D), nn.Linear(D, 5), nn.Linear(5, D)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = x + F.scaled_dot_product_attention(*m.a(x).chunk(3, -1))
+        return x + m.c(m.b(x).relu())
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x + F.scaled_dot_product_attention(*self.a(x).chunk(3, -1))
-            return x + self.c(self.b(x).relu())
-
-    types = hk.block_types(Block(), inputs=torch.randn(2, 3, D))
+    types = types_of(forward, a=nn.Linear(D, 3 * D), b=nn.Linear(D, 5), c=nn.Linear(5, D))
     assert types["b.weight"] == types["c.bias"] == "FFN"
     assert types["a.weight[0:8]"] == types["a.bias[8:16]"] == "QK"
     assert types["a.weight[16:24]"] == "VO"
@@ -237,22 +207,17 @@ def test_attention_without_output_layer_ends_at_the_residual() -> None:
 def test_what_is_added_is_a_bias_only_with_one_number_for_each_feature() -> None:
     """Positions added to a layer's output are an embedding; one row added to a norm's is a bias, however it is stored."""
 
-    class Start(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(5, D), nn.LayerNorm(D), nn.MultiheadAttention(D, H, batch_first=True)
-            self.d, self.e = nn.Parameter(torch.randn(3, D)), nn.Parameter(torch.randn(1, 1, D))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.a(x) + m.d
+        y = m.e + m.b(x)
+        return x + m.c(y, y, y, need_weights=False)[0]
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x) + self.d
-            y = self.e + self.b(x)
-            return x + self.c(y, y, y, need_weights=False)[0]
-
-    said = {name: [(f.type, f.role) for f in found] for name, found in flow(Start(), torch.randn(2, 3, 5)).items()}
+    attention = nn.MultiheadAttention(D, H, batch_first=True)
+    start = Formula(forward, a=nn.Linear(D, D), b=nn.LayerNorm(D), c=attention, d=(3, D), e=(1, 1, D))
+    said = {name: [(f.type, f.role) for f in found] for name, found in flow(start, X).items()}
     assert said["d"] == [("Emb", "position embedding")]
-    assert said["e"] == [("Norm", "norm bias")]
+    assert said["e"] == said["b.bias"] == [("Norm", "norm bias")]
     assert said["a.bias"] == [("Emb", "input map bias")]
-    assert said["b.bias"] == [("Norm", "norm bias")]
 
 
 class Sums(nn.Module):
@@ -272,14 +237,7 @@ class Sums(nn.Module):
         return nn.Parameter(torch.randn(*[1] * self.draw.randrange(3), size))
 
     def block(self) -> dict[str, nn.Parameter]:
-        sizes = {
-            "query": (D, H * W),
-            "key": (D, H * W),
-            "value": (D, H * W),
-            "output": (H * W, D),
-            "up": (D, 2 * 5),
-            "down": (10, D),
-        }
+        sizes = {**dict.fromkeys(("query", "key", "value"), (D, H * W)), "output": (H * W, D), "up": (D, 10), "down": (10, D)}
         weights = {name: nn.Parameter(0.3 * torch.randn(size)) for name, size in sizes.items()}
         biases = {f"{name}_bias": self.vector(size[1]) for name, size in sizes.items() if name != "key"}
         gains = {name: nn.Parameter(torch.rand(D)) for name in ("gain", "second_gain")}
@@ -342,90 +300,64 @@ def test_types_do_not_depend_on_the_order_of_additions(seed: int, split: bool) -
     assert types == {name: {KINDS[name.split(".")[-1].split("_")[0]]} for name in types}
 
 
-class Parallel(nn.Module):
+def parallel(order: int | None) -> nn.Module:
     """Attention and feed-forward layer of one block added up with two biases, which no order of additions tells apart."""
 
-    def __init__(self, order: int, separate: bool) -> None:
-        super().__init__()
-        self.order, self.separate = order, separate
-        self.a, self.u = nn.Linear(D, 3 * D), nn.Linear(D, 5)
-        self.o, self.d = nn.Parameter(torch.randn(D, D)), nn.Parameter(torch.randn(D, 5))
-        self.b, self.c = nn.Parameter(torch.randn(D)), nn.Parameter(torch.randn(D))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         h = F.layer_norm(x, (D,))
-        mixed, up = F.scaled_dot_product_attention(*self.a(h).chunk(3, -1)), self.u(h).relu()
-        if self.separate:
-            return x + F.linear(mixed, self.o, self.b) + F.linear(up, self.d, self.c)
-        o, d = F.linear(mixed, self.o), F.linear(up, self.d)
-        return (x + (o + self.b) + (d + self.c), x + o + d + self.b + self.c, x + (o + d) + (self.b + self.c))[self.order]
+        mixed, up = F.scaled_dot_product_attention(*m.a(h).chunk(3, -1)), m.u(h).relu()
+        if order is None:  # biases of layers
+            return x + F.linear(mixed, m.o, m.b) + F.linear(up, m.d, m.c)
+        o, d = F.linear(mixed, m.o), F.linear(up, m.d)
+        return (x + (o + m.b) + (d + m.c), x + o + d + m.b + m.c, x + (o + d) + (m.b + m.c))[order]
+
+    return Formula(forward, a=nn.Linear(D, 3 * D), u=nn.Linear(D, 5), o=(D, D), d=(D, 5), b=(D,), c=(D,))
 
 
 @pytest.mark.parametrize("order", range(3))
 def test_biases_of_one_sum_of_two_layers_are_not_guessed(order: int) -> None:
-    x = torch.randn(2, 3, D)
     reason = "flow: it is added to a sum of FFN and VO"
     with pytest.raises(hk.InputError, match=f"not recognised: 'b' .{reason}., 'c' .{reason}.; pass overrides="):
-        model_parts(Parallel(order, separate=False), inputs=x)
-    types = hk.block_types(Parallel(order, separate=True), inputs=x)
+        model_parts(parallel(order), inputs=X)
+    types = hk.block_types(parallel(None), inputs=X)
     assert (types["b"], types["c"]) == ("VO", "FFN")
 
 
 def test_a_bias_of_what_attention_averages() -> None:
     """P (V + b) = P V + b, since the rows of a softmax sum to 1."""
 
-    class After(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.o, self.b = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.Parameter(torch.randn(D))
+    def forward(m: Any, x: Tensor) -> Tensor:
+        return x + m.o(F.scaled_dot_product_attention(*m.a(x).chunk(3, -1)) + m.b)
 
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.o(F.scaled_dot_product_attention(*self.a(x).chunk(3, -1)) + self.b)
-
-    (found,) = flow(After(), torch.randn(2, 3, D))["b"]
+    (found,) = flow(Formula(forward, a=nn.Linear(D, 3 * D), o=nn.Linear(D, D), b=(D,)), X)["b"]
     assert (found.type, found.role) == ("VO", "value bias")
 
 
-class Gathered(nn.Module):
-    """Experts whose weights and biases are gathered for every token; the output comes after the choices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Linear(5, D)
-        self.r = nn.Linear(D, 4, bias=False)
-        self.u, self.b = nn.Parameter(torch.randn(4, D, 6)), nn.Parameter(torch.randn(4, 6))
-        self.d, self.c = nn.Parameter(torch.randn(4, 6, D)), nn.Parameter(torch.randn(4, D))
-        self.h = nn.Linear(D, 3)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = self.a(x)
-        y = F.layer_norm(x, (D,))
-        best, choice = self.r(y).softmax(-1).max(-1)
-        _, choice = self.r(y).topk(1)
-        choice = choice[:, 0]
-        up = torch.bmm(y.unsqueeze(1), self.u[choice]) + self.b[choice].unsqueeze(1)
-        down = torch.bmm(up.relu(), self.d[choice]).squeeze(1) + self.c[choice]
-        return choice, self.h(F.layer_norm(x + best.unsqueeze(1) * down, (D,)))
-
-
 def test_weights_of_experts_that_an_index_chooses_and_an_output_after_integers() -> None:
-    said = {name: {f.type for f in found} for name, found in flow(Gathered(), torch.randn(7, 5)).items()}
-    experts = {name: {"FFN"} for name in "ubdc"}
+    """Weights and biases are gathered for every token; the output comes after the choices."""
+
+    def forward(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = m.a(x)
+        y = F.layer_norm(x, (D,))
+        best = m.r(y).softmax(-1).amax(-1)
+        choice = m.r(y).topk(1)[1][:, 0]
+        up = torch.bmm(y.unsqueeze(1), m.u[choice]) + m.b[choice].unsqueeze(1)
+        down = torch.bmm(up.relu(), m.d[choice]).squeeze(1) + m.c[choice]
+        return choice, m.h(F.layer_norm(x + best.unsqueeze(1) * down, (D,)))
+
+    layers = {"a": nn.Linear(D, D), "r": nn.Linear(D, 4, bias=False), "h": nn.Linear(D, 3)}
+    gathered = Formula(forward, **layers, u=(4, D, 6), b=(4, 6), d=(4, 6, D), c=(4, D))
+    said = {name: {f.type for f in found} for name, found in flow(gathered, X[0]).items()}
     ends = {"a.weight": {"Emb"}, "a.bias": {"Emb"}, "h.weight": {"Head"}, "h.bias": {"Head"}, "r.weight": {"Other"}}
-    assert said == {**experts, **ends}
+    assert said == {**{name: {"FFN"} for name in "ubdc"}, **ends}
 
 
 def test_the_flow_decides_on_a_fused_layer_whose_order_is_only_supposed() -> None:
-    class Unsized(nn.Module):
-        """Values first, and no number of heads by which one could tell."""
+    """Values first, and no number of heads by which one could tell."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.c_attn, self.c_proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        v, q, k = m.c_attn(x).chunk(3, -1)
+        return x + m.c_proj(F.scaled_dot_product_attention(q, k, v))
 
-        def forward(self, x: Tensor) -> Tensor:
-            v, q, k = self.c_attn(x).chunk(3, -1)
-            return x + self.c_proj(F.scaled_dot_product_attention(q, k, v))
-
-    types = hk.block_types(Unsized(), inputs=torch.randn(2, 3, D))
+    types = types_of(forward, c_attn=nn.Linear(D, 3 * D), c_proj=nn.Linear(D, D))
     assert [types[f"c_attn.weight[{at}]"] for at in ("0:8", "8:16", "16:24")] == ["VO", "QK", "QK"]

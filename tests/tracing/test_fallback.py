@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw, mse, reverse_over_reverse
-from differences_reference import by_differences
+from curvature_reference import Formula, by_differences, draw, mse, reverse_over_reverse
+from operator_cases import error
 from readings import assert_readings, in_turn
 from torch import Tensor
 from torch.distributions import MultivariateNormal
@@ -27,28 +27,17 @@ def close(seen: Tensor | None, expected: Tensor) -> bool:
     return seen is not None and seen.shape == expected.shape and bool((seen - expected).abs().max() < 1e-13)
 
 
-def test_first_derivatives():
+@pytest.mark.parametrize("tangents", [(TA, TB), (TA, None), (None, TB)])
+def test_actions(tangents):
+    ta, tb = (torch.zeros_like(TA) if t is None else t for t in tangents)
     assert close(PRODUCT.value(A, B), A.exp() * B**3)
-    both = TA * A.exp() * B**3 + TB * A.exp() * 3 * B**2
-    assert close(PRODUCT.jvp((A, B), (TA, TB)), both)
-    assert close(PRODUCT.jvp((A, B), (None, TB)), TB * A.exp() * 3 * B**2)
+    assert close(PRODUCT.jvp((A, B), tangents), ta * A.exp() * B**3 + tb * A.exp() * 3 * B**2)
     to_a, to_b = PRODUCT.vjp((A, B), TA)
     assert close(to_a, TA * A.exp() * B**3)
     assert close(to_b, TA * A.exp() * 3 * B**2)
-
-
-@pytest.mark.parametrize("tangents", [(TA, TB), (TA, None), (None, TB)])
-def test_second_derivative(tangents):
-    ta, tb = (torch.zeros_like(TA) if t is None else t for t in tangents)
     to_a, to_b = PRODUCT.curvature((A, B), ADJOINT, tangents)
     assert close(to_a, ADJOINT * A.exp() * (B**3 * ta + 3 * B**2 * tb))
     assert close(to_b, ADJOINT * A.exp() * (3 * B**2 * ta + 6 * B * tb))
-
-
-def test_another_point_is_another_proof():
-    cube = AutomaticDifferentiation(lambda a: a**3, "cube")
-    for x in (A, B):
-        assert close(cube.curvature((x,), ADJOINT, (TA,))[0], ADJOINT * 6 * x * TA)
 
 
 def test_differences_that_cannot_be_told_are_not_small():
@@ -60,57 +49,35 @@ def test_differences_that_cannot_be_told_are_not_small():
         assert batch_difference((torch.tensor(wrong),), one) > 0.4
 
 
-def test_errors_name_the_operation():
-    broken = AutomaticDifferentiation(lambda a: torch.ops.aten.copy.default(a, a), "aten.copy.default")
-    for action in (
-        lambda: broken.jvp((A,), (TA,)),
-        lambda: broken.vjp((A,), TA),
-        lambda: broken.curvature((A,), ADJOINT, (TA,)),
-    ):
-        with pytest.raises(
-            hk.TraceError, match=r"aten\.copy\.default has no closed form here, and torch cannot differentiate it twice"
-        ):
-            action()
+def cubes(
+    first: float = 3.0,
+    second: float = 6.0,
+    forward_mode: float | None = 3.0,
+    coupled: float = 0.0,
+    factor: Callable[[Tensor, Tensor], Any] = lambda x, u: 1.0,
+) -> AutomaticDifferentiation:
+    """A fallback for x^3 with formulas of its own: ``first`` x^2, whose derivative is said to be ``second`` x.
 
+    ``coupled`` adds, beside A, a field that is no gradient; ``factor`` multiplies what the adjoint u is pulled back to.
+    """
 
-class Cube(torch.autograd.Function):
-    """x^3 with formulas of its own for both modes; those of a subclass may be wrong."""
+    def slope(x: Tensor) -> Tensor:
+        bent = second / 2 * x.square()
+        return bent + (first * x.square() - bent).detach() + coupled * A.abs() * (x - A).flip(-1)
 
-    first, second, forward_mode, coupled = 3.0, 6.0, 3.0, 0.0
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    def setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
         ctx.save_for_backward(*inputs)
         ctx.save_for_forward(*inputs)
 
-    @classmethod
-    def slope(cls, x: Tensor) -> Tensor:
-        """``first`` x^2, whose derivative is said to be ``second`` x; beside A, a field that is no gradient."""
-        bent = cls.second / 2 * x.square()
-        return bent + (cls.first * x.square() - bent).detach() + cls.coupled * A.abs() * (x - A).flip(-1)
-
-    @staticmethod
-    def backward(ctx: Any, adjoint: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        raise NotImplementedError
-
-
-def cubes(**constants: float) -> AutomaticDifferentiation:
-    """A fallback for a cube whose derivatives are scaled by some constants."""
-    made: dict[str, Any] = {**constants}
-    kind = type("Other", (Cube,), made)
-    kind.backward = staticmethod(lambda ctx, u: kind.slope(ctx.saved_tensors[0]) * u)  # type: ignore[attr-defined]
-    kind.jvp = staticmethod(  # type: ignore[attr-defined]
-        lambda ctx, t: kind.forward_mode * ctx.saved_for_forward[0].square() * t  # type: ignore[attr-defined]
-    )
-    return AutomaticDifferentiation(lambda x: kind.apply(x), "cube")  # type: ignore[attr-defined,no-any-return]
+    actions: dict[str, Callable[..., Any]] = {
+        "forward": lambda x: x**3,
+        "setup_context": setup,
+        "backward": lambda ctx, u: slope(x := ctx.saved_tensors[0]) * factor(x, u) * u,
+    }
+    if forward_mode is not None:
+        actions["jvp"] = lambda ctx, t: forward_mode * ctx.saved_for_forward[0].square() * t
+    kind: Any = type("Cube", (torch.autograd.Function,), {name: staticmethod(action) for name, action in actions.items()})
+    return AutomaticDifferentiation(lambda x: kind.apply(x), "cube")
 
 
 def test_a_function_with_right_formulas_is_taken():
@@ -124,48 +91,42 @@ def test_a_wrong_forward_mode_is_not_used():
     assert wrong.prove((A,)) == "cube (by reverse mode: forward mode is wrong by 0.25)"
 
 
-def test_a_wrong_first_derivative_is_refused():
-    with pytest.raises(hk.TraceError, match=r"cube .* first derivative .* <u, J t> and <J\^T u, t> differ by"):
-        cubes(first=3.5, second=7.0).vjp((A,), TA)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "the first derivative": (
+        lambda: cubes(first=3.5, second=7.0).vjp((A,), TA),
+        r"cube .* first derivative .* <u, J t> and <J\^T u, t> differ by",
+    ),
+    "a second derivative that is not symmetric": (
+        lambda: cubes(coupled=0.5).curvature((A,), ADJOINT, (TA,)),
+        r"cube .* second derivative .* by jvp\(grad\) it is not symmetric, by",
+    ),
+    "the second derivative of one route": (
+        lambda: cubes(second=5.9, forward_mode=None).curvature((A,), ADJOINT, (TA,)),
+        "second derivative of it .* from central differences of its gradient",
+    ),
+    "torch.vmap": (
+        lambda: cubes(forward_mode=None, factor=lambda x, u: 2 if torch._C._functorch.is_batchedtensor(u) else 1).vjp((A,), TA),
+        r"torch\.vmap of it differs from a loop by 0\.5",
+    ),
+}
 
 
-def test_a_second_derivative_that_is_not_symmetric_is_refused():
-    with pytest.raises(hk.TraceError, match=r"cube .* second derivative .* by jvp\(grad\) it is not symmetric, by"):
-        cubes(coupled=0.5).curvature((A,), ADJOINT, (TA,))
-
-
-def by_reverse(backward: Callable[[Tensor, Tensor], Tensor]) -> AutomaticDifferentiation:
-    """A fallback for a cube without forward mode, and with a backward of (x, adjoint)."""
-    actions = {"backward": staticmethod(lambda ctx, adjoint: backward(ctx.saved_tensors[0], adjoint))}
-    kind: Any = type("Other", (Cube,), actions)
-    return AutomaticDifferentiation(lambda x: kind.apply(x), "cube")
-
-
-@pytest.mark.parametrize("second", [6.0, 5.9])
-def test_one_route_alone_is_held_against_central_differences(second):
-    cube = by_reverse(lambda x, u: u * (second / 2 * x.square() + ((3 - second / 2) * x.square()).detach()))
-    if second == 6.0:
-        assert close(cube.curvature((A,), ADJOINT, (TA,))[0], ADJOINT * 6 * A * TA)
-        return
-    with pytest.raises(hk.TraceError, match=r"second derivative of it .* from central differences of its gradient"):
-        cube.curvature((A,), ADJOINT, (TA,))
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_wrong_is_refused(name):
+    call, message = WRONG[name]
+    with pytest.raises(hk.TraceError, match=message):
+        call()
 
 
 def test_what_is_right_at_one_point_may_be_refused_at_another():
-    cube = by_reverse(lambda x, u: u * 3 * x.square() * (1 if bool((x < 5).all()) else 2))
+    cube = cubes(forward_mode=None, factor=lambda x, u: 1 if bool((x < 5).all()) else 2)
     assert cube.vjp((A,), TA)[0] is not None
     with pytest.raises(hk.TraceError, match="cannot be trusted"):
         cube.vjp((10 + A,), TA)
 
 
-def test_what_vmap_makes_of_a_batch_is_compared_with_a_loop():
-    cube = by_reverse(lambda x, u: u * 3 * x.square() * (2 if torch._C._functorch.is_batchedtensor(u) else 1))
-    with pytest.raises(hk.TraceError, match=r"torch\.vmap of it differs from a loop by 0\.5"):
-        cube.vjp((A,), TA)
-
-
 def test_a_loop_takes_the_place_of_a_missing_rule_for_vmap():
-    cube = by_reverse(lambda x, u: u * 3 * x.square() * bool(u.detach().sum().isfinite().item()))  # a number: vmap has none
+    cube = cubes(forward_mode=None, factor=lambda x, u: bool(u.detach().sum().isfinite().item()))  # a number: vmap has none
     assert close(cube.vjp((A,), TA)[0], TA * 3 * A**2)
     assert close(cube.curvature((A,), ADJOINT, (TA,))[0], ADJOINT * 6 * A * TA)
 
@@ -184,23 +145,14 @@ def by_product(s: Formula) -> Tensor:
 OPERATIONS: dict[str, Callable[[Formula], Tensor]] = {
     "linalg.cholesky": lambda s: torch.linalg.cholesky(positive(s)),
     "linalg.cholesky, upper": lambda s: torch.linalg.cholesky(positive(s), upper=True),
-    "linalg.cholesky_ex": lambda s: torch.linalg.cholesky_ex(positive(s))[0],
-    "linalg.cholesky of several": lambda s: torch.linalg.cholesky(torch.stack([positive(s), 2 * positive(s)]))[1],
-    "cholesky_inverse": lambda s: torch.cholesky_inverse(torch.linalg.cholesky(positive(s))),
     "cholesky_inverse, upper": lambda s: torch.cholesky_inverse(torch.linalg.cholesky(positive(s), upper=True), upper=True),
-    "cholesky_solve": lambda s: torch.cholesky_solve(s.V, torch.linalg.cholesky(positive(s))),
     "cholesky_solve, upper": lambda s: torch.cholesky_solve(s.V, torch.linalg.cholesky(positive(s), upper=True), upper=True),
-    "linalg.eigvalsh": lambda s: torch.linalg.eigvalsh(positive(s)).sin() * s.V,
     "linalg.eigvalsh, upper": lambda s: torch.linalg.eigvalsh(positive(s), UPLO="U").sin() * s.V,
     "linalg.eigh": lambda s: torch.linalg.eigh(positive(s))[1].square() * s.V,
     "linalg.pinv, hermitian": lambda s: torch.linalg.pinv(positive(s), hermitian=True),
     "linalg.solve_triangular": lambda s: torch.linalg.solve_triangular(s.W + 3 * torch.eye(3).double(), s.V, upper=False),
-    "linalg.householder_product": lambda s: torch.linalg.householder_product(s.W, s.V[0].exp()),
     "linalg.svdvals": lambda s: torch.linalg.svdvals(s.W).sin() * s.V,
-    "logdet": lambda s: torch.logdet(positive(s)) * s.V,
-    "matrix_exp": lambda s: torch.matrix_exp(s.W),
     "MultivariateNormal": lambda s: MultivariateNormal(s.V[0], positive(s)).log_prob(ROWS) * WEIGHT,
-    "MultivariateNormal, precision": lambda s: MultivariateNormal(s.V[0], precision_matrix=positive(s)).log_prob(ROWS) * WEIGHT,
     "scatter_reduce, product": by_product,
     "scatter_reduce, mean": lambda s: torch.zeros(3, 3).double().scatter_reduce(0, INDEX, s.W, "mean").sin(),
     "renorm": lambda s: torch.renorm(s.W, 2, 0, 0.5),
@@ -215,7 +167,7 @@ def scalar(z: Tensor, _: Any) -> Tensor:
 def test_readings_are_those_of_the_module(k, name):
     module = Formula(lambda s, x: OPERATIONS[name](s), W=(3, 3), V=(3, 3))
     x = draw(1)
-    expected = by_differences(module, lambda: scalar(module(x), None))
+    expected = by_differences(module.parameters, lambda: scalar(module(x), None))
     found = assert_readings(expected, module, x, draw(1), readings=in_turn(k), loss=scalar, floor=1e-10)
     assert found["hessian"].fallbacks
 
@@ -255,11 +207,7 @@ GRID = torch.linspace(-0.83, 0.79, 84, dtype=torch.float64).reshape(1, 6, 7, 2)
     [
         ("bilinear", "zeros", torch.float64),
         ("bilinear", "border", torch.float32),
-        ("bilinear", "reflection", torch.float64),
-        ("nearest", "zeros", torch.float32),
         ("nearest", "border", torch.float64),
-        ("bicubic", "zeros", torch.float64),
-        ("bicubic", "border", torch.float64),
         ("bicubic", "reflection", torch.float32),
     ],
 )
@@ -267,17 +215,16 @@ def test_an_operation_with_kinks_and_one_route(mode: str, padding: str, dtype: t
     """Forward mode does not exist; differences with large steps meet the borders of pixels, which small ones do not."""
 
     def sampled(s: Formula, x: Tensor) -> Tensor:
-        grid = GRID.to(x) + s.W
-        return torch.nn.functional.grid_sample(x * s.V, grid, mode, padding, align_corners=False)
+        return torch.nn.functional.grid_sample(x * s.V, GRID.to(x) + s.W, mode, padding, align_corners=False)
 
     module, x, target = Formula(sampled, W=(6, 7, 2), V=(5, 4)), draw(1, 2, 5, 4), draw(1, 2, 6, 7, seed=2)
     expected = reverse_over_reverse(module, x, target, mse)
     found = hk.hessian(module.to(dtype), x.to(dtype), target.to(dtype)).matrix
-    assert (found - expected).abs().max() < (1e-12 if dtype == torch.float64 else 3e-5) * expected.abs().max()
+    assert error(found, expected) < (1e-12 if dtype == torch.float64 else 3e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-8, 1e-6, 1e-4, 1e-2])
+@pytest.mark.parametrize("size", [0.0, 1e-8, 1e-4])
 def test_two_routes_that_are_both_right_but_for_digits(size: float, dtype: torch.dtype) -> None:
     """The determinant near the identity: the two routes differ by more than rounding, each by little from the truth."""
 
@@ -308,11 +255,3 @@ def test_two_routes_that_agree_and_are_both_wrong(call: Callable[..., Any]) -> N
     module = Formula(lambda s, x: torch.linalg.svdvals(s.W @ x).sum(), W=(5, 3))
     with pytest.raises(hk.TraceError, match=r"linalg_svdvals.*its two routes agree: .* from central differences of its value"):
         call(module, draw(3, 6), loss=None)
-
-
-def test_a_point_where_a_derivative_is_infinite_is_named():
-    module = Formula(lambda s, x: torch.special.entr(s.W.square()), W=(2, 2))
-    with torch.no_grad():
-        module.W[0, 0] = 0.0
-    with pytest.raises(hk.HessiankitError, match="NaN or infinite: the operation 'special_entr'"):
-        hk.hessian(module, draw(1), draw(2, 2))

@@ -1,4 +1,4 @@
-"""What a forward pass is recorded as: the operations of torch's tracer, autograd's own cuts, and never a silent constant."""
+"""What a forward pass is recorded as: torch's operations, autograd's own cuts, compiled and sparse parts, never a silent constant."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, draw, in_thread
-from operation_cases import cubed
+from curvature_reference import Formula, assert_exact, draw, mse, reverse_over_reverse
+from readings import assert_readings, in_turn
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
+from derivations.linear import MatMul
 from hessiankit.tracing import recording
+from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.recording import can_record
+from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.trace import Trace
 
 X = draw(3, 4)
 
@@ -43,9 +47,6 @@ def twice(s: Formula, x: Tensor) -> Tensor:
     """An inner function that is used within a vmap of data."""
     kept = torch.vmap(torch.vmap(lambda i, j: i >= j, (None, 0)), (0, None))(torch.arange(4), torch.arange(4))
     return torch.tanh(x @ (s.W * kept)) * s.v
-
-
-Halved = cubed("Halved", lambda x, g: g * x, forward=lambda x: x * x)
 
 
 def inner_gradient_switch(s: Formula, x: Tensor) -> Tensor:
@@ -88,63 +89,19 @@ def moved_is_given_data(s: Formula, x: Tensor) -> Tensor:
     return torch.tanh(y) * s.v
 
 
-def gradient_of_data(s: Formula, x: Tensor) -> Tensor:
-    return torch.tanh(torch.func.grad(lambda a: (a**3).sum())(x) @ s.W) * s.v
-
-
-def by_checkpoint(s: Formula, x: Tensor) -> Tensor:
-    return checkpoint(lambda a: torch.tanh(a @ s.W) * s.v, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def by_branch(s: Formula, x: Tensor) -> Tensor:
-    y = x @ s.W
-    assert torch.isfinite(y).all()
-    return torch.tanh(y) * s.v if y.sum() > 0 else torch.sin(y) * s.v
-
-
-def within_itself(s: Formula, x: Tensor) -> Tensor:
-    return torch.tanh(x @ s.W) * s.v * hk.hessian(INNER, X, X[:, :2]).matrix.sum()
-
-
-INNER = nn.Linear(4, 2).double()
 EXACT: dict[str, Callable[[Formula, Tensor], Tensor]] = {
-    "data": lambda s, x: (y := torch.tanh(x @ s.W)) * y.data * s.v,
     "detach": lambda s, x: (y := torch.tanh(x @ s.W)) * y.detach() * s.v,
-    "data of a parameter": lambda s, x: torch.tanh(x @ s.W.data) * s.v * s.v.data,
-    "a parameter of a parameter": lambda s, x: torch.tanh(x @ nn.Parameter(s.W)) * s.v,
-    "an array of what is detached": lambda s, x: torch.tanh(x @ s.W) * s.v * torch.from_numpy(s.v.detach().numpy()),
     "gradients off and on": inner_gradient_switch,
-    "gradients off for a view of the same memory": lambda s, x: (
-        (y := x @ s.W) * torch.no_grad()(lambda z: z.contiguous())(y) * s.v
-    ),
     "detached and differentiated again": lambda s, x: torch.tanh((x @ s.W).detach().requires_grad_()) * s.v,
-    "a tensor twice": lambda s, x: torch.tanh(x @ s.W) * (s.v * s.v) + torch.add(s.v, s.v),
     "a constant written into": written_constant,
     "out=": written_out,
     "vmap of data": twice,
     "vmap of data, written into": mask_written_into,
-    "gradient of data": gradient_of_data,
     "other data of a constant": given_data,
-    "another thread on data": lambda s, x: torch.tanh(in_thread(lambda: torch.sin(x)) @ s.W) * s.v,
-    "a function of one's own on data": lambda s, x: torch.tanh(Halved.apply(x) @ s.W) * s.v,
-    "checkpoint": by_checkpoint,
-    "branch": by_branch,
-    "sorted by a parameter": lambda s, x: torch.tanh(x @ s.W)[:, s.v.argsort()] * s.v,
-    "rows one by one": lambda s, x: torch.stack([torch.tanh(row * w) * s.v for row, w in zip(x, s.W, strict=False)]),
-    "its own Hessian": within_itself,
-    "cosine similarity": lambda s, x: F.cosine_similarity(x @ s.W, s.v[None], -1)[:, None] * s.v,
     "addcmul_": lambda s, x: torch.tanh((x @ s.W).addcmul_(torch.tanh(x * s.v), x, value=0.5)),
-    "addcmul_ into a part": lambda s, x: torch.tanh(_part(x @ s.W, lambda part: part.addcmul_(x[1:], x[1:] * s.v))),
-    "lerp_": lambda s, x: torch.tanh((x @ s.W).lerp_(x * s.v, 0.3)),
     "addmm_": lambda s, x: torch.tanh((x @ s.W).addmm_(x * s.v, s.W)),
-    "addcdiv_": lambda s, x: torch.tanh((x @ s.W).addcdiv_(x, s.v * s.v + 1)),
     "square_": lambda s, x: torch.tanh((x @ s.W).square_()) * s.v,
 }
-
-
-def _part(y: Tensor, change: Callable[[Tensor], object]) -> Tensor:
-    change(y[1:])
-    return y
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -175,20 +132,7 @@ def viewed_without_gradient(s: Formula, x: Tensor) -> Tensor:
     return y * row * s.v
 
 
-def by_reentrant_checkpoint(s: Formula, x: Tensor) -> Tensor:
-    return checkpoint(lambda w: torch.tanh(x @ w) * s.v, s.W, use_reentrant=True)  # type: ignore[no-any-return]
-
-
-def raised(s: Formula, x: Tensor) -> Tensor:
-    raise KeyError("a mistake of the module")
-
-
 REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
-    "a function of one's own": (
-        lambda s, x: Halved.apply(x @ s.W) * s.v,
-        "first derivative of the loss is off .* HalvedBackward",
-    ),
-    "reentrant checkpoint": (by_reentrant_checkpoint, "a reentrant checkpoint hides .* pass use_reentrant=False"),
     "other data": (moved_is_given_data, "is given other .data"),
     "sparse": (
         lambda s, x: torch.sparse.mm((x @ s.W).to_sparse(), s.W) * s.v,
@@ -199,7 +143,6 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
         r"raised RuntimeError: Can't call numpy",
     ),
     "a view made without gradients": (viewed_without_gradient, "raised RuntimeError: A view was created in no_grad mode"),
-    "an exception": (raised, "raised KeyError: 'a mistake of the module'"),
 }
 
 
@@ -226,27 +169,249 @@ def test_threads_take_turns():
     assert torch.backends.mha.get_fastpath_enabled() is fast
 
 
-@pytest.mark.parametrize("missing", ["PreDispatch", "dispatcher"])
-def test_a_torch_without_the_internals_is_named(monkeypatch, missing):
-    class Without:
-        """torch._C less one name."""
-
-        def __init__(self, whole: Any) -> None:
-            self._whole = whole
-
-        def __getattr__(self, name: str) -> Any:
-            if name == missing:
-                raise AttributeError(name)
-            found = getattr(self._whole, name)
-            return Without(found) if name in ("DispatchKey", "_TorchDispatchModeKey") else found
-
+def test_a_torch_without_the_internals_is_named(monkeypatch):
     assert can_record()
     with monkeypatch.context() as patch:
-        if missing == "dispatcher":
-            patch.setattr(recording, "enable_python_dispatcher", None)
-        else:
-            patch.setattr(recording, "_INTERNALS", Without(torch._C))
+        patch.setattr(recording, "enable_python_dispatcher", None)
         assert not can_record()
         with pytest.raises(hk.TraceError, match=r"torch .* lacks internals that recording a module stands on"):
             hk.hessian(formula(lambda s, x: torch.tanh(x @ s.W)[:, :2] * s.v[1:3]), X, X[:, :2])
+    with monkeypatch.context() as patch:
+        patch.setattr(recording, "_INTERNALS", SimpleNamespace())
+        assert not can_record()
     assert can_record()
+
+
+def traced(module: nn.Module, *inputs: Tensor) -> Trace:
+    def function(parameters: dict[str, Tensor], *given: Tensor) -> Tensor:
+        return torch.func.functional_call(module, parameters, given)
+
+    return hk.trace_module(function, dict(module.named_parameters()), inputs)
+
+
+def kinds(trace: Trace) -> list[type]:
+    return [type(a.primitive) for a in trace.applications]
+
+
+def test_what_has_no_chapter_is_named_once_and_differentiated():
+    module = Formula(lambda s, x: torch.sinc(torch.special.i0e((x @ s.W).sinc())), W=(4, 2))
+    trace = traced(module, draw(3, 4))
+    assert trace.fallbacks == ("aten.sinc.default", "aten.special_i0e.default")
+    assert kinds(trace) == [MatMul, *[AutomaticDifferentiation] * 3]
+    assert "aten.sinc.default" in hk.hessian(module, draw(3, 4), draw(3, 2)).table()
+    assert "AutomaticDifferentiation" in str(trace)
+    assert str(trace).endswith(f"differentiated by torch: {', '.join(trace.fallbacks)}")
+
+
+def expert_of_each_row(s: Formula, x: Tensor) -> Tensor:
+    y = torch.tanh(x @ s.W)
+    best = int(y.sum(1).argmax())
+    parts = [row.exp() if number == best else row for number, row in enumerate(y)]
+    return torch.stack(parts) * (y > 0).sum().item() + y[y > 0].sum()
+
+
+@pytest.mark.parametrize("x", [draw(3, 4), draw(3, 4).abs()])
+def test_branches_are_those_taken_at_the_point(x):
+    assert assert_exact(Formula(expert_of_each_row, W=(4, 2)), x).fallbacks == ()
+
+
+def test_values_without_entries():
+    module = Formula(lambda s, x: torch.cat([torch.tanh(x @ s.W), (x @ s.W)[:, 2:] + s.b[2:]], 1) + s.b, W=(4, 2), b=(2,))
+    assert assert_exact(module, draw(3, 4)).fallbacks == ()
+
+
+UNTRACEABLE: dict[str, tuple[Callable[..., object], str]] = {
+    "several outputs": (lambda s, x: (x @ s.W, x), "not one tensor"),
+    "constant": (lambda s, x: x.exp(), "does not depend on the parameters"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRACEABLE)
+def test_what_cannot_be_traced(name):
+    f, message = UNTRACEABLE[name]
+    with pytest.raises(hk.TraceError, match=message):
+        traced(Formula(f, W=(4, 2)), draw(3, 4))
+
+
+def test_trace_error_names_the_line() -> None:
+    class Stubborn(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.calls = nn.Linear(4, 3).double(), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                raise ValueError("one call is enough")
+            return self.layer(x)
+
+    with pytest.raises(hk.InputError, match=r'at .*test_recording.py:\d+ in forward: raise ValueError\("one call') as caught:
+        hk.hessian(Stubborn(), draw(2, 4), draw(2, 3))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_exception_that_led_to_another() -> None:
+    error = KeyError()
+    try:
+        raise ValueError("no")  # cause
+    except ValueError as cause:
+        error.__cause__ = cause
+    assert source_line(error).endswith('raise ValueError("no")  # cause')
+    assert source_line(ValueError("never raised")) == ""
+
+
+DATA, TARGET = draw(5, 4), draw(5, 2, seed=2)
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double()
+
+
+def whole() -> nn.Module:
+    return torch.compile(network(), backend="eager")  # type: ignore[return-value]
+
+
+def part() -> nn.Module:
+    module = network()
+    module[0] = torch.compile(module[0], backend="eager")  # type: ignore[assignment]
+    return module
+
+
+def a_part_in_place() -> nn.Module:
+    module = network()
+    module[2].compile(backend="eager")
+    return module
+
+
+COMPILED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]]] = {
+    "hessian": (whole, lambda m: hk.hessian(m, DATA, TARGET).block("0.weight", "2.weight")),
+    "hessian_operator": (part, lambda m: hk.hessian_operator(m, DATA, TARGET).to_matrix()),
+    "jacobian_operator": (a_part_in_place, lambda m: hk.jacobian_operator(m, DATA).to_matrix()),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_original_is_what_is_traced(name: str) -> None:
+    make, call = COMPILED[name]
+    module = make()
+    before = module(DATA)
+    assert call(module).allclose(call(network()), rtol=0, atol=1e-13)
+    assert module(DATA).equal(before)
+
+
+def test_check_with_a_compiled_loss() -> None:
+    assert hk.check(part(), DATA, TARGET, loss=torch.compile(nn.MSELoss(), backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of torch.cond, which compiles
+@pytest.mark.parametrize(("moving", "sign"), [(False, -1.0), (True, 1.0)])
+def test_torch_cond_takes_its_branch(moving: bool, sign: float) -> None:
+    def formula(cond: Callable[..., Any]) -> Formula:
+        def f(s: Formula, x: Tensor) -> Tensor:
+            z = x @ s.W
+            return cond(sign * (z if moving else x).sum() > 0, torch.sin, torch.exp, (z,))  # type: ignore[no-any-return]
+
+        return Formula(f, W=(4, 2))
+
+    plain = formula(lambda condition, true, false, operands: (true if condition else false)(*operands))
+    assert hk.hessian(formula(torch.cond), DATA, TARGET).matrix.allclose(
+        hk.hessian(plain, DATA, TARGET).matrix, rtol=0, atol=1e-14
+    )
+
+
+@pytest.mark.parametrize("call", [hk.hessian, hk.hessian_operator, hk.hessian_diagonal])
+def test_nested_tensors_are_refused_in_words_of_the_user(call: Callable[..., Any]) -> None:
+    offsets = torch.tensor([0, 2, 5])
+
+    def inside(s: Formula, x: Tensor) -> Tensor:
+        rows = torch.nested.nested_tensor_from_jagged(x @ s.W, offsets)
+        return (rows * rows).values()
+
+    with pytest.raises(hk.TraceError, match=r"makes a nested tensor .* pad the rows to one length and mask the padding"):
+        call(Formula(inside, W=(4, 2)), DATA, TARGET)
+    rows = torch.nested.nested_tensor_from_jagged(DATA, offsets)
+    with pytest.raises(hk.InputError, match=r"inputs is a nested tensor .* pass a dense one with a mask for the padding"):
+        call(Formula(lambda s, x: (x @ s.W).values(), W=(4, 2)), rows, TARGET)
+
+
+sparse = pytest.mark.filterwarnings("ignore::UserWarning")  # torch calls sparse layouts a beta
+
+LAYOUTS = {"coo": Tensor.to_sparse_coo, "csr": Tensor.to_sparse_csr, "csc": Tensor.to_sparse_csc}
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def written(A: Tensor, z: Tensor) -> Tensor:
+    y = A @ z
+    y[1] = z[0] * 2
+    y += 1
+    return y
+
+
+PRODUCTS: dict[str, tuple[Product, Product]] = {
+    "torch.sparse.mm": (torch.sparse.mm, torch.mm),
+    "@": (lambda A, z: A @ z, torch.mm),
+    "torch.mm": (torch.mm, torch.mm),
+    "torch.sparse.addmm": (lambda A, z: torch.sparse.addmm(z, A, z), lambda A, z: z + A @ z),
+    "by a vector": (lambda A, z: z * (A @ z[:, 0]).unsqueeze(1), lambda A, z: z * (A @ z[:, :1])),
+    "written into": (written, written),
+}
+"""With a sparse matrix, and the same with a dense one."""
+ADJACENCY = draw(6, 6, seed=3) * (draw(6, 6, seed=4) > 0.3)
+NODES, NODE_TARGET = draw(6, 3, seed=5), draw(6, 2, seed=6)
+
+
+def graph(product: Product, adjacency: Tensor, held: str = "buffer") -> Formula:
+    """A graph convolution, which holds the adjacency matrix or is given it."""
+
+    def f(m: nn.Module, x: Tensor, *given: Tensor) -> Tensor:
+        return m.last(product(*(given or (m.adjacency,)), m.first(x)).sin())
+
+    module = Formula(f, first=nn.Linear(3, 4), last=nn.Linear(4, 2))
+    if held == "buffer":
+        module.register_buffer("adjacency", adjacency)
+    else:
+        module.adjacency = adjacency
+    return module
+
+
+@sparse
+@pytest.mark.parametrize(
+    ("k", "name", "layout"),
+    [
+        *((k, name, layout) for name in ("torch.sparse.mm", "@") for k, layout in enumerate(LAYOUTS)),
+        (0, "torch.mm", "csc"),
+        (1, "torch.sparse.addmm", "coo"),
+        (2, "torch.sparse.addmm", "csr"),
+        (0, "by a vector", "csc"),
+        (1, "written into", "csr"),
+        (2, "written into", "coo"),
+    ],
+)
+def test_a_sparse_buffer(k: int, name: str, layout: str) -> None:
+    product, plain = PRODUCTS[name]
+    expected = reverse_over_reverse(graph(plain, ADJACENCY), NODES, NODE_TARGET, mse)
+    assert_readings(expected, graph(product, LAYOUTS[layout](ADJACENCY)), NODES, NODE_TARGET, readings=in_turn(k), floor=1e-13)
+
+
+@sparse
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("held", ["attribute", "input"])
+def test_a_sparse_attribute_or_input(held: str, layout: str) -> None:
+    A = LAYOUTS[layout](ADJACENCY)
+    expected = reverse_over_reverse(graph(torch.mm, ADJACENCY), NODES, NODE_TARGET, mse)
+    found = hk.hessian(graph(torch.mm, A, held), (NODES, A) if held == "input" else NODES, NODE_TARGET).matrix
+    assert found.allclose(expected, rtol=0, atol=1e-13)
+
+
+@sparse
+@pytest.mark.parametrize("layout", ["coo", "csr"])
+def test_what_is_wrong_with_a_sparse_tensor_is_said(layout: str) -> None:
+    broken = ADJACENCY.clone()
+    broken[0, 0] = torch.nan
+    with pytest.raises(hk.InputError, match="'adjacency' contains NaN or infinity"):
+        hk.hessian(graph(torch.mm, LAYOUTS[layout](broken)), NODES, NODE_TARGET)
+    module = graph(lambda A, z: A.mul_(2) @ z, LAYOUTS[layout](ADJACENCY))
+    with pytest.raises(hk.InputError, match="changes its buffer 'adjacency'"):
+        hk.hessian(module, NODES, NODE_TARGET)
+    assert module.adjacency.to_dense().equal(ADJACENCY)

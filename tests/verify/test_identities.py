@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from curvature_reference import Formula, cross_entropy, draw, mse, randomised, reverse_over_reverse
-from model_zoo import InDouble, generic
+from model_zoo import generic
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -51,8 +50,8 @@ IDS, NEXT = torch.tensor([[0, 1, 2], [3, 1, 0]]), torch.tensor([[0, 1, 2], [2, 2
 WIDE, WIDE_TARGET = draw(2, 3, 8), draw(2, 3, 8, seed=7)
 
 
-def linear_norm(last: int, width: int = 4) -> nn.Module:
-    return randomised(nn.Sequential(nn.Linear(3, width), nn.LayerNorm(width, eps=0.0), nn.Linear(width, last)))
+def linear_norm() -> nn.Module:
+    return randomised(nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4, eps=0.0), nn.Linear(4, 2)))
 
 
 def summed(outputs: Tensor, target: Tensor) -> Tensor:
@@ -79,15 +78,11 @@ WHOLE: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], dict[str, Any],
         (IDS, NEXT), {"loss": "cross_entropy"},
         {("norm scale", "0.weight")} | means("0.weight", "2.weight", "2.bias") | maps("1.weight, 1.bias | 2.weight"),
     ),
-    "parameters that are left out take their identities along": (
-        block, (X, TARGET), {"params": ["attention.W_Q", "attention.W_V", "attention.W_O"]}, maps("W_V | W_O") | means("W_O"),
-    ),
+
     "a fixed bias leaves shifts only": (
-        lambda: linear_norm(2), (draw(5, 3), draw(5, 2)), {"params": ["0.weight", "2.weight"]}, means("0.weight"),
+        linear_norm, (draw(5, 3), draw(5, 2)), {"params": ["0.weight", "2.weight"]}, means("0.weight"),
     ),
-    "a norm of two entries gives signs": (
-        lambda: linear_norm(2, width=2), (draw(4, 3), draw(4, 2)), {}, maps("1.weight, 1.bias | 2.weight"),
-    ),
+
     "a bias without effect is named once": (
         lambda: Formula(lambda s, x: x @ s.W + (s.b - s.b), W=(4, 3), b=(3,)), (draw(5, 4), draw(5, 3)), {}, {("no effect", "b")},
     ),
@@ -112,11 +107,7 @@ BLOCK = (X, TARGET, {})
 PARTLY: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...], set[tuple[str, str]], set[tuple[str, str]]]] = {
     # the module, its inputs, target and options, identities that it has, and identities that it has not
     "gelu is not homogeneous": (lambda: block(activation="gelu"), BLOCK, maps("W_V | W_O"), maps("W_1 | W_2")),
-    "a vision transformer, of whose logits all may shift": (
-        lambda: generic(hk.VisionTransformer(4, 3, 5, d_model=6, d_ff=5, n_blocks=2, n_heads=2, placement="pre", bias=True)),
-        (draw(2, 3, 4), torch.tensor([0, 3]), {"loss": "cross_entropy"}),
-        means("head.W_C", "head.b_C") | maps("0.W_V | 0.W_O", "1.W_V | 1.W_O"), set(),
-    ),
+
     **{
         f"weights into norms of {scope} with eps 0": (
             lambda scope=scope: block(placement="hybridnorm", norm="rmsnorm", eps=0.0, norm_scope=scope), BLOCK,
@@ -143,17 +134,6 @@ def test_identities_of_parts(name: str) -> None:
     assert has <= names
     assert not has_not & names
     assert name != "rotary positions" or not {"logits", "no effect"} & {family for family, _ in names}
-
-
-def test_gpt2_whose_tied_table_has_no_identity() -> None:
-    hf = pytest.importorskip("transformers")
-    sizes = {"vocab_size": 11, "n_positions": 6, "n_embd": 4, "n_layer": 1, "n_head": 2}
-    module = InDouble(generic(hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, bos_token_id=0, eos_token_id=1))))
-    tokens = {"input_ids": torch.tensor([[1, 4, 2], [3, 3, 5]])}
-    names = found(identities(module, tokens, torch.tensor([[4, 2, 1], [3, 5, 0]]), loss="cross_entropy"))
-    assert means("wpe.weight", "mlp.c_proj.weight", "mlp.c_proj.bias") <= names  # everything reads the stream through a LayerNorm
-    assert names >= {("linear maps", "c_attn.weight, c_attn.bias | c_proj.weight"), ("no effect", "c_attn.bias")}
-    assert not any("wte" in name for _, name in names)
 
 
 # That they hold for derivatives of another origin, and for no wrong ones ------------------------------------------------------
@@ -245,38 +225,3 @@ def test_a_stopped_gradient_has_no_identities() -> None:
 
 
 # The parts ---------------------------------------------------------------------------------------------------------------------
-
-
-def test_velocity_is_the_derivative_of_the_motion_and_transposed_its_adjoint() -> None:
-    theta, g = {"A": draw(3, 8), "C": draw(4, 2)}, {"A": draw(3, 8, seed=2), "C": draw(4, 2, seed=3)}
-    for G in (draw(4, 4), draw(4)):
-        motion = Motion(((Leg("A", 1, 4, 4), G), (Leg("C", 0, 0, 4), -(G.T if G.ndim == 2 else G))))
-        ahead, behind = motion.moved(theta, 1e-5), motion.moved(theta, -1e-5)
-        velocity, turned = motion.velocity(theta), motion.transposed(g)
-        for name in theta:
-            assert torch.allclose(velocity[name], (ahead[name] - behind[name]) / 2e-5, atol=1e-8)
-        forth, back = (sum(float((x[n] * y[n]).sum()) for n in theta) for x, y in ((g, velocity), (turned, theta)))
-        assert abs(forth - back) < 1e-12
-        assert torch.allclose(ahead["A"][:, 4:] @ ahead["C"], theta["A"][:, 4:] @ theta["C"], atol=1e-12)
-        assert torch.equal(ahead["A"][:, :4], theta["A"][:, :4])
-
-
-def test_float32() -> None:
-    report = identities(block(bias=True).float(), X.float(), TARGET.float())
-    assert report.rtol == 1e-3
-    assert len(report.rows) == 6
-    assert report, report
-
-
-def test_printing_and_export() -> None:
-    report = identities(block(), X, TARGET)
-    assert report.table().splitlines()[-1].startswith("PASSED: 5 identities hold to")
-    assert report._repr_html_().startswith("<table><caption>PASSED")
-    again = json.loads(json.dumps(report.to_dict()))
-    assert again["passed"] is True
-    assert again["rows"][0].keys() == {"family", "name", "statement", "max_rel_error", "passed"}
-
-
-def test_errors() -> None:
-    with pytest.raises(hk.InputError, match="no_such"):
-        identities(block(), X, TARGET, params=["no_such"])

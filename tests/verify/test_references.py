@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from reference_cases import RIGHT, Attention, draw, relative
@@ -13,7 +11,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import in_chunks
 from hessiankit.verify.reference_differences import gradient_noise
-from hessiankit.verify.references import REFERENCES, Unsupported, run_references
+from hessiankit.verify.references import REFERENCES, run_references
 
 TOLERANCE = {torch.float64: {"central-differences": 1e-11}, torch.float32: {"central-differences": 1e-3}}
 ROUNDING = {torch.float64: 1e-13, torch.float32: 1e-5}
@@ -108,44 +106,10 @@ def test_gradient_noise_is_of_the_size_of_rounding():
     assert 1e-18 * size < float(noise.min()) <= float(noise.max()) < 1e-15 * size
 
 
-def test_loss_that_forward_mode_cannot_take_is_unsupported_with_a_remedy():
-    problem = Problem(nn.Linear(4, 3), draw(5, 4).float(), draw(5, 3).float(), nn.functional.mse_loss)
-    results = run_references(problem, names=["reverse-over-reverse", "jvp(grad)", "curvlinops"])
-    assert not isinstance(results["reverse-over-reverse"], Unsupported)
-    assert isinstance(results["curvlinops"], Unsupported)
-    if not isinstance(results["jvp(grad)"], Unsupported):
-        pytest.skip("this torch takes jvp(grad) through mse_loss")
-    assert "square().mean()" in results["jvp(grad)"].reason
-
-
 def test_a_linear_loss_has_no_curvature():
     problem = Problem(nn.Linear(4, 3, dtype=torch.float64), draw(5, 4), None, lambda outputs, target: outputs.sum())
     for outcome in run_references(problem, names=RIGHT).values():
         assert float(outcome.value.abs().max()) < 1e-12
-
-
-def test_modules_that_branch_on_their_values():
-    class Branching(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            return y.square() if float(y.detach().sum()) > -1e9 else y
-
-    torch.manual_seed(0)
-    module, x, t = Branching(4, 3, dtype=torch.float64), draw(5, 4), draw(5, 3)
-    expected = torch.autograd.functional.hessian(
-        lambda W: ((x @ W.T + module.bias.detach()).square() - t).square().mean(), module.weight.detach()
-    )
-    for name, outcome in run_references(Problem(module, x, t, params={"weight": module.weight}), names=RIGHT).items():
-        assert relative(outcome.value, expected.reshape(12, 12)) < 1e-10, name
-
-
-def test_progress_counts_directions():
-    problem, _ = least_squares()
-    seen: list[tuple[str, int, int]] = []
-    run_references(problem, draw(5, problem.size), RIGHT, progress=lambda *state: seen.append(state))
-    assert {name for name, _, _ in seen} == set(RIGHT)
-    assert all(total == 5 for _, _, total in seen)
-    assert seen[-1] == ("central-differences", 5, 5)
 
 
 def test_directions_go_one_at_a_time_or_in_halved_chunks():
@@ -166,12 +130,6 @@ def test_directions_go_one_at_a_time_or_in_halved_chunks():
         assert torch.equal(value, 2 * V)
         assert said == note
     assert sizes == [5, 2, 2]  # what is left is one direction
-
-
-def test_missing_package_is_unsupported(monkeypatch):
-    monkeypatch.setitem(sys.modules, "curvlinops", None)
-    with pytest.raises(Unsupported, match="not installed"):
-        REFERENCES["curvlinops"].matrix(least_squares()[0])
 
 
 def test_unknown_names_and_wrong_directions_are_refused():
