@@ -193,9 +193,11 @@ class Paths:
         if key not in self._work:
             a, moving = self._applications[step.output], [at for at in step.inputs if at is not None]
             value = self.value(step.output)
-            numbers = max(value.numel(), sum(self.value(at).numel() for at in moving))
+            pushed, pulled = value.numel(), sum(self.value(at).numel() for at in moving)
+            if a.primitive.selects and pushed == pulled:  # the same numbers, read in another shape or order
+                pushed = pulled = 0
             product = a.primitive.multiplications(self.trace.gather(a), value)  # type: ignore[arg-type]
-            self._work[key] = StepWork(value.numel(), numbers, len(moving), product)
+            self._work[key] = StepWork(pushed, max(pushed, pulled), len(moving), product)
         return self._work[key]
 
     def calls(self, path: Sequence[Step]) -> int:
