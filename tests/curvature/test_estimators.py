@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -113,6 +114,33 @@ def test_small_matrices_are_taken_whole() -> None:
         found = hk.scalar_estimates(operator, products=6, seed=seed)
         assert found.trace.value == pytest.approx(trace, rel=1e-12)
         assert found.products == 7
+
+
+def test_a_result_says_how_often_its_intervals_hold(one: ScalarEstimates) -> None:
+    """The lowest shares of the page's rows of these estimates, over all products and from 20 products on."""
+    lines = (Path(__file__).parents[2] / "docs" / "intervals.md").read_text(encoding="utf-8").splitlines()
+    names = ("trace", "sum of squares", "trace of a parameter", "entry of the diagonal")
+    cells = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
+    lowest = {(row[0], int(row[1].split()[0])): int(row[2].rstrip("%")) for row in cells if row[1].endswith(" products")}
+    assert {what for what, _ in lowest} == set(names)
+    few = hk.scalar_estimates(hk.hessian_operator(*block()), products=10)
+    assert f"held {min(lowest.values())} to 100 % of the time" in repr(few)
+    assert f"held {min(value for (_, n), value in lowest.items() if n >= 20)} to 100 % of the time" in repr(one)
+
+
+@pytest.mark.slow
+def test_estimates_are_unbiased(found: tuple[Tensor, list[ScalarEstimates]]) -> None:
+    """The mean over seeds, within four of its standard errors; traces add up to the diagonal's."""
+    matrix, drawn = found
+    true = true_of(matrix)
+    for name in ("trace", "frobenius_squared"):
+        values = torch.tensor([getattr(e, name).value for e in drawn], dtype=torch.float64)
+        assert abs(values.mean() - true[name]) <= 4 * values.std() / SEEDS**0.5
+    D = torch.stack([e.diagonal for e in drawn])
+    near = (D.mean(0) - true["diagonal"]).abs() <= 3 * D.std(0) / SEEDS**0.5 + 1e-14
+    assert near.double().mean() > 0.98
+    one = drawn[0]
+    assert sum(e.value for e in one.traces.values()) == pytest.approx(float(one.diagonal.sum()), rel=1e-12)
 
 
 CASES: dict[str, Any] = {
