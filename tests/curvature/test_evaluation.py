@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from curvature_reference import Formula, draw, largest_error, mse, randomised, reverse_over_reverse
@@ -250,6 +252,68 @@ def test_a_result_does_not_move_with_what_comes_later() -> None:
     f(draw(5, 4, seed=9))
     assert torch.equal(found.matrix, before)
     assert torch.equal(found.outer(), outer)
+
+
+# What changes between calls: every kind of state that forward or the loss can read
+
+
+class Anchored(nn.Module):
+    """A power of x w, and penalties whose strength is zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([0.0, 1.0], dtype=DOUBLE))
+        self.anchor, self.strength, self.held = 0.0, 0.0, [torch.tensor(0.0, dtype=DOUBLE)]
+        self.register_buffer("scale", torch.tensor(1.0, dtype=DOUBLE))
+        self.settings = SimpleNamespace(power=3, extra={"weight": 0.0}, array=np.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        s = self.settings
+        penalty = self.strength * (self.w - self.anchor).square().sum() + s.extra["weight"] * self.w.prod() ** 2
+        penalty = penalty + self.held[0] * self.w.square().sum() + (torch.from_numpy(s.array) * self.w**2).sum()
+        return ((self.scale * (x @ self.w)) ** s.power).sum() + penalty
+
+
+CHANGES: dict[str, Callable[[Anchored], Any]] = {
+    "a number": lambda m: setattr(m, "strength", 9.0),
+    "a number that moves a point": lambda m: (setattr(m, "strength", 2.0), setattr(m, "anchor", 0.5)),
+    "an entry of a dict": lambda m: m.settings.extra.update(weight=3.0),
+    "an exponent": lambda m: setattr(m.settings, "power", 4),
+    "a tensor in a list": lambda m: m.held.__setitem__(0, torch.tensor(2.0, dtype=DOUBLE)),
+    "a tensor in a list, in place": lambda m: m.held[0].fill_(2.0),
+    "an array, in place": lambda m: m.settings.array.fill(5.0),
+    "a buffer": lambda m: m.scale.fill_(3.0),
+    "a parameter that is replaced": lambda m: setattr(m, "w", nn.Parameter(torch.tensor([2.0, -1.0], dtype=DOUBLE))),
+    "forward": lambda m: setattr(m, "forward", lambda x: type(m).forward(m, x) + m.w.pow(4).sum()),
+    "a hook": lambda m: m.register_forward_hook(lambda m, x, y: y * 2 + m.w.pow(3).sum()),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_calls_is_seen(name: str) -> None:
+    module, x = Anchored(), draw(3, 2)
+    f = hk.hessian_function(module, x, loss=None)
+    before = f().matrix
+    CHANGES[name](module)
+    found = f()
+    assert_current(found, module, x, None, lambda z, t: z)
+    assert not torch.allclose(found.matrix, before, rtol=1e-3)
+
+
+def test_a_penalty_without_effect_on_value_and_gradient_is_seen() -> None:
+    """Elastic weight consolidation at its anchor: the loss and the gradient do not depend on the strength, the Hessian does."""
+    layer, strength = nn.Linear(3, 2).double(), {"of the penalty": 0.0}
+    x, t = draw(4, 3), draw(4, 2)
+    anchor = [p.detach().clone() for p in layer.parameters()]
+
+    def loss(z: Tensor, t: Tensor) -> Tensor:
+        penalty = sum((p - a).square().sum() for p, a in zip(layer.parameters(), anchor, strict=True))
+        return (z - t).square().mean() + strength["of the penalty"] * penalty
+
+    f = hk.hessian_function(layer, x, t, loss=loss)
+    before = f().matrix.diagonal()
+    strength["of the penalty"] = 9.0
+    assert torch.allclose(f().matrix.diagonal() - before, torch.full((8,), 18.0, dtype=DOUBLE))
 
 
 def test_the_matrix_is_written_into_a_tensor() -> None:

@@ -381,3 +381,13 @@ def test_an_operator_is_freed_at_once() -> None:
         assert batch() is None
     finally:
         gc.enable()
+
+
+def test_a_value_inside_a_run_of_entrywise_operations_that_is_read_behind_it_too() -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = torch.tanh(x @ m.W)
+        return (inner * inner + inner.exp()) @ m.V * inner
+
+    module = Formula(forward, W=(4, 4), V=(4, 4))
+    found = hessian_operator(module, X, T).to_matrix()
+    assert error(found, reverse_over_reverse(module, X, T, mse)) <= EXACT

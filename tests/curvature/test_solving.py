@@ -111,6 +111,17 @@ def test_preconditioners_by_name(name: str) -> None:
     assert error(found.x, exact(G, 1e-3, G.gradient)) < 1e-8
 
 
+@pytest.mark.parametrize("name", ["diagonal", "ekfac"])
+def test_an_operator_whose_constants_have_changed_builds_nothing(name: str) -> None:
+    """A constant in a closure has no copy: what is built later would be of another matrix."""
+    module, gain = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Linear(5, 3)).double(), torch.ones(5).double()
+    module[0].register_forward_hook(lambda m, x, y: y * gain)
+    G = hk.hessian_operator(module, X, torch.zeros(*X.shape[:-1], 3).double(), kind="ggn")
+    gain.mul_(2)
+    with pytest.raises(hk.HessiankitError, match="two calls of the module on the same data give different losses"):
+        G.approximation(name)
+
+
 def test_a_singular_system_that_has_solutions_and_one_that_has_none(G: HessianOperator, b: torch.Tensor) -> None:
     found = G.solve(G @ b, method="lsmr", tol=1e-9, max_products=4000)
     assert found.converged
