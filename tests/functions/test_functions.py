@@ -156,6 +156,16 @@ def test_derivatives_in_every_order_of_modes(name: str, tiles: None) -> None:
         close(found[kind], expected[kind])
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch's older vmap, of batched gradients
+@pytest.mark.usefixtures("tiles")
+@pytest.mark.parametrize("name", ["causal", "bias, shifted"])
+def test_gradcheck(name: str) -> None:
+    ours, _, shapes, options = CASES[name]
+    function, x = (lambda *x: ours(*x, **options)), inputs(shapes)
+    assert torch.autograd.gradcheck(function, x, check_forward_ad=True, check_batched_grad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(function, x, check_fwd_over_rev=True, check_rev_over_rev=True, fast_mode=True)
+
+
 @pytest.mark.usefixtures("tiles")
 @pytest.mark.parametrize("name", ["heads", "causal", "bias, shifted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -179,6 +189,15 @@ def test_a_mask_that_moves() -> None:
         for f in (hk.scaled_dot_product_attention, by_matrices)
     )
     close(found, expected)
+
+
+def test_queries_without_keys_are_zero_and_so_are_their_derivatives() -> None:
+    q, k, v = inputs(SAME)
+    out = hk.scaled_dot_product_attention(q, k, v, attn_mask=torch.zeros(5, 5, dtype=torch.bool))
+    (slope,) = torch.autograd.grad((out.sin() + out).sum(), q, create_graph=True)
+    assert not out.any()
+    assert not slope.any()
+    assert not torch.autograd.grad(slope.sum(), q)[0].any()
 
 
 def test_no_label_counts() -> None:
@@ -370,6 +389,44 @@ def gpt2() -> tuple[nn.Module, dict[str, Tensor]]:
 
 def next_token(out: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def test_inner_loop_of_meta_learning() -> None:
+    """The gradient of what a step of gradient descent reaches."""
+    model = Attend().double()
+    names, start = zip(*model.named_parameters(), strict=True)
+
+    def after_a_step(*parameters: Tensor) -> Tensor:
+        def inner(*p: Tensor) -> Tensor:
+            return torch.func.functional_call(model, dict(zip(names, p, strict=True)), (TOKENS,)).square().sum()
+
+        slopes = torch.autograd.grad(inner(*parameters), parameters, create_graph=True)
+        return inner(*(p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)))
+
+    with hk.twice_differentiable_attention():
+        found = torch.autograd.grad(after_a_step(*start), start)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = torch.autograd.grad(after_a_step(*start), start)
+    for a, b in zip(found, right, strict=True):
+        close(a, b)
+
+
+def test_gradient_penalty() -> None:
+    """Wasserstein GAN: the norm of the critic's gradient in its input, differentiated in its parameters."""
+    critic = Attend().double()
+
+    def penalty() -> Tensor:
+        x = TOKENS.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        return (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+    parameters = [critic.mix.weight, critic.mix.bias, critic.head.weight]
+    with hk.twice_differentiable_attention():
+        found = torch.autograd.grad(penalty(), parameters)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = torch.autograd.grad(penalty(), parameters)
+    for a, b in zip(found, right, strict=True):
+        close(a, b)
 
 
 def test_curvlinops() -> None:
