@@ -82,6 +82,13 @@ def test_a_system_is_solved_on_the_device() -> None:
         assert counts["to device"] == counts["to host"] == 0
 
 
+def test_a_matrix_on_the_device_stays_there_to_be_printed() -> None:
+    case = cases(torch.float64)["encoder"].on(DEVICE)
+    H = hk.hessian(case.module, *case.data, loss=case.loss)
+    _, counts, waits = costs(lambda: str(H))
+    assert counts["to host"] == 0, Counter(waits)
+
+
 def test_the_parameters_that_an_operator_shares_are_watched() -> None:
     case = deep()
     H = hk.hessian_operator(case.module, *case.data, loss=case.loss, snapshot=False)
