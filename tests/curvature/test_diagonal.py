@@ -49,6 +49,12 @@ def test_blocks(name: str, params: list[str] | None) -> None:
 X, T = draw(5, 3, 4), draw(5, 3, 4, seed=7)
 
 
+def test_an_entry_in_two_columns_of_a_row() -> None:
+    """Its diagonal has the curvature between the two as well."""
+    where = torch.tensor([[0, 0, 1], [1, 2, 3], [3, 2, 0]])
+    assert_diagonal(Formula(lambda m, x: torch.tanh(torch.tanh(x + m.p[where]) @ m.V), p=(4,), V=(3, 2)), draw(2, 3, 3))
+
+
 def behind_a_layer() -> nn.Module:
     """Tokens that parameters move meet in the attention."""
     return randomised(nn.Sequential(nn.Linear(4, 4), hk.TransformerBlock(4, 5, d_k=2, bias=True)))
