@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import draw
+from curvature_reference import Formula, draw
 from engine_choices import CHOICES, force, paths_of
 from meter import Meter
 from torch import Tensor, nn
@@ -92,6 +92,15 @@ def test_what_each_part_of_a_program_takes() -> None:
     assert cost.directions == 7 + 3
     assert cost.multiplications == sums + (7 + 3) * 2 * rows * 3 * 7  # together through the second layer: pushed and pulled
     assert cost.coupled == 0
+
+
+def test_a_product_of_two_values_that_move_is_pushed_bent_and_pulled_by_both() -> None:
+    """Z Z^T of four tokens, each a row of two numbers, in two samples."""
+    module = Formula(lambda m, x: torch.tanh(x @ m.W) @ torch.tanh(x @ m.W).mT, W=(3, 2))
+    paths = paths_of(module, draw(2, 4, 3), draw(2, 4, 4, seed=2), "mse")
+    path = paths.reach([place.at for place in paths.places])
+    assert paths.multiplications(path) == (2 + 2 + 2) * 2 * 4 * 4 * 2
+    assert paths.multiplications(path, alone=True) == (2 + 2) * 2 * 4 * 4 * 2
 
 
 def test_a_part_is_cut_as_the_forecasts_say() -> None:
