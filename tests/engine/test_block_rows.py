@@ -140,8 +140,8 @@ def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, 
 
 
 MODELS = {
-    "narrow stream": deep(3, 12, 5, meet=False),
-    "narrow stream, rows meet": deep(3, 12, 5, meet=True),
+    "narrow stream": deep(3, 12, 12, meet=False),
+    "narrow stream, rows meet": deep(3, 12, 8, meet=True),
     "wide stream": deep(12, 2, 2, meet=False),
     "wide stream, rows meet": deep(12, 2, 2, meet=True),
 }
