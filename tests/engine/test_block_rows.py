@@ -93,6 +93,27 @@ def test_a_block_by_itself(name: str, choice: str, monkeypatch: pytest.MonkeyPat
             assert (matrix.data - expected[matrix.top, matrix.left]).abs().max() <= 1e-12 * expected.abs().max()
 
 
+@pytest.mark.parametrize("cut", [True, False])
+def test_directions_of_blocks_that_are_not_read_are_not_swept(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, x, target, _ = case("two attentions")
+    force(monkeypatch, CHOICES["cuts"] if cut else CHOICES["no cuts, each place by itself"])
+    swept: list[str] = []
+    read = BlockRows._read_directions
+    monkeypatch.setattr(
+        BlockRows,
+        "_read_directions",
+        lambda self, section, plan, *rest: (
+            swept.extend(u.parameter for d in plan.directions for u in d.place.jacobians),
+            read(self, section, plan, *rest),
+        ),
+    )
+    stored(module, x, target, range(1, 2), range(2, 3))
+    assert set(swept) == {"V"}
+    swept.clear()
+    stored(module, x, target, None, None)
+    assert set(swept) == {"U", "V", "W"}
+
+
 def skewed(self: LinearisedSoftmax, bar: Any, tangents: Any = None, right: Any = LinearisedSoftmax.pull) -> Any:
     """A second derivative that is not symmetric."""
     first = right(self, bar) if bar is not None else None
