@@ -67,7 +67,7 @@ class MatrixRows:
                 for k in range(start, stop):
                     by_output[:, k].addmm_(u.X.T, Z[:, k - start])
                 return
-        numbers = 0 if isinstance(u, IdentityJacobian) else u.size * width  # rows of a parameter's own entries are parts of Z
+        numbers = 0 if isinstance(u, IdentityJacobian) else u.size * width  # its rows are parts of Z: none are made
         step = max(1, together(ROWS, Z) // numbers) if numbers else stop - start
         for first in range(start, stop, step):
             last = min(first + step, stop)
@@ -80,7 +80,7 @@ class MatrixRows:
                 self._add_transpose(u, (first, last), rows, own)
 
     def _add_transpose(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, own: slice) -> None:
-        """Add the transpose of rows of a parameter with itself, whose entries lie regularly."""
+        """Add to the block of a parameter with itself the transpose of its rows; its entries are one run."""
         ((_, at),) = u.runs()
         turned, outputs = rows.movedim(-1, 0), int(u.is_weight)
         into = u.unfold(self.matrix.block(u.parameter, u.parameter)[own, at], 1)
@@ -92,7 +92,7 @@ class MatrixRows:
             self.matrix.note_asymmetry((square - mirrored).abs().max())
 
     def _add_entries(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None) -> None:
-        """Add rows entry by entry; of a parameter with itself also the transpose."""
+        """Add rows by runs of entries; to the block of a parameter with itself also their transpose."""
         complete = not isinstance(u, IndexJacobian) or of_u == (0, u.which.shape[1])  # its entries may reach other outputs too
         if isinstance(u, WeightJacobian):
             rows = (rows.transpose(0, 1) if u.transposed else rows).flatten(0, 1)

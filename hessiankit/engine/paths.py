@@ -88,7 +88,7 @@ class Place:
 
 
 class StepWork(NamedTuple):
-    """What one direction takes at a step.
+    """The cost of one direction at a step.
 
     Attributes:
         pushed: Numbers of its tangents.
@@ -188,7 +188,7 @@ class Paths:
         return total
 
     def _taken(self, step: Step) -> StepWork:
-        """Return what one direction takes at a step."""
+        """Return the cost of one direction at a step."""
         key = (step.output, step.inputs)
         if key not in self._work:
             a, moving = self._applications[step.output], [at for at in step.inputs if at is not None]

@@ -130,7 +130,7 @@ class Section:
         places: In order.
         entry: The value at which the section begins, as a place without parameters; None for the first.
         end: Id of the value at which it ends.
-        path: The steps that what the section keeps for the one before it, or receives, goes through.
+        path: The steps by which its entry and its places reach its end; for curvature of places with themselves, its entry alone.
         level: How many axes of the values at both ends index rows that stay apart from its entry to the loss.
         kept: Numbers kept of what follows its end, 0 if nothing does.
         plans: Its sweeps, those of the last places first.
@@ -233,7 +233,7 @@ def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone
                 size += sum(u.size for u in place.jacobians if key(u) not in seen)
                 seen |= {key(u) for u in place.jacobians}
         row = x.shape[min(level, ahead[n]) if alone else min(1, x.ndim - 1) :].numel()
-        on = works[end] - works[n + 1] + back + behind  # of a direction that goes on from x
+        on = works[end] - works[n + 1] + back + behind  # for each direction that reaches x
         through = (x.numel() + PASS * x.numel() // row) * (size + row)
         if not alone and level == ahead[n] == x.ndim - 1:  # sums over rows for each pair of parameters need no rows of the matrix
             through += PASS * x.numel() // row * entries
