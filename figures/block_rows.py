@@ -1,4 +1,4 @@
-"""The places of a transformer block: the level of each path, the directions of each sweep, and the cut.
+"""The places of a transformer block: the level of each path, the directions of each sweep, and cuts where they pay.
 
 Ours, for docs/concepts/one_sum.md. A block with norms before and after each sublayer, 2 heads, 2 samples of 4 tokens, squared
 error. A row is a value on the way to the loss, with lines from the values that it is computed from; a column is a place. Its
@@ -199,19 +199,19 @@ def _draw_columns(axes: Axes, found: Diagram) -> None:
         for values, look in ((column.later, "white"), (column.behind, FAINT)):
             for value in values:
                 axes.plot(x + 0.5, at[value] + 0.5, marker="o", color=INK, markerfacecolor=look, markersize=5)
-    _draw_legend(axes, {level for column in found.columns for level in column.levels.values()})
+    _draw_legend(axes, {level for column in found.columns for level in column.levels.values()}, cut=bool(found.cuts))
 
 
 def _fill(axes: Axes, x: float, y: float, width: float, height: float, level: int) -> None:
     axes.add_patch(Rectangle((x, y), width, height, facecolor=LEVELS[level][1], alpha=0.55, edgecolor="none"))
 
 
-def _draw_legend(axes: Axes, levels: set[int]) -> None:
+def _draw_legend(axes: Axes, levels: set[int], *, cut: bool) -> None:
     for n, level in enumerate(sorted(levels, reverse=True)):
         _fill(axes, 2.2 * n - 1.7, -1.75, 0.45, 0.6, level)
         axes.text(2.2 * n - 1.15, -1.45, LEVELS[level][0], va="center", fontsize=8)
     marks = ((3.0, "directions begin", "v", INK), (5.3, "later place", "o", "white"), (7.1, "later, behind the cut", "o", FAINT))
-    for x, name, marker, fill in marks:
+    for x, name, marker, fill in marks if cut else marks[:2]:
         axes.plot(x, -1.45, marker=marker, color=INK, markerfacecolor=fill, markersize=5)
         axes.text(x + 0.25, -1.45, name, va="center", fontsize=8)
 
