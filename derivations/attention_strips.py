@@ -12,7 +12,7 @@ the adjoint of its output and b the second-order adjoint, where C_A is the covar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -45,6 +45,8 @@ class Heads:
         mask: Constant, n masks (n, L, S): boolean (True takes part), or additive; None for none.
         mask_of: The number of each head's mask, (H,), where n is above 1.
         causal: Query i sees the keys up to i only.
+        adjoint: W, (H, L, E_v); None where no tangents are pulled.
+        keeps_weights: Whether A and M are kept from one call to the next.
         seen: The strips whose rows are known: their largest weight, and the logarithm of their sum.
 
     >>> zeros, ones = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
@@ -62,6 +64,8 @@ class Heads:
     mask: Tensor | None = None
     mask_of: Tensor | None = None
     causal: bool = False
+    adjoint: Tensor | None = None
+    keeps_weights: bool = False
     seen: set[tuple[int, int]] = field(default_factory=set, repr=False)
 
     @cached_property
@@ -79,7 +83,7 @@ class Heads:
         """Return dN, (count, H, L, E_v), for tangents of Q, K and V, (count, H, ...) or None."""
         count = next(len(x) for x in moved if x is not None)
         out = self.output(count)
-        for strip in self._strips(None):
+        for strip in self.strips():
             for s in range(count):
                 strip.push([None if x is None else x[s] for x in moved], out[s])
         return out
@@ -88,23 +92,29 @@ class Heads:
         """Return zeros for tangents of the output, (count, H, L, E_v)."""
         return self.V.new_zeros(count, *self.Q.shape[:2], self.V.shape[-1])
 
-    def pull(self, W: Tensor | None, bar: Tensor | None, moved: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
+    def pull(self, bar: Tensor | None, moved: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         """Add the covectors of Q, K and V and the tangent of N to those of ``out`` that are there, (count, H, ...).
 
         Args:
-            W: The adjoint, (H, L, E_v); None where no tangents are pulled.
             bar: The second-order adjoints, (count, H, L, E_v), or None.
             moved: Tangents of Q, K and V.
             out: Where to add.
         """
         count = next(len(x) for x in (bar, *moved) if x is not None)
-        for strip in self._strips(W):
+        for strip in self.strips():
             for s in range(count):
                 q, k, v, b, *into = (None if x is None else x[s] for x in (*moved, bar, *out))
                 strip.pull(b, (q, k, v), into)
 
-    def _strips(self, W: Tensor | None) -> Iterator[Strip]:
-        """Yield the strips in which a query may see a key: whole heads together, or some queries of one head."""
+    def strips(self) -> Iterable[Strip]:
+        """Return the strips in which a query may see a key: whole heads together, or some queries of one head."""
+        return self._kept if self.keeps_weights else self._made()
+
+    @cached_property
+    def _kept(self) -> list[Strip]:
+        return list(self._made())
+
+    def _made(self) -> Iterator[Strip]:
         (count, L, _), S = self.Q.shape, self.K.shape[1]
         on_cpu = self.Q.device.type == "cpu"
         entries = ENTRIES if on_cpu else ON_AN_ACCELERATOR
@@ -120,7 +130,7 @@ class Heads:
                     keys = _seen(mask)
                     mask = mask[..., keys]
                 if keys.start < keys.stop:
-                    yield Strip(self, heads, queries, keys, mask, W)
+                    yield Strip(self, heads, queries, keys, mask)
 
     def _mask_of(self, heads: slice, queries: slice) -> Tensor | None:
         if self.mask is None:
@@ -146,7 +156,6 @@ class Strip:
         queries: Which queries.
         keys: Which keys.
         mask: Of these queries and keys.
-        adjoint: W of all heads, or None.
     """
 
     of: Heads
@@ -154,7 +163,6 @@ class Strip:
     queries: slice
     keys: slice
     mask: Tensor | None
-    adjoint: Tensor | None
 
     def push(self, moved: Sequence[Tensor | None], out: Tensor) -> None:
         """Add dN to an output of all heads."""
@@ -170,7 +178,7 @@ class Strip:
 
     def pull(self, b: Tensor | None, moved: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         """Add the covectors, and the tangent of N, to those of all heads."""
-        A, c, W = self.A, self.of.c, None if self.adjoint is None else self._queries(self.adjoint)
+        A, c, W = self.A, self.of.c, self._queries(self.of.adjoint)
         q, k, v, b = self._queries(moved[0]), self._keys(moved[1]), self._keys(moved[2]), self._queries(b)
         to_Q, to_K, to_V, to_N = self._queries(out[0]), self._keys(out[1]), self._keys(out[2]), self._queries(out[3])
         tau = self._along(moved)
@@ -250,8 +258,9 @@ class Strip:
     @cached_property
     def M(self) -> Tensor:
         """C_A(W V^T)."""
-        assert self.adjoint is not None
-        M = self._from_peak(torch.bmm(self.adjoint[self.heads, self.queries], self.V.mT)).mul_(self.A)
+        W = self._queries(self.of.adjoint)
+        assert W is not None
+        M = self._from_peak(torch.bmm(W, self.V.mT)).mul_(self.A)
         return M.addcmul_(self.A, M.sum(-1, keepdim=True), value=-1)
 
     def _along(self, moved: Sequence[Tensor | None]) -> Tensor | None:

@@ -35,6 +35,9 @@ TORCHS = torch.nn.functional.scaled_dot_product_attention
 IN_STRIPS = 512**2
 """Queries times keys from which attention is read strip by strip, which is faster too."""
 
+ALL_HEADS = 2**14
+"""Weights of all heads from which it is so on a processor, whose caches then hold those of a few directions only."""
+
 
 @dataclass(frozen=True, eq=False)
 class ScaledDotProductAttention(ByLinearising):
@@ -86,9 +89,14 @@ class ScaledDotProductAttention(ByLinearising):
 
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
         moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
-        if inputs[0].shape[-2] * inputs[1].shape[-2] >= IN_STRIPS and not moves_mask:
+        if self._is_large(inputs) and not moves_mask:
             return AttentionInStrips(self, inputs, adjoint, wanted)
         return LinearisedAttention(self, inputs, adjoint, wanted)
+
+    def _is_large(self, inputs: Inputs) -> bool:
+        weights = inputs[0].shape[-2] * inputs[1].shape[-2]
+        on_cpu = inputs[0].device.type == "cpu"
+        return weights >= IN_STRIPS or (on_cpu and self._rows(inputs).numel() * weights >= ALL_HEADS)
 
     def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
         """Batches and heads stay apart where every moving input has them; query tokens too where Q alone moves."""
@@ -256,7 +264,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 class AttentionInStrips(Linearised):
-    """Fused attention at one point, a strip of queries at a time: nothing of queries times keys is kept."""
+    """Fused attention at one point, a strip of queries at a time: of large heads nothing of queries times keys is kept."""
 
     primitive: ScaledDotProductAttention
 
@@ -274,8 +282,9 @@ class AttentionInStrips(Linearised):
             if len(mask) > 1:
                 every = torch.arange(len(mask), device=mask.device).reshape(shown.shape[:-2])
                 mask_of = every.expand(self.lead).reshape(-1)
-        self.heads = Heads(Q, K, V, primitive._scale(inputs), mask, mask_of, primitive.is_causal)
-        self.W = None if adjoint is None else self._heads(adjoint.unsqueeze(0))[0]
+        W = None if adjoint is None else self._heads(adjoint.unsqueeze(0))[0]
+        keeps_weights = Q.shape[1] * K.shape[1] < IN_STRIPS
+        self.heads = Heads(Q, K, V, primitive._scale(inputs), mask, mask_of, primitive.is_causal, W, keeps_weights)
 
     def forget(self) -> None:
         """Keep the arrays arranged by heads; of Q, K and V as given, the shapes stay."""
@@ -311,7 +320,7 @@ class AttentionInStrips(Linearised):
             x.new_zeros(count, *x.shape) if w and not (still and x is heads.V) else None
             for x, w in zip((heads.Q, heads.K, heads.V), self.wanted[:3], strict=True)
         ]
-        heads.pull(self.W, None if bar is None else self._heads(bar), moved, [*sums, pushed])
+        heads.pull(None if bar is None else self._heads(bar), moved, [*sums, pushed])
         covectors = [
             None if x is None else unbroadcast(x.unflatten(1, self.lead or (1,)), shape).reshape(-1, *like.shape)
             for x, shape, like in zip(sums, self.arranged, self.inputs, strict=False)

@@ -60,8 +60,10 @@ ALL = (True,) * 3
 MOVING = {"causal": list(itertools.product([False, True], repeat=3))}  # the tangents' paths are those of every mask and layout
 
 
+@pytest.mark.parametrize("keeps_weights", [False, True])
 @pytest.mark.parametrize(("name", "count"), [("causal", 1), *((name, 2) for name in CASES)])
-def test_equals_the_whole_matrices(name: str, count: int) -> None:
+def test_equals_the_whole_matrices(name: str, count: int, keeps_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "IN_STRIPS", 10**9 if keeps_weights else 0)
     primitive, inputs = CASES[name]
     out = primitive.value(*inputs)
     wanted = [k < 3 for k in range(len(inputs))]
