@@ -19,14 +19,12 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
-from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator
 from scipy.optimize import isotonic_regression
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_bytes
 
-SCALES = ("blocks", "parameters")
-POOLINGS = ("max", "rms")
 ACROSS = 3  # panels in a row
 
 _LINEAR = (
@@ -76,57 +74,25 @@ def short_labels(names: Sequence[str]) -> list[str]:
     return [label if count[label] == 1 else name for name, label in zip(names, labels, strict=True)]
 
 
-def block_pixels(sizes: Sequence[int], pixels: int, scale: str) -> np.ndarray:
-    """Return how many of ``pixels`` each block takes along one axis: equally many, or in proportion to its size.
-
-    Every block keeps at least one pixel; the widths add up to ``pixels`` (to the number of blocks, if that is more).
-
-    >>> block_pixels([1, 1, 10], 12, "blocks").tolist(), block_pixels([1, 1, 10], 12, "parameters").tolist()
-    ([4, 4, 4], [1, 1, 10])
-    """
-    if scale not in SCALES:
-        raise InputError(f"heatmap: scale={scale!r} is not known; choose 'blocks' or 'parameters'")
-    weights = np.ones(len(sizes)) if scale == "blocks" else np.asarray(sizes, dtype=float)
-    edges = np.round(np.concatenate([[0.0], np.cumsum(weights)]) / weights.sum() * pixels).astype(int)
-    widths = np.maximum(np.diff(edges), 1)
-    while widths.sum() > max(pixels, len(sizes)):  # blocks rounded up to a pixel take it from the widest
-        widths[widths.argmax()] -= 1
-    return widths
-
-
-def pixel_starts(sizes: Sequence[int], widths: Sequence[int]) -> np.ndarray:
-    """Return the first entry that each pixel covers, for blocks of ``sizes`` entries drawn ``widths`` pixels wide.
+def pixel_starts(sizes: Sequence[int], width: int) -> np.ndarray:
+    """Return the first entry that each pixel covers, for blocks of ``sizes`` entries drawn ``width`` pixels wide.
 
     A pixel covers the entries up to the next pixel's first one, and one entry where both are the same.
 
-    >>> pixel_starts([4, 1], [2, 3]).tolist()
-    [0, 2, 4, 4, 4]
+    >>> pixel_starts([4, 1], 2).tolist()
+    [0, 2, 4, 4]
     """
-    starts = []
-    offset = 0
-    for size, width in zip(sizes, widths, strict=True):
-        starts.append(offset + np.arange(width) * size // width)
-        offset += size
-    return np.concatenate(starts)
+    offsets = np.cumsum([0, *sizes[:-1]])
+    return np.concatenate([offset + np.arange(width) * size // width for offset, size in zip(offsets, sizes, strict=True)])
 
 
-def pool(matrix: np.ndarray, starts: np.ndarray, how: str) -> np.ndarray:
-    """Reduce |matrix| to pixels: the largest or the root mean square of the entries that a pixel covers.
+def pool(matrix: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """Reduce |matrix| to pixels: the largest of the entries that a pixel covers.
 
-    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0]), "max")
+    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0]))
     array([[4.]])
-    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0, 1]), "rms")
-    array([[3., 4.],
-           [0., 0.]])
     """
-    if how not in POOLINGS:
-        raise InputError(f"heatmap: pooling={how!r} is not known; choose 'max' or 'rms'")
-    if how == "max":
-        return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), starts, axis=1), starts, axis=0)
-    top = float(np.abs(matrix).max()) or 1.0
-    squares = np.add.reduceat(np.add.reduceat(np.square(matrix / top), starts, axis=1), starts, axis=0)
-    count = np.maximum(np.diff(np.append(starts, matrix.shape[0])), 1)
-    return top * np.sqrt(squares / np.outer(count, count))
+    return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), starts, axis=1), starts, axis=0)
 
 
 def colour_range(values: np.ndarray, outside: float = 0.005, span: int = 8) -> tuple[float, float]:
@@ -229,119 +195,71 @@ class Picture(Figure):
 
 
 class Frame:
-    """Axes and their furniture; every length is a whole pixel, so that one number of a map is one pixel of the picture.
+    """Maps of blocks in a row, with their labels and a colour bar.
+
+    Every length is a whole pixel, so that one number of a map is one square of the picture.
 
     Args:
         titles: One for each map; empty ones take no room.
-        side: Side of a map in pixels.
+        cell: Side of a block in pixels.
         labels: Names of the blocks along both axes.
-        widths: Pixels of each block.
         title: Above all maps.
-        caption: Parts of the picture's caption.
     """
 
-    def __init__(
-        self,
-        titles: Sequence[str],
-        side: int,
-        labels: Sequence[str],
-        widths: np.ndarray,
-        title: str | None,
-        caption: Sequence[str],
-    ) -> None:
-        if title and len(titles) == 1 and not titles[0]:
+    def __init__(self, titles: Sequence[str], cell: int, labels: Sequence[str], title: str | None) -> None:
+        if title and list(titles) == [""]:
             titles, title = [title], None
-        self.side, self.labels = side, list(labels)
-        self.edges = np.concatenate([[0], np.cumsum(widths)])
-        self.centres = (self.edges[1:] + self.edges[:-1]) / 2
-        self.font = float(min(10.0, max(6.0, 0.75 * side / len(labels) / POINT)))
+        self.cell, self.labels, self.side = cell, list(labels), cell * len(labels)
+        self.font = float(min(10.0, max(6.0, 0.75 * cell / POINT)))
         wide, high = _measure(self.labels, self.font)
-        line = 1.2 * self.font * POINT
-        self.rows = spread(self.centres, np.maximum(high, line).tolist(), 0, side)
-        flat = wide + 0.35 * self.font * POINT
-        self.upright = bool(flat.sum() > side or (np.ptp(widths) <= 1 and wide.max() + 0.3 * self.font * POINT > widths.max()))
-        self.columns = spread(self.centres, (np.full(len(flat), line) if self.upright else flat).tolist(), 0, side)
-        moved = max(np.abs(self.rows - self.centres).max(), np.abs(self.columns - self.centres).max())
-        self.lead = 40 if moved > 3 else 0
+        self.upright = wide + 0.3 * self.font * POINT > cell
         pad, gap = 14, 44
-        left = int(wide.max()) + self.lead + 3 * pad
-        under = int(wide.max() if self.upright else high.max()) + self.lead + 2 * pad
-        maps = len(titles) * side + (len(titles) - 1) * gap
+        left, below = int(wide) + 3 * pad, int(wide if self.upright else high) + 3 * pad
+        maps = len(titles) * self.side + (len(titles) - 1) * gap
         width = left + maps + 190
-        below = under + pad
-        above = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0))
-        height = above + side + below
+        height = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0)) + self.side + below
         self.figure = Picture(width / DPI, height / DPI)
-        self.figure.caption = "; ".join(caption) + "." if caption else ""
         self.axes: list[Axes] = []
         for k, text in enumerate(titles):
-            place = ((left + k * (side + gap)) / width, below / height, side / width, side / height)
+            place = ((left + k * (self.side + gap)) / width, below / height, self.side / width, self.side / height)
             axes = self.figure.add_axes(place, xticks=[], yticks=[])
             axes.set_title(text, fontsize=10.5, pad=5)
             self.axes.append(axes)
-        self._bar = ((left + maps + 30) / width, below / height, 34 / width, side / height)
+        self._bar = ((left + maps + 30) / width, below / height, 34 / width, self.side / height)
         if title:
             self.figure.text((left + maps / 2) / width, 1 - pad / height, title, fontsize=11.5, ha="center", va="top")
 
-    def image(self, k: int, values: np.ndarray, low: float, high: float) -> AxesImage:
-        """Fill map ``k`` with positive numbers in log scale; masked ones become grey."""
+    def draw(self, k: int, values: np.ndarray, low: float, high: float, line: float) -> AxesImage:
+        """Fill map ``k`` with positive numbers in log scale, masked ones grey, and separate and name its blocks."""
+        axes, side = self.axes[k], self.side
         colours = mpl.colormaps[COLOURS].with_extremes(bad=ZERO)
-        extent = (0, self.side, self.side, 0)
-        return self.axes[k].imshow(values, cmap=colours, norm=LogNorm(low, high), interpolation="nearest", extent=extent)
-
-    def separate(self, k: int, width: float) -> None:
-        """Draw thin lines between the blocks of map ``k``."""
-        lines = self.edges[1:-1]
-        self.axes[k].hlines(lines, 0, self.side, color="white", linewidth=width)
-        self.axes[k].vlines(lines, 0, self.side, color="white", linewidth=width)
-
-    def label(self, k: int) -> None:
-        """Write the names below map ``k`` and, for the first map, to its left, with leaders where a name had to move."""
-        axes, near, far = self.axes[k], 6, 6 + self.lead
-        style: dict[str, Any] = {"fontsize": self.font, "clip_on": False}
-        for text, centre, row, column in zip(self.labels, self.centres, self.rows, self.columns, strict=True):
-            if self.lead:
-                line: dict[str, Any] = {"color": FAINT, "linewidth": 0.5, "clip_on": False}
-                bend = [0, -near, -far + 4, -far]
-                if k == 0:
-                    axes.plot(bend, [centre, centre, row, row], **line)
-                axes.plot([centre, centre, column, column], [self.side - d for d in bend], **line)
+        image = axes.imshow(values, cmap=colours, norm=LogNorm(low, high), interpolation="nearest", extent=(0, side, side, 0))
+        edges = self.cell * np.arange(1, len(self.labels))
+        axes.hlines(edges, 0, side, color="white", linewidth=line)
+        axes.vlines(edges, 0, side, color="white", linewidth=line)
+        for i, text in enumerate(self.labels):
+            centre = (i + 0.5) * self.cell
             if k == 0:
-                axes.text(-far - 6, row, text, ha="right", va="center_baseline", **style)
-            axes.text(column, self.side + far + 6, text, ha="center", va="top", rotation=90 if self.upright else 0, **style)
-        axes.set_xlim(0, self.side)
-        axes.set_ylim(self.side, 0)
+                axes.text(-12, centre, text, fontsize=self.font, ha="right", va="center_baseline")
+            rotation = 90 if self.upright else 0
+            axes.text(centre, side + 12, text, fontsize=self.font, ha="center", va="top", rotation=rotation)
+        axes.set(xlim=(0, side), ylim=(side, 0))
+        return image
 
     def colour_bar(self, mappable: ScalarMappable, label: str, values: np.ndarray, zeros: bool) -> None:
-        """Draw the colour bar, a tick a decade, an arrow where values lie beyond its end, a grey square for zeros."""
-        low, high = mappable.get_clim()
-        assert low is not None
-        assert high is not None
-        beyond = (bool((values < low).any()), bool((values > high * (1 + 1e-6)).any()))
-        extend = {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[beyond]
+        """Draw the colour bar, an arrow where values lie beyond its end, a grey square for zeros."""
+        low, high = mappable.norm.vmin, mappable.norm.vmax
+        below, above = bool((values < low).any()), bool((values > high * (1 + 1e-6)).any())
+        extend = "both" if below and above else "min" if below else "max" if above else "neither"
         x, y, w, h = self._bar
         square = w * self.figure.get_figwidth() / self.figure.get_figheight()
         lift = 1.8 * square if zeros else 0.0
         axes = self.figure.add_axes((x, y + lift, w, h - lift))
-        bar = self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03)
-        bar.set_label(label, fontsize=10, labelpad=4)
-        room = int((h - lift) * self.figure.get_figheight() * DPI / (1.5 * 8.5 * POINT))  # labels that do not touch
-        axes.yaxis.set_major_locator(LogLocator(10, numticks=max(2, min(20, room))))
-        axes.yaxis.set_minor_locator(LogLocator(10, subs=range(2, 10), numticks=20))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(labelsize=8.5, length=3.5, width=0.6)
-        axes.tick_params(which="minor", length=1.8, width=0.4)
+        self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03).set_label(label, fontsize=10, labelpad=4)
+        axes.tick_params(labelsize=8.5)
         if zeros:
             patch = self.figure.add_axes((x, y, w, square), xticks=[], yticks=[], facecolor=ZERO)
             patch.text(1.35, 0.5, "0", fontsize=8.5, ha="left", va="center_baseline", transform=patch.transAxes)
-
-    def save(self, path: Path) -> None:
-        """Write the picture in the format that the suffix names, the same bytes every time.
-
-        Raises:
-            InputError: The suffix is not one of ``.png``, ``.svg``, ``.pdf``, or the file cannot be written.
-        """
-        write_picture("plots", self.figure, path)
 
 
 def picture_bytes(figure: Figure, suffix: str) -> bytes:
@@ -353,11 +271,7 @@ def picture_bytes(figure: Figure, suffix: str) -> bytes:
 
 
 def check_suffix(who: str, path: Path) -> None:
-    """Refuse a picture in another format than those of ``SUFFIXES``.
-
-    Raises:
-        InputError: The suffix is another one.
-    """
+    """Refuse a picture in another format than those of ``SUFFIXES``."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"{who}: cannot write {path.name!r}; name a file that ends in {', '.join(SUFFIXES)}")
 
@@ -365,13 +279,8 @@ def check_suffix(who: str, path: Path) -> None:
 def write_picture(who: str, figure: Figure, path: Path) -> None:
     """Write a picture in the format that the suffix names, as a whole, and its folder where that is missing.
 
-    Args:
-        who: Name of the command or function, for the error.
-        figure: The picture.
-        path: Where to: ``.png``, ``.svg`` or ``.pdf``.
-
     Raises:
-        InputError: The suffix is another one, or the file cannot be written; what was there before then still is.
+        InputError: The suffix is not one of ``SUFFIXES``, or the file cannot be written; what was there before then still is.
     """
     check_suffix(who, path)
     content = picture_bytes(figure, path.suffix)
@@ -379,12 +288,12 @@ def write_picture(who: str, figure: Figure, path: Path) -> None:
     write_bytes(who, path, content)
 
 
-def _measure(texts: Sequence[str], size: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return widths and heights of texts in pixels."""
+def _measure(texts: Sequence[str], size: float) -> tuple[float, float]:
+    """Return the largest width and height of texts in pixels."""
     figure = Figure(dpi=DPI)
     renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [figure.text(0, 0, text, fontsize=size).get_window_extent(renderer) for text in texts]
-    return np.array([box.width for box in boxes]), np.array([box.height for box in boxes])
+    return max(box.width for box in boxes), max(box.height for box in boxes)
 
 
 @contextmanager
@@ -405,11 +314,13 @@ def panels(who: str, count: int, heading: str, path: Path | str | None) -> Itera
     down, across = -(-count // ACROSS), min(count, ACROSS)
     wide, high = 4.1 * across + 0.2, 3.05 * down + 0.4
     with picture(who, wide, high, path) as figure:
-        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top")
+        figure.text(0.2 / wide, 1 - 0.12 / high, heading, fontsize=11, color=INK, va="top", wrap=True)
         places = [(4.1 * (k % across) + 0.72, high - 0.75 - 3.05 * (k // across) - 2.15) for k in range(count)]
         every = [figure.add_axes((x / wide, y / high, 2.78 / wide, 2.15 / high)) for x, y in places]
         for axes in every:
             dress(axes)
+            axes.xaxis.label.set_size(8)
+            axes.yaxis.label.set_size(8)
         yield figure, every
 
 

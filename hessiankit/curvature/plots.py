@@ -10,9 +10,8 @@ import csv
 import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
@@ -28,12 +27,12 @@ from hessiankit.curvature.plot_frame import (
     STYLE,
     Frame,
     Picture,
-    block_pixels,
     colour_range,
     picture,
     pixel_starts,
     pool,
     short_labels,
+    write_picture,
 )
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import make_folder, write_bytes
@@ -50,44 +49,18 @@ def heatmap(
     sizes: Sizes,
     *,
     title: str | None = None,
-    path: Path | str | None = None,
-    order: Sequence[str] | None = None,
-    labels: Sequence[str] | None = None,
-    scale: str = "blocks",
-    pooling: str = "max",
-    limits: Limits | None = None,
-    zero_below: float | None = None,
     pixels: int = 960,
+    **options: Any,
 ) -> Picture:
-    """Draw the entries of a parameter Hessian in log scale, block by block.
+    """Draw the entries of a parameter Hessian in log scale, block by block; the options are those of :func:`side_by_side`.
 
-    Closing the Curvature Gap, Figures 3 and 4. An entry that is zero to rounding is grey, never a colour of the scale.
-
-    Args:
-        matrix: P x P.
-        names: Names of the blocks, in the order of the rows.
-        sizes: Rows of each block, or the slice of each name (``Hessian.slices``).
-        title: Line above the map.
-        path: Where to write the picture; its suffix chooses the format, and ``.csv`` the numbers alone.
-        order: The names in the order to draw them, if another one reads better; those left out are not drawn.
-        labels: Labels of the blocks drawn; by default the papers' letters (:func:`~.plot_layout.short_labels`).
-        scale: ``"blocks"`` draws all blocks equally large, so that a bias can be seen beside a matrix; ``"parameters"``
-            gives each parameter the same room.
-        pooling: What a pixel shows of the entries that it covers: the largest (``"max"``: none is hidden) or the root
-            mean square (``"rms"``: blocks of different sizes compare by their typical entry).
-        limits: Ends of the colour scale; by default the largest entry, and the one that 0.5 % lie below.
-        zero_below: Entries up to this size count as zero; by default the rounding error of the largest one.
-        pixels: Side of the map; more are taken where the labels need them.
-
-    Raises:
-        InputError: The matrix is not square, not finite, or does not fit the names and sizes.
+    Closing the Curvature Gap, Figures 3 and 4.
 
     >>> picture = heatmap(np.eye(3), ["blocks.0.norm_1.weight", "b"], [2, 1])
-    >>> [text.get_text() for text in picture.axes[0].texts][1:3]
+    >>> [text.get_text() for text in picture.axes[0].texts][::2]
     ['$\\\\gamma_1$', 'b']
     """
-    panels = [_Panel.of(title or "", matrix, names, sizes, order)]
-    return _draw(panels, None, path, labels, scale, pooling, limits, zero_below, pixels)
+    return side_by_side([matrix], names, sizes, titles=[title or ""], pixels=pixels, **options)
 
 
 def side_by_side(
@@ -98,38 +71,51 @@ def side_by_side(
     titles: Sequence[str] = ("At initialisation", "After training"),
     title: str | None = None,
     path: Path | str | None = None,
-    order: Sequence[str] | None = None,
     labels: Sequence[str] | None = None,
-    scale: str = "blocks",
-    pooling: str = "max",
     limits: Limits | None = None,
     zero_below: float | None = None,
     pixels: int = 720,
 ) -> Picture:
-    """Draw Hessians of the same parameters next to each other, in one colour scale; the options are those of :func:`heatmap`.
+    """Draw the entries of Hessians of the same parameters next to each other, in one logarithmic colour scale.
+
+    All blocks are drawn equally large, so that a bias can be seen beside a matrix. A pixel shows the largest entry that it
+    covers. An entry that is zero to rounding is grey, never a colour of the scale.
 
     Args:
         matrices: P x P each.
         names: Names of the blocks, in the order of the rows.
-        sizes: Rows of each block, or the slice of each name.
+        sizes: Rows of each block, or the slice of each name (``Hessian.slices``).
         titles: One above each map.
         title: Line above all maps.
-        path: See :func:`heatmap`, as for the rest.
-        order: As there.
-        labels: As there.
-        scale: As there.
-        pooling: As there.
-        limits: As there, of all matrices together.
-        zero_below: As there.
-        pixels: Side of one map.
+        path: Where to write the picture; its suffix chooses the format, and ``.csv`` the numbers alone.
+        labels: Labels of the blocks; by default the papers' letters (:func:`~.plot_frame.short_labels`).
+        limits: Ends of the colour scale; by default the largest entry, and the one that 0.5 % lie below.
+        zero_below: Entries up to this size count as zero; by default the rounding error of the largest one.
+        pixels: Side of one map; more are taken where the labels need them.
 
     Raises:
-        InputError: As :func:`heatmap`, or a title is missing.
+        InputError: A matrix is not square, not finite, or does not fit the names and sizes, or a title is missing.
     """
     if len(titles) != len(matrices) or not matrices:
         raise InputError(f"side_by_side: {len(matrices)} matrices but {len(titles)} titles; pass one title for each matrix")
-    panels = [_Panel.of(t, m, names, sizes, order) for t, m in zip(titles, matrices, strict=True)]
-    return _draw(panels, title, path, labels, scale, pooling, limits, zero_below, pixels)
+    rows = _rows_of(names, sizes)
+    arrays = [_array(matrix, "heatmap", sum(rows)) for matrix in matrices]
+    shown_labels = _labels(labels, names)
+    cell = max(pixels // len(names), 24, -(-100 // len(names)))  # room for the labels and the colour bar
+    zero = _zero_below(arrays, zero_below)
+    maps = [pool(array, pixel_starts(rows, cell)) for array in arrays]
+    coloured = np.concatenate([m[m > zero] for m in maps])
+    low, high = _limits(limits, coloured, outside=0.005)
+    zeros = coloured.size < sum(m.size for m in maps)
+    with mpl.rc_context(STYLE):
+        frame = Frame(titles, cell, shown_labels, title)
+        for k, values in enumerate(maps):
+            mappable = frame.draw(k, np.ma.masked_less_equal(values, zero), low, high, min(0.7, cell / 60))
+        frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)
+        frame.figure.caption = _caption(sum(rows), -(-max(rows) // cell), zero if zeros else None)
+        table = (row for t, a in zip(titles, arrays, strict=True) for row in _summary(t, a, names, rows, zero))
+        _write(frame, path, _HEADER, table)
+    return frame.figure
 
 
 def block_norms_map(
@@ -149,7 +135,7 @@ def block_norms_map(
         norms: n x n, not negative.
         names: Names of the n blocks.
         title: Line above the map.
-        path: As in :func:`heatmap`.
+        path: As in :func:`side_by_side`.
         labels: Labels of the blocks; by default the papers' letters.
         norm: Which norm it is, for the colour bar.
         limits: Ends of the colour scale.
@@ -158,7 +144,7 @@ def block_norms_map(
     Raises:
         InputError: The norms are not an n x n array of finite numbers from zero on.
 
-    >>> [text.get_text() for text in block_norms_map([[45.02, 0], [0.001, 0.17]], ["a", "b"]).axes[0].texts][:4]
+    >>> [text.get_text() for text in block_norms_map([[45.02, 0], [0.001, 0.17]], ["a", "b"]).axes[0].texts][-4:]
     ['45', '0', '1.0e-3', '0.17']
     """
     values = _array(norms, "block_norms_map", len(names))
@@ -171,8 +157,8 @@ def block_norms_map(
     low, high = _limits(limits, values[values > zero], outside=0.0)
     shown_labels = _labels(labels, names)
     with mpl.rc_context(STYLE):
-        frame = Frame([""], cell * count, shown_labels, np.full(count, cell), title, [])
-        mappable = frame.image(0, shown, low, high)
+        frame = Frame([""], cell, shown_labels, title)
+        mappable = frame.draw(0, shown, low, high, 0.7)
         rgb = mappable.to_rgba(shown)[..., :3]
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
         luminance = linear @ (0.2126, 0.7152, 0.0722)
@@ -181,8 +167,6 @@ def block_norms_map(
             ink = INK if luminance[i, j] > 0.18 else "white"  # the better contrast of the two, as WCAG measures it
             place = (cell * (j + 0.5), cell * (i + 0.5))
             frame.axes[0].text(*place, text, ha="center", va="center", fontsize=min(9.0, 0.27 * cell / POINT), color=ink)
-        frame.separate(0, 0.7)
-        frame.label(0)
         frame.colour_bar(mappable, norm, values[values > zero], bool((values <= zero).any()))
         rows = [(names[i], names[j], f"{values[i, j]:.9g}") for i, j in np.ndindex(count, count)]
         _write(frame, path, ("row", "column", "norm"), rows)
@@ -284,35 +268,16 @@ def write_numbers(path: Path | str, header: Sequence[str], rows: Iterable[Sequen
     return target
 
 
-@dataclass(frozen=True)
-class _Panel:
-    """One checked matrix with its blocks in drawing order."""
-
-    title: str
-    matrix: np.ndarray
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, title: str, matrix: Tensor | np.ndarray, names: Sequence[str], sizes: Sizes, order: Sequence[str] | None
-    ) -> _Panel:
-        if isinstance(sizes, Mapping):
-            missing = [name for name in names if name not in sizes]
-            if missing:
-                raise InputError(f"heatmap: no slice for {', '.join(missing)}; pass a slice for every name")
-            sizes = [sizes[name].stop - sizes[name].start for name in names]
-        if len(names) != len(sizes) or not names or min(sizes) < 1:
-            raise InputError(f"heatmap: {len(names)} names but sizes {list(sizes)}; pass how many rows each name has")
-        values = _array(matrix, "heatmap", sum(sizes))
-        if order is None:
-            return cls(title, values, tuple(names), tuple(sizes))
-        unknown = [name for name in order if name not in names]
-        if unknown or len(set(order)) != len(order) or not order:
-            raise InputError(f"heatmap: order {list(order)} repeats a name or has unknown ones; there are: {', '.join(names)}")
-        places = dict(zip(names, np.split(np.arange(sum(sizes)), np.cumsum(sizes)[:-1]), strict=True))
-        rows = np.concatenate([places[name] for name in order])
-        return cls(title, values[np.ix_(rows, rows)], tuple(order), tuple(len(places[name]) for name in order))
+def _rows_of(names: Sequence[str], sizes: Sizes) -> list[int]:
+    """Return the rows of each block."""
+    if isinstance(sizes, Mapping):
+        missing = [name for name in names if name not in sizes]
+        if missing:
+            raise InputError(f"heatmap: no slice for {', '.join(missing)}; pass a slice for every name")
+        sizes = [sizes[name].stop - sizes[name].start for name in names]
+    if len(names) != len(sizes) or not names or min(sizes) < 1:
+        raise InputError(f"heatmap: {len(names)} names but sizes {list(sizes)}; pass how many rows each name has")
+    return list(sizes)
 
 
 def _array(values: Tensor | np.ndarray | Sequence[Sequence[float]], where: str, side: int) -> np.ndarray:
@@ -355,44 +320,13 @@ def _number(value: float) -> str:
     return f"{mantissa}e{int(exponent)}"
 
 
-def _draw(
-    panels: list[_Panel], title: str | None, path: Path | str | None, labels: Sequence[str] | None, scale: str, pooling: str,
-    limits: Limits | None, zero_below: float | None, pixels: int,
-) -> Picture:  # fmt: skip
-    first = panels[0]
-    shown_labels = _labels(labels, first.names)
-    side = max(pixels, 24 * len(first.names), 100)  # room for the labels and the colour bar
-    widths = block_pixels(first.sizes, side, scale)
-    starts = pixel_starts(first.sizes, widths.tolist())
-    zero = _zero_below([panel.matrix for panel in panels], zero_below)
-    maps = [pool(panel.matrix, starts, pooling) for panel in panels]
-    coloured = np.concatenate([m[m > zero] for m in maps])
-    low, high = _limits(limits, coloured, outside=0.005)
-    zeros = coloured.size < sum(m.size for m in maps)
-    covered = int(max(-(-size // width) for size, width in zip(first.sizes, widths, strict=True)))
-    caption = _caption(first, scale, pooling, covered, zero if zeros else None)
-    with mpl.rc_context(STYLE):
-        frame = Frame([panel.title for panel in panels], side, shown_labels, widths, title, caption)
-        for k, values in enumerate(maps):
-            mappable = frame.image(k, np.ma.masked_less_equal(values, zero), low, high)
-            frame.separate(k, min(0.7, side / len(widths) / 60) if scale == "blocks" else 0.35)
-            frame.label(k)
-        frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)
-        _write(frame, path, _HEADER, (row for panel in panels for row in _summary(panel, zero)))
-    return frame.figure
-
-
-def _caption(panel: _Panel, scale: str, pooling: str, covered: int, zero: float | None) -> list[str]:
-    total = panel.matrix.shape[0]
-    parts = [f"{total} × {total} entries in log scale"]
-    if scale == "blocks":
-        parts.append("blocks drawn equally large")
+def _caption(total: int, covered: int, zero: float | None) -> str:
+    parts = [f"{total} × {total} entries in log scale", "blocks drawn equally large"]
     if covered > 1:
-        what = "largest" if pooling == "max" else "root mean square"
-        parts.append(f"each pixel: the {what} of up to {covered} × {covered}")
+        parts.append(f"each pixel: the largest of up to {covered} × {covered}")
     if zero is not None:
         parts.append(f"grey: 0 to rounding, at most {_rounded_up(zero)}" if zero else "grey: 0")
-    return parts
+    return "; ".join(parts) + "."
 
 
 def _rounded_up(value: float) -> str:
@@ -410,18 +344,20 @@ def _rounded_up(value: float) -> str:
 _HEADER = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
 
 
-def _summary(panel: _Panel, zero: float) -> Iterable[tuple[object, ...]]:
+def _summary(
+    title: str, matrix: np.ndarray, names: Sequence[str], sizes: Sequence[int], zero: float
+) -> Iterable[tuple[object, ...]]:
     """Yield the table behind a heat map: one line for each block."""
-    bounds = np.concatenate([[0], np.cumsum(panel.sizes)])
-    for i, j in np.ndindex(len(panel.names), len(panel.names)):
-        block = np.abs(panel.matrix[bounds[i] : bounds[i + 1], bounds[j] : bounds[j + 1]]).astype(float)
+    bounds = np.concatenate([[0], np.cumsum(sizes)])
+    for i, j in np.ndindex(len(names), len(names)):
+        block = np.abs(matrix[bounds[i] : bounds[i + 1], bounds[j] : bounds[j + 1]]).astype(float)
         frobenius = float(np.linalg.norm(block))
         numbers = (block.max(), frobenius / block.size**0.5, frobenius, float((block <= zero).mean()))
-        yield (panel.title, panel.names[i], panel.names[j], *block.shape, *(f"{value:.9g}" for value in numbers))
+        yield (title, names[i], names[j], *block.shape, *(f"{value:.9g}" for value in numbers))
 
 
 def _write(frame: Frame, path: Path | str | None, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     if path is not None:
         if Path(path).suffix != ".csv":
-            frame.save(Path(path))
+            write_picture("plots", frame.figure, Path(path))
         write_numbers(Path(path).with_suffix(".csv"), header, rows)

@@ -12,63 +12,44 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from hessiankit.curvature.plot_frame import FAINT, INK, Picture, picture
+from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, Picture, panels
 from hessiankit.landscape.density import Density
 
-ORANGE, BLUE, GREEN, BULK = "#d55e00", "#0072b2", "#009e73", "#8c8c8c"
+BLUE, ORANGE, GREEN, BULK = OKABE_ITO[1], OKABE_ITO[2], OKABE_ITO[3], OKABE_ITO[7]
 DECADES = 6  # of a density, below its largest value
-ACROSS = 3  # slices in a row
+Curve = tuple[Any, Any, str, str, float, str]  # density, standard errors, colour, colour and opacity of the band, name
 
 
 def plot_spectrum(spectrum: Any, linear: Density, log: Density, path: Path | str | None, title: str) -> Picture:
     """Draw both densities of a spectrum; see :meth:`hessiankit.landscape.Spectrum.plot`."""
-    with picture("Spectrum.plot", 8.6, 3.3, path) as figure:
-        figure.text(0.07, 0.955, title, fontsize=8.5, color=INK, va="top")
-        draw_linear(figure.add_axes((0.07, 0.15, 0.41, 0.69)), spectrum, linear)
-        draw_log(figure.add_axes((0.565, 0.15, 0.41, 0.69)), spectrum, log)
+    with panels("Spectrum.plot", 2, title, path) as (figure, (left, right)):
+        curves: list[Curve] = [(linear.values, linear.standard_errors, INK, BULK, 0.35, "")]
+        _draw_density(left, spectrum, linear, spectrum.eigenvalues, curves)
+        left.set(xlabel="eigenvalue", ylabel="density")
+        left.legend(fontsize=7, frameon=False)
+
+        curves = [(log.values, log.standard_errors, INK, INK, 0.25, "positive")]
+        if log.negative is not None and float(log.negative.max()) > 0:
+            curves.append((log.negative, log.negative_errors, BLUE, BLUE, 0.25, "negative"))
+        _draw_density(right, spectrum, log, spectrum.eigenvalues.abs(), curves)
+        right.set(xscale="log", xlabel="|eigenvalue|", ylabel="density per decade")
+        right.legend(handles=right.lines[: len(curves)], fontsize=7, frameon=False, loc="upper left")
+        if log.zeros > 0:
+            right.set_title(f"{100 * log.zeros:.3g} % are zero to rounding", fontsize=7.5, color=FAINT, loc="right")
     return figure
 
 
-def draw_linear(axes: Axes, spectrum: Any, density: Density) -> None:
-    """Draw the density over the eigenvalues, in log scale upwards, with marks at those found."""
-    top = float(density.values.max())
+def _draw_density(axes: Axes, spectrum: Any, density: Density, eigenvalues: Any, curves: list[Curve]) -> None:
+    """Draw densities with their errors in log scale upwards, and marks at the eigenvalues."""
+    top = max(float(values.max()) for values, *_ in curves) or 1.0
     floor = top * 10.0**-DECADES
-    _curve(axes, density, density.values, density.standard_errors, floor, INK, BULK, 0.35)
+    x = density.points.numpy()
+    for values, errors, colour, band, alpha, label in curves:
+        y, error = values.numpy(), errors.numpy()
+        axes.fill_between(x, np.maximum(y - error, floor), np.maximum(y + error, floor), color=band, alpha=alpha, linewidth=0)
+        axes.plot(x, np.maximum(y, floor), color=colour, linewidth=1.0, label=label or None)
     axes.set(yscale="log", ylim=(floor, 3 * top))
-    axes.set_xlabel("eigenvalue", fontsize=8)
-    axes.set_ylabel("density", fontsize=8)
-    axes.tick_params(labelsize=7.5)
-    _marks(axes, spectrum, spectrum.eigenvalues.numpy(), floor)
-    axes.legend(fontsize=7, frameon=False)
-
-
-def draw_log(axes: Axes, spectrum: Any, density: Density) -> None:
-    """Draw the densities of positive and of negative eigenvalues per decade of their size."""
-    assert density.negative is not None
-    assert density.negative_errors is not None
-    sides = [(density.values, density.standard_errors, INK, "positive")]
-    if float(density.negative.max()) > 0:
-        sides.append((density.negative, density.negative_errors, BLUE, "negative"))
-    top = max(float(values.max()) for values, *_ in sides) or 1.0
-    floor = top * 10.0**-DECADES
-    for values, errors, colour, label in sides:
-        _curve(axes, density, values, errors, floor, colour, colour, 0.25, label=label)
-    axes.set(xscale="log", yscale="log", ylim=(floor, 3 * top))
-    axes.set_xlabel("|eigenvalue|", fontsize=8)
-    axes.set_ylabel("density per decade", fontsize=8)
-    axes.tick_params(labelsize=7.5)
-    if density.zeros > 0:
-        axes.set_title(f"{100 * density.zeros:.3g} % are zero to rounding", fontsize=7.5, color=FAINT, loc="right")
-    axes.legend(fontsize=7, frameon=False, loc="upper left")  # of the lines; the marks are those of the other panel
-    _marks(axes, spectrum, spectrum.eigenvalues.abs().numpy(), floor)
-
-
-def _curve(
-    axes: Axes, density: Density, values: Any, errors: Any, floor: float, colour: str, band: str, alpha: float, **style: Any
-) -> None:
-    x, y, error = density.points.numpy(), values.numpy(), errors.numpy()
-    axes.fill_between(x, np.maximum(y - error, floor), np.maximum(y + error, floor), color=band, alpha=alpha, linewidth=0)
-    axes.plot(x, np.maximum(y, floor), color=colour, linewidth=1.0, **style)
+    _marks(axes, spectrum, eigenvalues.numpy(), floor)
 
 
 def _marks(axes: Axes, spectrum: Any, x: np.ndarray, floor: float) -> None:
@@ -88,20 +69,14 @@ def _marks(axes: Axes, spectrum: Any, x: np.ndarray, floor: float) -> None:
 
 def plot_slices(slices: Any, path: Path | str | None) -> Picture:
     """Draw the slices side by side, and the plane; see :meth:`hessiankit.landscape.LossSlices.plot`."""
-    panels = len(slices) + (slices.plane is not None)
-    across, down = min(ACROSS, panels), -(-panels // ACROSS)
-    wide, high = 3.1 * across + 0.2, 2.4 * down + 0.2
-    with picture("LossSlices.plot", wide, high, path) as figure:
-        places = [(3.1 * (k % across) + 0.55, high - 2.4 * (k // across) - 2.0) for k in range(panels)]
-        every = [figure.add_axes((x / wide, y / high, 2.4 / wide, 1.55 / high)) for x, y in places]
+    with panels("LossSlices.plot", len(slices) + (slices.plane is not None), "", path) as (figure, every):
         for axes, one in zip(every, slices.slices, strict=False):
             draw_slice(axes, one)
-            axes.set_title(f"{one.name}: model within {one.tolerance:.0%} for {one.range}", fontsize=6.5, loc="left")
-        every[0].legend(fontsize=6.5, frameon=False, loc="upper center")
+            axes.set_title(f"{one.name}: model within {one.tolerance:.0%} for {one.range}", fontsize=7.5, loc="left")
+        every[0].legend(fontsize=7.5, frameon=False, loc="upper center")
         if slices.plane is not None:
             draw_plane(every[-1], slices.plane)
-            every[-1].set_xlabel(f"t, {slices[0].name}", fontsize=6.5, labelpad=1)
-            every[-1].set_ylabel(f"t, {slices[1].name}", fontsize=6.5, labelpad=1)
+            every[-1].set(xlabel=f"t, {slices[0].name}", ylabel=f"t, {slices[1].name}")
     return figure
 
 
@@ -115,8 +90,7 @@ def draw_slice(axes: Axes, one: Any) -> None:
     axes.set_ylim(float(loss.min()) - room, float(loss.max()) + room)
     axes.set_xlim(float(t[0]), float(t[-1]))
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.set_xlabel("t", fontsize=7.5, labelpad=1)
-    axes.tick_params(labelsize=7)
+    axes.set_xlabel("t")
 
 
 def draw_plane(axes: Axes, plane: Any) -> None:
@@ -128,6 +102,5 @@ def draw_plane(axes: Axes, plane: Any) -> None:
         if style == "solid":
             axes.clabel(lines, fontsize=5.5, inline_spacing=2)
     axes.plot(0.0, 0.0, marker="+", color=INK, markersize=5)
-    axes.set_title("contours: loss, and the model's dashed", fontsize=6.5, loc="left")
+    axes.set_title("contours: loss, and the model's dashed", fontsize=7.5, loc="left")
     axes.xaxis.set_major_locator(MaxNLocator(5))
-    axes.tick_params(labelsize=7)
