@@ -21,18 +21,18 @@ from hessiankit.support.errors import HessiankitError, InputError, OutOfMemoryEr
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ACCEPTED: dict[Any, tuple[tuple[type, ...], str, str]] = {
-    NoneType: ((NoneType,), "None", "None"),
-    bool: ((bool, np.bool_), "True or False", "truth values"),
-    int: ((Integral,), "an integer", "integers"),
-    float: ((Real,), "a number", "numbers"),
-    str: ((str,), "a string", "strings"),
-    Path: ((str, os.PathLike), "a path", "paths"),
-    os.PathLike: ((str, os.PathLike), "a path", "paths"),
-    abc.Callable: ((abc.Callable,), "a function", "functions"),  # type: ignore[dict-item]
-    abc.Mapping: ((Mapping,), "a dict", "dicts"),
+ACCEPTED: dict[Any, tuple[tuple[Any, ...], str]] = {
+    NoneType: ((NoneType,), "None"),
+    bool: ((bool, np.bool_), "True or False"),
+    int: ((Integral,), "an integer"),
+    float: ((Real,), "a number"),
+    str: ((str,), "a string"),
+    Path: ((str, os.PathLike), "a path"),
+    os.PathLike: ((str, os.PathLike), "a path"),
+    abc.Callable: ((abc.Callable,), "a function"),
+    abc.Mapping: ((Mapping,), "a dict"),
 }
-"""Annotation -> classes that it accepts, and words for one and for several of them."""
+"""Annotation -> classes that it accepts, and words for them."""
 LISTS = (abc.Iterable, abc.Sequence, tuple)
 """Annotations that accept any iterable but text, mappings, classes, tensors and modules."""
 
@@ -42,11 +42,8 @@ def checked(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
 
-    A module that torch.compile returned is replaced by its original.
-
-    Checked are classes, ``|`` between them, and the elements of lists and tuples; a name that the function's module imports for
-    type checkers only is left to the function. Too many or unknown arguments raise a TypeError that names the nearest known
-    argument, or all.
+    Checked are classes, ``|`` between them, and the elements of lists and tuples; an annotation with a name that only type
+    checkers import is left to the function. A module that torch.compile returned is replaced by its original.
 
     Args:
         who: The function or class, as its user knows it.
@@ -56,14 +53,13 @@ def checked(
     Raises:
         InputError: By the decorated function, if an argument is of another kind.
         OutOfMemoryError: By the decorated function, if the host or the device cannot hold a tensor.
+        TypeError: By the decorated function, if arguments are unknown or too many.
 
     >>> @checked("rise")
     ... def rise(steps: int, names: Iterable[str] = ()) -> int:
     ...     if steps < 0:
     ...         raise InputError("climb: steps is below 0")
     ...     return steps
-    >>> rise(3)
-    3
     >>> rise(3, nam="up")
     Traceback (most recent call last):
     TypeError: rise: got an unexpected keyword argument 'nam'; did you mean 'names'?
@@ -72,7 +68,7 @@ def checked(
     hessiankit.support.errors.InputError: rise: steps is a str; pass an integer
     >>> rise(3, names=["up", 1])
     Traceback (most recent call last):
-    hessiankit.support.errors.InputError: rise: names holds an int; pass strings
+    hessiankit.support.errors.InputError: rise: names holds an int; expected a string in each place
     >>> rise(-1)
     Traceback (most recent call last):
     hessiankit.support.errors.InputError: rise: steps is below 0
@@ -108,20 +104,23 @@ def checked(
                 error.args = (named(who, str(error)), *error.args[1:])
                 raise
             except RuntimeError as error:
-                if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
-                    reason = str(error).splitlines()[0].rstrip(".")
-                    advice = (
-                        "select parameters with params=[...], pass fewer samples at a time, or free what else the device holds"
-                    )
-                    raise OutOfMemoryError(f"{who}: {reason}; {advice}") from error
-                if wanted := re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error)):
-                    size = f"{int(wanted[1]) / 2**30:,.1f} GiB"
-                    raise OutOfMemoryError(f"{who}: one tensor of {size} does not fit; use smaller sizes") from error
-                raise
+                reason = _out_of_memory(error)
+                if reason is None:
+                    raise
+                raise OutOfMemoryError(f"{who}: {reason}") from error
 
         return called
 
     return decorate
+
+
+def _out_of_memory(error: RuntimeError) -> str | None:
+    """Why a tensor did not fit, and what to do; None for another error."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
+        advice = "select parameters with params=[...], pass fewer samples at a time, or free what else the device holds"
+        return f"{str(error).splitlines()[0].rstrip('.')}; {advice}"
+    wanted = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+    return f"one tensor of {int(wanted[1]) / 2**30:,.1f} GiB does not fit; use smaller sizes" if wanted else None
 
 
 def original(x: Any) -> Any:
@@ -158,31 +157,30 @@ def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
 
 def _misfit(name: str, value: Any, annotation: Any) -> str:
     """Why a value does not fit, and what to pass."""
-    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
-    lists = [get_args(kind)[0] for kind in kinds if get_origin(kind) in LISTS]
+    kinds = _alternatives(annotation)
+    elements = next((get_args(kind)[0] for kind in kinds if get_origin(kind) in LISTS), None)
     if any(getattr(kind, "__name__", "") == "Module" for kind in kinds):
         return f"expected a torch.nn.Module, got {type(value).__name__}; pass the model itself as {name}"
-    if lists and isinstance(value, (list, tuple)):
-        return f"{name} holds {_article(next(x for x in value if not fits(x, lists[0])))}; pass {_several(lists[0])}"
-    return f"{name} is {_article(value)}; pass {' or '.join(dict.fromkeys(map(_one, kinds)))}"
+    if elements is not None and isinstance(value, (list, tuple)):
+        odd = next(x for x in value if not fits(x, elements))
+        return f"{name} holds {_kind_of(odd)}; expected {_words(elements)} in each place"
+    return f"{name} is {_kind_of(value)}; pass {_words(annotation)}"
 
 
-def _article(value: Any) -> str:
+def _alternatives(annotation: Any) -> tuple[Any, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _kind_of(value: Any) -> str:
     name = type(value).__name__
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"
 
 
-def _one(annotation: Any) -> str:
-    kind, of = get_origin(annotation) or annotation, get_args(annotation)
-    if kind in LISTS:
-        return "a list" + (f" of {_several(of[0])}" if of[0] is not Any and not get_args(of[0]) else "")
-    return ACCEPTED[kind][1] if kind in ACCEPTED else f"a {kind.__name__}"
-
-
-def _several(annotation: Any) -> str:
-    if get_origin(annotation) in (Union, UnionType):
-        return " or ".join(map(_several, get_args(annotation)))
-    return ACCEPTED[annotation][2] if annotation in ACCEPTED else f"{annotation.__name__}s"
+def _words(annotation: Any) -> str:
+    """Return the words for what an annotation accepts."""
+    kinds = [get_origin(kind) or kind for kind in _alternatives(annotation)]
+    words = ["a list" if kind in LISTS else ACCEPTED[kind][1] if kind in ACCEPTED else f"a {kind.__name__}" for kind in kinds]
+    return " or ".join(dict.fromkeys(words))
 
 
 def _listed(value: Any) -> bool:

@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-LISTED = 10
-"""A name that is not known is answered with the whole list where it is no longer than this, else with the nearest names."""
-NEAR, BEGINS, BESIDE = 0.5, 0.4, 0.8
-"""How alike names have to be, from 0 to 1; what counts that one begins with the other; the share of the best to be named."""
+LISTED = 10  # names that an error lists; of more it gives the nearest ones alone
+NEAR, BEGINS, BESIDE = 0.5, 0.4, 0.8  # least likeness; what counts that one begins with the other; share of the best to be named
 
 
 class HessiankitError(Exception):
@@ -47,8 +45,9 @@ def check_sizes(who: str, **sizes: int) -> None:
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return up to three known names that are like this one, the nearest first; case, hyphens and underscores do not count, nor
-    what is before a slash in a known name, where it is left out here.
+    """Return up to three known names that are like this one, the nearest first.
+
+    Case, hyphens and underscores do not count, nor what is before a slash in a known name, where it is left out here.
 
     >>> nearest("prenorm", ["post", "deepnorm", "pre"]), nearest("Hybrid_Norm", ["hybridnorm*", "hybridnorm"])
     (['pre'], ['hybridnorm', 'hybridnorm*'])
@@ -74,8 +73,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
-    """Return the words for a name that is not known: the nearest names first, then all, or ``everything``: where they are
-    listed.
+    """Return the words for a name that is not known: the nearest names, then all, or ``everything``: where they are listed.
 
     >>> not_known("rmsnrm", ["layernorm", "rmsnorm"])
     "is not known; did you mean 'rmsnorm'? Choose one of layernorm, rmsnorm"

@@ -207,7 +207,7 @@ def test_a_batch_is_cut_only_where_that_changes_nothing():
         (X, Y, {"loss": "mse"}, "target has shape (5, 3), the module's output has (5, 3, 3); squared error needs equal shapes"),
         (X + 7, Y, {}, "token ids from 7 to 9; expected 0 to 2"),
         (X.to("meta"), Y, {}, "inputs is on meta, the parameters are on cpu; move one of them"),
-        (X, Y, {"parts": ["W"]}, "parts holds a str; pass Parts"),
+        (X, Y, {"parts": ["W"]}, "parts holds a str; expected a Part in each place"),
     ],
 )  # fmt: skip
 def test_one_clear_error(data, target, options, message):
