@@ -97,7 +97,7 @@ def measured(cell: Cell, settings: Settings) -> dict[str, Any]:
 def measure_all(out: Path, settings: Settings) -> dict[Cell, dict[str, Any]]:
     """Return the reports of all cells; those that are kept are not made again."""
     every, found = list(cells(settings)), {}
-    with progress_bar("approximations") as tell:
+    with progress_bar() as tell:
         for done, cell in enumerate(every):
             key = {**asdict(cell), **asdict(settings)}
             found[cell] = cached(out, NAME, key, partial(measured, cell, settings), code=CODE)

@@ -9,20 +9,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from hessiankit.cli.parsing import (
-    LOSSES,
-    Add,
-    Parser,
-    add_block_options,
-    add_device,
-    add_list,
-    add_output,
-    check_block,
-    finish,
-    positive,
-    positive_number,
-    seed,
-)
+from hessiankit.cli import parsing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -34,24 +21,25 @@ EXAMPLES = (
 FAILS = "a bound is exceeded"
 
 
-def options(command: Parser) -> None:
+def options(command: parsing.Parser) -> None:
     """Add the options."""
     add = command.add_argument
-    add_block_options(add)
+    parsing.add_block_options(add)
     add_sizes(add)
-    add("--loss", choices=LOSSES, default="mse", help="mse (default) or cross_entropy")
-    add_device(add)
-    add_list(add, "--list-bounds", "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit")
-    add_output(add)
+    add("--loss", choices=parsing.LOSSES, default="mse", help="mse (default) or cross_entropy")
+    parsing.add_device(add)
+    registry, listed = "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit"
+    add("--list-bounds", action=parsing.ListEntries, const=registry, nargs=0, help=listed)
+    parsing.add_output(add)
 
 
-def add_sizes(add: Add) -> None:
+def add_sizes(add: parsing.Add) -> None:
     """Add the options that :func:`drawn` reads, and ``--d-ff`` and ``--seed``."""
-    add("--d-model", type=positive, default=4, help="width of a token (default 4)")
-    add("--d-ff", type=positive, default=6, help="hidden width of the feed-forward network (default 6)")
-    add("--tokens", type=positive, default=4, help="tokens of the sequence (default 4)")
-    add("--scale", type=positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
-    add("--seed", type=seed, default=0, help="random seed (default 0)")
+    add("--d-model", type=parsing.positive, default=4, help="width of a token (default 4)")
+    add("--d-ff", type=parsing.positive, default=6, help="hidden width of the feed-forward network (default 6)")
+    add("--tokens", type=parsing.positive, default=4, help="tokens of the sequence (default 4)")
+    add("--scale", type=parsing.positive_number, default=1.0, help="factor on the initial weights, above 0 (default 1)")
+    add("--seed", type=parsing.seed, default=0, help="random seed (default 0)")
 
 
 def drawn(args: argparse.Namespace, block: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,7 +55,7 @@ def drawn(args: argparse.Namespace, block: nn.Module) -> tuple[Tensor, Tensor, T
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    check_block(args)
+    parsing.check_block(args)
 
     import torch
 
@@ -79,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
     x, labels, target = (tensor.to(args.device) for tensor in drawn(args, block))
     block.to(args.device)
     report = bounds(block, x, labels if args.loss == "cross_entropy" else target, loss=args.loss)
-    finish(args, report)
+    parsing.finish(args, report)
     return int(bool(report.violated))

@@ -10,6 +10,7 @@ import argparse
 
 from hessiankit.cli.parsing import SHAPE_OF_A_BLOCK, Parser, add_output, add_problem, check_problem, finish, positive, refuse
 from hessiankit.support.errors import InputError
+from hessiankit.support.tables import say
 
 EXAMPLES = (
     ("hessiankit check --model my_models:make --shape 10,6", "your own model on ten drawn inputs of width 6"),
@@ -39,13 +40,12 @@ def run(args: argparse.Namespace) -> int:
 
     from hessiankit.cli.module_options import asked_of
     from hessiankit.support.environment import environment
-    from hessiankit.support.tables import say
     from hessiankit.verify.check import check
 
     asked = asked_of(args)
     say(str(asked))
     options = {"seed": args.seed, "directions": args.directions, "exact": args.exact, "params": args.params}
     report = check(asked.model, asked.inputs, asked.target, loss=asked.loss, dtype=None, **options)
-    numbers = {**asked.to_dict(), "seed": args.seed, "report": report.to_dict(), "environment": environment()}
+    numbers = {**asked.to_dict(), "seed": args.seed, "report": report, "environment": environment()}
     finish(args, report, numbers)
     return int(not report)

@@ -7,13 +7,13 @@ any placement, of a chapter, or as a paper's theorem states it. Sizes print by t
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
 
 from hessiankit.cli.parsing import LOSSES, SHAPE_OF_A_BLOCK, Parser, add_block_options, add_json, check_block, refuse
 from hessiankit.formulas.theorems import CHAPTER_NAMES, THEOREMS, statement
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable, write_json, write_text
+from hessiankit.support.tables import as_text, say
 
 EXAMPLES = (
     ("hessiankit derive curvature-gap/thm3", "a paper's theorem, corrected, with the ledger's verdict on its print"),
@@ -41,6 +41,13 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Run the command."""
+    if args.list:
+        from hessiankit.formulas.chapters import CHAPTERS
+
+        say(*(f"{name:<28}{', '.join(chapter.shapes)}" for name, chapter in CHAPTERS.items()))
+        rows = {f"{paper}/{number}": row for paper, of_paper in THEOREMS.items() for number, row in of_paper.items()}
+        say(*(f"{name:<28}{row.place}, {row.chapter}, in {', '.join(row.wrt)}" for name, row in rows.items()))
+        return
     if args.what is not None:
         if args.what.lower() not in CHAPTER_NAMES:
             statement(args.what)
@@ -56,11 +63,7 @@ def run(args: argparse.Namespace) -> None:
 
     from hessiankit.cli.module_options import block_of
     from hessiankit.formulas.derive import derive
-    from hessiankit.support.tables import as_text, say
 
-    if args.list:
-        say(*_names())
-        return
     torch.manual_seed(0)
     if args.what is None:
         derivation = derive(block_of(args, 4 * args.heads, 5), wrt=args.wrt, loss=args.loss)
@@ -75,15 +78,4 @@ def run(args: argparse.Namespace) -> None:
     if args.out is None:
         print(text, end="")
     write_text("derive", args.out, text)
-    if args.json is not None:
-        write_json("derive", args.json, derivation.to_dict())
-
-
-def _names() -> Iterator[str]:
-    """Yield the chapters and the papers' statements, one a line."""
-    from hessiankit.formulas.chapters import CHAPTERS
-
-    yield from (f"{name:<28}{', '.join(chapter.shapes)}" for name, chapter in CHAPTERS.items())
-    for paper, rows in THEOREMS.items():
-        for number, row in rows.items():
-            yield f"{f'{paper}/{number}':<28}{row.place}, {row.chapter}, in {', '.join(row.wrt)}"
+    write_json("derive", args.json, derivation)

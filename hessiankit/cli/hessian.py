@@ -12,9 +12,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from hessiankit.cli.parsing import INTERRUPTED, Parser, add_output, add_problem, check_problem, refuse
+from hessiankit.cli.parsing import INTERRUPTED, Parser, add_output, add_problem, check_problem, finish, refuse
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.files import check_writable, write_json
+from hessiankit.support.files import check_writable
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.tables import say
 
 EXAMPLES = (
     ("hessiankit hessian --placement pre --heads 2 --plot hessian.png", "a pre-norm block of two heads, and its heat map"),
@@ -58,8 +60,6 @@ def run(args: argparse.Namespace) -> int:
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.forecast import Forecast
     from hessiankit.support.environment import environment
-    from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import say, show
 
     asked = asked_of(args)
     say(str(asked))
@@ -74,14 +74,12 @@ def run(args: argparse.Namespace) -> int:
         return INTERRUPTED
     except OutOfMemoryError as error:
         raise OutOfMemoryError(f"{str(error).rstrip('.')}; --dry-run says what it takes") from error
-    show(result, args.table)
+    kind = "forecast" if isinstance(result, Forecast) else "hessian"
+    own = {"seed": args.seed, "out": args.out, kind: result, "environment": environment()}
+    finish(args, result, {**asked.to_dict(), **own})
     if args.out is not None and not args.dry_run:
         say(f"wrote {args.out}")
     if args.plot is not None and isinstance(result, Hessian):
         picture = result.plot(args.plot, title=f"Hessian of {asked.name.partition(',')[0]}")
         say(f"wrote {args.plot} and {args.plot.with_suffix('.csv')}: {picture.caption}")
-    if args.json is not None:
-        kind = "hessian" if isinstance(result, Hessian) else "forecast"
-        own = {"seed": args.seed, "out": args.out, kind: result.to_dict(), "environment": environment()}
-        write_json("hessian", args.json, {**asked.to_dict(), **own})
     return int(isinstance(result, Forecast) and not result.fits)

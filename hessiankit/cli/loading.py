@@ -27,12 +27,9 @@ TINY_LENGTH = 512
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model that maps token ids to logits, and its properties.
+    """A model that maps token ids to logits, in evaluation mode, and where its parameters come from.
 
     Attributes:
-        model: In evaluation mode.
-        name: What it is called in a report.
-        origin: Where its parameters come from.
         vocabulary: Number of token ids it knows, None where that cannot be seen.
         longest: Tokens of the longest sequence it takes, None where that cannot be seen.
         tokenizer: A Hugging Face tokenizer, None where tokens are bytes.
@@ -89,26 +86,23 @@ def load_model(
         loaded = _from_function(source, seed)
     else:
         raise InputError(f"{WHO}: {source!r} is not an existing path; expected {SOURCES} (nothing is downloaded)")
-    try:
-        loaded.model.eval().to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"{WHO}: cannot put {source!r} on device={str(device)!r}: {one_line(error)}; name one that torch can use"
-        ) from error
+    place(WHO, loaded.model.eval(), device, dtype)
     return loaded
+
+
+def place(who: str, model: nn.Module, device: str | torch.device, dtype: torch.dtype | None) -> None:
+    """Put a model on a device, in a dtype; the error names both."""
+    try:
+        model.to(device=device, dtype=dtype)
+    except (RuntimeError, AssertionError) as error:
+        why = f"{one_line(error)}; name one that torch can use"
+        raise InputError(f"{who}: cannot put {type(model).__name__} on device={str(device)!r}: {why}") from error
 
 
 def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return random windows of a text as token ids and next token ids, both ``(batch_size, length)`` of torch.int64.
 
-    Tokens are the text's bytes, or those of the model's own tokenizer, without special ones.
-
-    Args:
-        loaded: The model.
-        text: The text.
-        batch_size: Number of windows.
-        length: Tokens of each.
-        seed: Of where the windows begin.
+    Tokens are the text's bytes, or those of the model's own tokenizer, without special ones. The seed draws where windows begin.
 
     Raises:
         InputError: If the model takes fewer tokens or knows fewer ids, or the text is too short.
@@ -118,10 +112,8 @@ def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: 
     generator = torch.Generator().manual_seed(seed)
     if loaded.tokenizer is None:
         if loaded.vocabulary is not None and loaded.vocabulary < VOCAB_SIZE:
-            raise InputError(
-                f"{WHO}: {loaded.name} knows {loaded.vocabulary} token ids and has no tokenizer; bytes need {VOCAB_SIZE}: give a "
-                "folder with its tokenizer, or a model of a larger vocabulary"
-            )
+            give = f"bytes need {VOCAB_SIZE}: give a folder with its tokenizer, or a model of a larger vocabulary"
+            raise InputError(f"{WHO}: {loaded.name} knows {loaded.vocabulary} token ids and has no tokenizer; {give}")
         return text.batch(batch_size, length, generator)
     ids = _encoded(loaded, text, batch_size, length + 1, generator)
     return ids[:, :-1], ids[:, 1:]
@@ -129,24 +121,20 @@ def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: 
 
 def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, generator: torch.Generator) -> Tensor:
     """Return (batch_size, length) ids: windows of bytes that are long enough to give as many tokens."""
-    state, size = generator.get_state(), 6 * length
-    while True:
-        size = min(size, len(text) - 1)
+    state, size = generator.get_state(), 0
+    ids: list[list[int]] = [[]]
+    while min(map(len, ids)) < length:
+        if size == len(text) - 1:
+            raise InputError(f"{WHO}: {text.name} gives fewer than {length} tokens; give more text or ask for shorter windows")
+        size = min(2 * size or 6 * length, len(text) - 1)
         generator.set_state(state)
         windows, _ = text.batch(batch_size, size, generator)
         strings = [bytes(row).decode("utf-8", "replace") for row in windows.tolist()]
         ids = [loaded.tokenizer(string, add_special_tokens=False)["input_ids"][:length] for string in strings]
-        if min(map(len, ids)) == length:
-            break
-        if size == len(text) - 1:
-            raise InputError(f"{WHO}: {text.name} gives fewer than {length} tokens; give more text or ask for shorter windows")
-        size *= 2
     largest = max(map(max, ids))
     if loaded.vocabulary is not None and largest >= loaded.vocabulary:
-        raise InputError(
-            f"{WHO}: the tokenizer of {loaded.name} gives id {largest}, the model knows 0 to {loaded.vocabulary - 1}: they do "
-            "not belong together"
-        )
+        known = f"the model knows 0 to {loaded.vocabulary - 1}: they do not belong together"
+        raise InputError(f"{WHO}: the tokenizer of {loaded.name} gives id {largest}, {known}")
     return torch.tensor(ids, device="cpu")
 
 
@@ -187,17 +175,7 @@ def _known(model: nn.Module) -> tuple[int | None, int | None]:
 
 
 def _from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
-    """Return the model of a folder or of a configuration file, where its parameters come from, and its tokenizer or None.
-
-    Nothing is downloaded.
-
-    Args:
-        path: A folder with ``config.json``, or such a file: then its weights are drawn.
-        seed: Of parameters that are drawn.
-
-    Raises:
-        InputError: If transformers is missing, the files hold no causal language model, or weights are missing.
-    """
+    """Return the model of a folder, or of a configuration file with drawn weights, their origin, and its tokenizer or None."""
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.cli.loading import load_model, one_line, text_batch
+from hessiankit.cli.loading import load_model, one_line, place, text_batch
 from hessiankit.cli.text import load_text
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
@@ -36,11 +36,23 @@ class Asked:
 
 
 def asked_of(args: argparse.Namespace) -> Asked:
-    """Return the model of --model, or the block that the options describe, with inputs and target.
-
-    :func:`hessiankit.cli.parsing.check_problem` was called before.
-    """
-    return _of_block(args) if args.model is None else _of_model(args)
+    """Return the model of --model on a text or on drawn inputs, or the block that the options describe on drawn inputs."""
+    if args.model is None:
+        torch.manual_seed(args.seed)
+        d_model = args.d_model or 4
+        block = block_of(args, d_model, args.d_ff or 6)
+        place(args.command, block, args.device, getattr(torch, args.dtype))
+        name = f"TransformerBlock, {args.placement}, {sum(p.numel() for p in block.parameters()):,} parameters"
+        return _on_drawn(args, block, name, (args.batch or 1, args.tokens or 4, d_model))
+    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
+    if args.shape is not None:
+        return _on_drawn(args, loaded.model, str(loaded), tuple(size for part in args.shape for size in part))
+    text = load_text("stdlib" if args.text is None else args.text)
+    batch, tokens = args.batch or 2, args.tokens or 16
+    inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))
+    run_once(args, loaded.model, inputs)  # a model that takes no tokens is refused here
+    data = f"{batch} sequences of {tokens} {loaded.tokens}, {text.name}"
+    return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
 
 
 def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBlock:
@@ -54,40 +66,13 @@ def block_of(args: argparse.Namespace, d_model: int, d_ff: int) -> TransformerBl
         raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
 
 
-def _of_block(args: argparse.Namespace) -> Asked:
-    """Return the block that the options describe, on drawn inputs and targets."""
-    torch.manual_seed(args.seed)
-    d_model = args.d_model or 4
-    block = block_of(args, d_model, args.d_ff or 6)
-    try:
-        block.to(args.device, getattr(torch, args.dtype))
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"{args.command}: --device {args.device} cannot be used: {one_line(error)}") from error
-    name = f"TransformerBlock, {args.placement}, {sum(p.numel() for p in block.parameters()):,} parameters"
-    return _on_drawn(args, block, name, (args.batch or 1, args.tokens or 4, d_model))
-
-
-def _of_model(args: argparse.Namespace) -> Asked:
-    """Return the model of --model, on windows of a text or on drawn inputs."""
-    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
-    if args.shape is not None:
-        return _on_drawn(args, loaded.model, str(loaded), tuple(size for part in args.shape for size in part))
-    text = load_text("stdlib" if args.text is None else args.text)
-    batch, tokens = args.batch or 2, args.tokens or 16
-    inputs, target = (x.to(args.device) for x in text_batch(loaded, text, batch, tokens, seed=args.seed))
-    run_once(args, loaded.model, inputs)  # a model that takes no tokens is refused here
-    data = f"{batch} sequences of {tokens} {loaded.tokens}, {text.name}"
-    return Asked(loaded.model, inputs, target, "cross_entropy", args.dtype, str(loaded), data)
-
-
 def _on_drawn(args: argparse.Namespace, model: nn.Module, name: str, shape: tuple[int, ...]) -> Asked:
     """Return a model on standard normal inputs, with a target of the output's shape, or labels."""
     generator = torch.Generator().manual_seed(args.seed)
     words = f"standard normal inputs of shape {' x '.join(map(str, shape))}, seed {args.seed}"
     try:
-        inputs = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(
-            args.device, getattr(torch, args.dtype)
-        )
+        inputs = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+        inputs = inputs.to(args.device, getattr(torch, args.dtype))
     except RuntimeError as error:
         raise _does_not_fit(args, shape) from error
     output = run_once(args, model, inputs)
@@ -112,18 +97,14 @@ def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
         why = one_line(error)
         if isinstance(error, (OutOfMemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in why:
             raise _does_not_fit(args, shape) from error
-        if args.model is not None and getattr(args, "shape", None) is None:
-            if isinstance(error, InputError):
-                raise  # a model of this library says itself what it takes
-            takes = "pass the shape of the inputs that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
-            instead = takes if "shape" in args else "name a language model, which does"
-            raise InputError(
-                f"{args.command}: --model {args.model} does not take the tokens of a text ({why}); {instead}"
-            ) from error
-        raise InputError(
-            f"{args.command}: the model does not take inputs of shape {list(shape)}: {why}; pass the shape it takes with "
-            "--shape, or leave it out for tokens of a text"
-        ) from error
+        if args.model is None or getattr(args, "shape", None) is not None:
+            takes = "pass the shape it takes with --shape, or leave it out for tokens of a text"
+            raise InputError(f"{args.command}: the model does not take inputs of shape {list(shape)}: {why}; {takes}") from error
+        if isinstance(error, InputError):
+            raise  # a model of this library says itself what it takes
+        takes = "pass the shape of the inputs that it takes with --shape, the number of samples first, e.g. --shape 4,16,32"
+        takes = takes if "shape" in args else "name a language model, which does"
+        raise InputError(f"{args.command}: --model {args.model} does not take the tokens of a text ({why}); {takes}") from error
 
 
 def _does_not_fit(args: argparse.Namespace, shape: tuple[int, ...]) -> OutOfMemoryError:

@@ -16,30 +16,59 @@ from typing import Any, NoReturn, TypeAlias
 
 from hessiankit.support.errors import InputError, did_you_mean, not_known
 from hessiankit.support.files import STDOUT, write_json
+from hessiankit.support.tables import show
 
-OK = 0
-FAILED = 1
-"""The work was done, and what was checked is not as it should be; each command's help says what that is."""
-USAGE = 2
-"""An option, a file or a model cannot be used; one line on standard error says why."""
-INTERRUPTED = 130
-"""Ctrl-C. What a command keeps of its work is kept."""
-CLOSED = 141
-"""What read the output stopped reading, as in ``hessiankit derive --list | head``; shells give the same to other programs."""
+OK, FAILED, USAGE, INTERRUPTED, CLOSED = 0, 1, 2, 130, 141
+"""Exit codes: done; what was checked is not as it should be; an option, a file or a model cannot be used; Ctrl-C; what read the
+output stopped reading, as in ``hessiankit derive --list | head``."""
 
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 Add: TypeAlias = Callable[..., Any]
 
-SEEDS = 2**32 - 1
-"""The largest seed."""
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "tanh", "leaky_relu", "identity", "swiglu")
 LOSSES = ("mse", "cross_entropy")
 """Names that options take, listed here since their own modules import torch."""
-SHAPE_OF_A_BLOCK = (*("norm", "no_affine", "activation", "heads", "kv_heads"), *("bias", "causal", "rotary", "layer", "layers"))
+SHAPE_OF_A_BLOCK = ("norm", "no_affine", "activation", "heads", "kv_heads", "bias", "causal", "rotary", "layer", "layers")
 """Options of a block besides its placement and its widths."""
 SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
 """What ``--model`` takes."""
+
+
+def number(kind: type[int] | type[float], wanted: str, fits: Callable[[float], bool]) -> Callable[[str], Any]:
+    """Return a function that reads a number, or raises what argparse expects.
+
+    >>> number(int, "a digit", lambda n: 0 <= n <= 9)("7")
+    7
+    """
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
+        return value
+
+    return read
+
+
+SEEDS = 2**32 - 1
+"""The largest seed that Python, NumPy, scikit-learn and torch all take."""
+positive = number(int, "a positive whole number", lambda n: n >= 1)
+seed = number(int, f"a whole number from 0 to {SEEDS}", lambda n: 0 <= n <= SEEDS)
+positive_number = number(float, "a positive number", lambda x: 0 < x < math.inf)
+probability = number(float, "a number above 0 and below 1, such as 0.95", lambda x: 0 < x < 1)
+
+
+def sizes(text: str) -> list[int]:
+    """Return positive integers between commas.
+
+    >>> sizes("4,16,32")
+    [4, 16, 32]
+    """
+    return [positive(size) for size in text.split(",")]
 
 
 class Help(argparse.HelpFormatter):
@@ -139,11 +168,8 @@ def add_command(commands: Commands, name: str, file: ModuleType) -> None:
 
 def finish(args: argparse.Namespace, result: Any, numbers: Any = None) -> None:
     """Print a command's result, and write it, or other numbers, to --json."""
-    from hessiankit.support.tables import show
-
     show(result, args.table)
-    if args.json is not None:
-        write_json(args.command, args.json, result.to_dict() if numbers is None else numbers)
+    write_json(args.command, args.json, result if numbers is None else numbers)
 
 
 def add_json(add: Add) -> None:
@@ -205,17 +231,13 @@ def add_problem(command: Parser, title: str, **placement: Any) -> None:
     add_block_options(block, **placement)
 
 
-def add_list(add: Add, option: str, registry: str, help: str) -> None:
-    """Add an option that prints a registry, given as ``"module:NAME"``, and ends."""
-    add(option, action=ListEntries, const=registry, nargs=0, help=help)
-
-
 def add_block_options(add: Add, **placement: Any) -> None:
     """Add the options of a block; ``placement`` is what is otherwise with ``--placement``."""
     usual = {"default": "post", "help": "norm placement: post (default), pre, hybridnorm, deepnorm, ..."}
     registry = "hessiankit.blocks.placements:PLACEMENTS"
     add("--placement", metavar="NAME", **usual | placement)
-    add_list(add, "--list-placements", registry, "print all norm placements with their sources and exit")
+    listed = "print all norm placements with their sources and exit"
+    add("--list-placements", action=ListEntries, const=registry, nargs=0, help=listed)
     add("--norm", choices=NORMS, default="layernorm", metavar="NAME", help="layernorm (default) or rmsnorm")
     add("--no-affine", action="store_true", help="norms without gain and bias")
     activations = f"relu (default), {', '.join(ACTIVATIONS[1:])}"
@@ -227,50 +249,3 @@ def add_block_options(add: Add, **placement: Any) -> None:
     add("--rotary", action="store_true", help="rotary positions")
     add("--layer", type=positive, default=1, help="number of the block in its stack, from 1 (default 1)")
     add("--layers", type=positive, help="blocks in the stack (default: as many as --layer)")
-
-
-def positive(text: str) -> int:
-    """Return a positive integer, or raise what argparse expects.
-
-    >>> positive("3")
-    3
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
-    return int(text)
-
-
-def sizes(text: str) -> list[int]:
-    """Return positive integers between commas, or raise what argparse expects.
-
-    >>> sizes("4,16,32")
-    [4, 16, 32]
-    """
-    return [positive(size) for size in text.split(",")]
-
-
-def seed(text: str) -> int:
-    """Return a seed that Python, NumPy, scikit-learn and torch all take, or raise what argparse expects."""
-    if not text.isdecimal() or int(text) > SEEDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {SEEDS}")
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    """Return a finite number above 0, or raise what argparse expects."""
-    return _number(text, "a positive number", below=math.inf)
-
-
-def probability(text: str) -> float:
-    """Return a number above 0 and below 1, or raise what argparse expects."""
-    return _number(text, "a number above 0 and below 1, such as 0.95", below=1.0)
-
-
-def _number(text: str, wanted: str, *, below: float) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < below:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}")
-    return value

@@ -8,7 +8,6 @@ Prints a table, writes heat maps and a JSON report.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, seed
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable, make_folder, write_json
+from hessiankit.support.progress import progress_bar
+from hessiankit.support.tables import say
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from hessiankit.support.tables import Table
     from hessiankit.verify.check_report import CheckReport
-    from hessiankit.verify.rows import CheckRow
 
 EXAMPLES = (
     ("hessiankit study", "about a minute; report and heat maps in results/study"),
@@ -34,8 +33,7 @@ STANDARD = {"d_model": 16, "d_ff": 64, "patch": 2, "steps": 300, "batch": 32}
 QUICK = {"d_model": 8, "d_ff": 16, "patch": 4, "steps": 40, "batch": 16}
 LOSS_NAMES = {"mse": "squared error", "cross_entropy": "cross entropy"}
 STAGES = ("initialisation", "trained")
-SHOWN = 10
-"""Block pairs that are printed without ``--table``: those with the largest errors."""
+SHOWN = 3  # block pairs of each Hessian that are printed without ``--table``: those with the largest errors
 
 
 def options(command: Parser) -> None:
@@ -61,13 +59,8 @@ def run_study(
 ) -> dict[str, Any]:
     """Train and check for both losses, print the tables, write the heat maps and ``report.json``, and return the report.
 
-    Args:
-        out: Folder for the files.
-        sizes: ``d_model``, ``d_ff``, ``patch`` (side of a token in pixels), training ``steps``, ``batch`` of the Hessians.
-        seed: Of the split, the initial weights, the batches and the directions.
-        dtype: ``"float64"`` or ``"float32"``.
-        device: Where to compute.
-        every: Print every block pair, and the health of each reference, rather than the largest errors.
+    ``sizes`` are ``d_model``, ``d_ff``, ``patch`` (side of a token in pixels), training ``steps``, ``batch`` of the Hessians.
+    With ``every``, all block pairs and the health of each reference are printed rather than the largest errors.
 
     Raises:
         InputError: scikit-learn is missing, or the device or the folder cannot be used.
@@ -76,20 +69,16 @@ def run_study(
     import torch.nn.functional as F
 
     from hessiankit.blocks import VisionTransformer
+    from hessiankit.cli.loading import place
     from hessiankit.curvature.plots import side_by_side
     from hessiankit.support.environment import environment
-    from hessiankit.support.progress import progress_bar
-    from hessiankit.support.tables import say
     from hessiankit.support.torch_state import one_thread
     from hessiankit.verify.check import check
 
     start, target, precision = time.perf_counter(), out / "report.json", getattr(torch, dtype)
     make_folder("study", out)
     check_writable("study", target)
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(f"study: --device {device} cannot be used: {str(error).splitlines()[0]}") from error
+    place("study", torch.nn.Linear(1, 1), device, precision)  # before anything is computed
     tokens = ((patchify(images.to(precision), sizes["patch"]), classes) for images, classes in split(*digits(), seed))
     (x, labels), held_out = ((inputs.to(device), classes.to(device)) for inputs, classes in tokens)
     size = sizes["batch"]
@@ -111,17 +100,18 @@ def run_study(
                     f"trained with {words}: {len(losses)} steps in {took:.1f} s, loss {losses[0]:.4g} -> {losses[-1]:.4g}, "
                     f"training accuracy {accuracy(model, x, labels):.1%}, validation accuracy {accuracies[loss]:.1%}"
                 )
-            with progress_bar("Hessian", of=4, before=[r.seconds for r in reports.values()]) as tell:
-                report = check(model, x[:size], y[:size], loss=loss, directions=1, dtype=None, seed=seed, progress=tell)
+            options = {"loss": loss, "directions": 1, "dtype": None, "seed": seed}
+            with progress_bar(f"Hessian {len(reports) + 1} of {len(LOSS_NAMES) * len(STAGES)}: ") as tell:
+                report = check(model, x[:size], y[:size], progress=tell, **options)
             reports[loss, stage] = report
-            say(f"{words}, {stage}: {report.verdict}")
-        if every:
-            say("", block_table({loss: (reports[loss, STAGES[0]], report)}), whole=True)
-            say(f"The references, {words}, trained:", *(f"  {line}" for line in report.health_lines()), "")
+            norm = report.hessian.spectral_norm()
+            say("", f"Hessian of the {words}, {stage}: loss {report.hessian.loss:.4g}, ||H||_2 {norm:.4g}")
+            if every:
+                print(report.table())
+            else:
+                say(report.pair_table().top(SHOWN), report.verdict)
     seconds, passed = time.perf_counter() - start, all(reports.values())
-    if not every:
-        say("", block_table({loss: (reports[loss, STAGES[0]], reports[loss, STAGES[1]]) for loss in LOSS_NAMES}).top(SHOWN))
-    say("", summary(reports, seconds))
+    say("", f"{'PASSED' if passed else 'FAILED'} in {seconds:.0f} s")
     pictures = {loss: out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
     content = {
         "passed": passed,
@@ -210,52 +200,3 @@ def train(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Any, steps: i
 def accuracy(model: nn.Module, inputs: Tensor, labels: Tensor) -> float:
     """Return the fraction of inputs whose largest logit is at the label."""
     return float((model(inputs).argmax(-1) == labels).double().mean())
-
-
-def block_table(pairs: Mapping[str, tuple[CheckReport, CheckReport]]) -> Table:
-    """Return one row a block pair of each loss: its norms before and after training, its worst error by reference."""
-    from hessiankit.support.tables import table
-
-    references = list(dict.fromkeys(r for both in pairs.values() for report in both for r in report.references))
-    rows: list[tuple[str, ...]] = []
-    rank: list[float] = []
-    own = ("loss",) if len(pairs) > 1 else ()
-    for loss, (before, after) in pairs.items():
-        worst: dict[tuple[str, str], CheckRow] = {}
-        for row in sorted((*before.rows, *after.rows), key=lambda row: (row.passed, -row.max_rel_error, row.zero)):
-            worst.setdefault((row.name, row.reference), row)
-        K = after.hessian
-        for i, j in K.pairs():
-            cells = [worst.get((f"{i} x {j}", r)) for r in references]
-            norms = [norm for H in (before.hessian, K) for norm in (H.spectral_norm(i, j), H.frobenius_norm(i, j))]
-            size, shown = "{} x {}".format(*K.block(i, j).shape), (c.shown if c else "" for c in cells)
-            rows.append((f"{i} x {j}", *(loss for _ in own), size, *(f"{n:.3g}" for n in norms), *shown))
-            errors = [c.max_rel_error if c.passed else math.inf for c in cells if c is not None]
-            rank.append(max(errors, default=math.inf))  # where no reference is healthy, nothing is shown right
-    of = "the losses" if own else f"the {LOSS_NAMES[next(iter(pairs))]}"
-    return table(
-        ("block pair", *own, "size", "init. 2-norm", "init. F-norm", "trained 2-norm", "trained F-norm", *references),
-        rows,
-        title=f"Hessian of {of}; largest error of both stages, relative to the block's largest entry",
-        left=2 + len(own),
-        names=[name for _, after in pairs.values() for name in after.hessian.names],
-        drop=("size", "init. F-norm", "trained F-norm", "init. 2-norm", "trained 2-norm"),
-        rank=rank,
-        ranked="largest error",
-    )
-
-
-def summary(reports: Mapping[tuple[str, str], CheckReport], seconds: float) -> Table:
-    """Return one row a Hessian: its loss and norm, its largest error by reference, its verdict."""
-    from hessiankit.support.tables import table
-
-    references = list(dict.fromkeys(r for report in reports.values() for r in report.references))
-    rows = []
-    for (loss, stage), report in reports.items():
-        worst = {r: max((row.max_rel_error for row in report.rows if row.reference == r), default=0.0) for r in references}
-        norms = (f"{report.hessian.loss:.4g}", f"{report.hessian.spectral_norm():.4g}")
-        verdict = "passed" if report else "FAILED"
-        rows.append((f"{LOSS_NAMES[loss]}, {stage}", *norms, *(f"{worst[r]:.1e}" for r in references), verdict))
-    verdict = "PASSED" if all(reports.values()) else "FAILED"
-    title = f"{verdict} in {seconds:.0f} s; largest error against each healthy reference:"
-    return table(("Hessian", "loss", "||H||_2", *references, "verdict"), rows, title=title, drop=("loss", "||H||_2"))

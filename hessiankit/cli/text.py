@@ -20,9 +20,7 @@ from hessiankit.support.errors import InputError, check_name
 
 SPLITS = ("train", "validation")
 VOCAB_SIZE = 256
-HELD_OUT = 0.1
-"""Probability that a file is held out."""
-
+HELD_OUT = 0.1  # probability that a file is held out
 STDLIB_EXCLUDED = (
     "site-packages", "dist-packages", "config-*",  # installed by somebody, or written by the installer
     "test", "tests", "idlelib", "turtledemo",  # not part of the library, and missing in some installations
@@ -33,13 +31,7 @@ STDLIB_EXCLUDED = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class TextDataset:
-    """The bytes of some files, one after the other.
-
-    Attributes:
-        tokens: ``(N,)`` of torch.uint8.
-        files: The files' names, below the folder they were looked for in, in the order of their bytes.
-        name: What it is called.
-    """
+    """The bytes of files, one after the other: ``tokens``, ``(N,)`` of torch.uint8, and the files' names in that order."""
 
     tokens: Tensor
     files: tuple[str, ...]
@@ -59,10 +51,7 @@ class TextDataset:
     def batch(self, batch_size: int, length: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Return random windows as inputs and next tokens, both ``(batch_size, length)`` of torch.int64.
 
-        Args:
-            batch_size: Number of windows B.
-            length: Tokens L of each; L + 1 bytes are read.
-            generator: Draws where the windows begin; torch's global generator by default.
+        The generator, by default torch's global one, draws where the windows begin.
 
         Raises:
             InputError: A size is not positive, or the text is shorter than a window.
@@ -93,18 +82,15 @@ class TextDataset:
         if count < 1 or length < 1:
             raise InputError(f"TextDataset.{who}: asked for {count} windows of {length} tokens; expected 1 or more of each")
         if length >= len(self):
-            raise InputError(
-                f"TextDataset.{who}: a window of {length} tokens and the next one needs {length + 1} bytes, and {self.name} has "
-                f"{len(self)}; ask for shorter windows or give more text"
-            )
+            why = f"needs {length + 1} bytes, and {self.name} has {len(self)}; ask for shorter windows or give more text"
+            raise InputError(f"TextDataset.{who}: a window of {length} tokens and the next one {why}")
 
 
 def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int = 0) -> TextDataset:
     """Return one split of a text, as bytes.
 
-    A file is held out with probability 1/10 by a hash of its name and the seed, so that a file stays where it is whatever other
-    files there are. The files follow each other in the order of their names. A single file is cut instead: its last tenth is
-    held out.
+    A file is held out with probability 1/10 by a hash of its name and the seed, whatever other files there are. The files follow
+    each other in the order of their names. A single file is cut instead: its last tenth is held out.
 
     Args:
         source: ``"stdlib"``, the ``.py`` files of the running Python's standard library without the folders
@@ -123,10 +109,8 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
     check_name("load_text", "split", split, SPLITS)
     path = Path(sysconfig.get_paths()["stdlib"]) if source == "stdlib" else Path(source).expanduser()
     if not path.exists():
-        raise InputError(
-            f"load_text: {str(source)!r} is neither 'stdlib' nor an existing path; nothing is downloaded, so give a text file "
-            "or a folder of them"
-        )
+        why = "is neither 'stdlib' nor an existing path; nothing is downloaded, so give a text file or a folder of them"
+        raise InputError(f"load_text: {str(source)!r} {why}")
     if path.is_dir():
         names = _files(path, ".py", STDLIB_EXCLUDED, "_sysconfigdata") if source == "stdlib" else _files(path, "", (), ".")
         texts = {name: _read(path / name) for name in names if held_out(name, seed) == (split == "validation")}

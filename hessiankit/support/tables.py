@@ -17,14 +17,9 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
-from rich.cells import cell_len
-
-LINES = 25
-"""Largest number of lines of ``print(result)``."""
-PROSE = 24
-"""Smallest width of a column of prose."""
-WORD = 36
-"""Longest word of prose that is not broken over lines, as a formula in LaTeX may be."""
+LINES = 25  # of ``print(result)`` at most
+PROSE = 24  # smallest width of a column of prose
+WORD = 36  # longest word of prose that is not broken over lines, as a formula in LaTeX may be
 GAP = "  "
 ALL = "all of it: .table(); on the command line --table, or a pipe"
 
@@ -142,10 +137,7 @@ def terminal_width() -> int | None:
 
 
 def as_text(*parts: Piece, whole: bool = False) -> str:
-    """Return tables and paragraphs as plain text, as wide as the terminal, or as wide as they are where there is none.
-
-    With ``whole``, a table too wide for the terminal keeps all its columns, over several lines a row.
-    """
+    """Return tables and paragraphs as plain text, as wide as the terminal; with ``whole`` no column is left out."""
     width = terminal_width()
     return "\n".join(line.rstrip() for part in parts for line in _lines(part, width, whole))
 
@@ -230,7 +222,7 @@ def _lines(part: Piece, width: int | None, whole: bool) -> list[str]:
 
 def _filled(text: str, width: int | None, indent: str = GAP) -> list[str]:
     """Return a paragraph in lines, those after the first indented."""
-    if width is None or cell_len(text) <= width:
+    if width is None or _width(text) <= width:
         return [text]
     further = " " * (len(text) - len(text.lstrip())) + indent
     return textwrap.wrap(text, width, subsequent_indent=further, break_on_hyphens=False)
@@ -264,30 +256,34 @@ def _without(one: Table, header: str) -> Table:
     return replace(one, headers=one.headers[:at] + one.headers[at + 1 :], rows=rows, left=one.left - (at < one.left))
 
 
+def _width(text: str) -> int:
+    from rich.cells import cell_len  # only here, since rich is slow to import
+
+    return cell_len(text)
+
+
 def _total(widths: Sequence[int]) -> int:
     return sum(widths) + len(GAP) * (len(widths) - 1)
 
 
 def _natural(one: Table) -> list[int]:
-    return [max(map(cell_len, column)) for column in zip(one.headers, *one.rows, strict=True)]
+    return [max(map(_width, column)) for column in zip(one.headers, *one.rows, strict=True)]
 
 
 def _squeezed(one: Table, width: int) -> list[int] | None:
     """Return the columns' widths with headers broken and prose flowing, or None if that is too wide."""
-    widths, wishes = [], []
+    widths = []
     for k, header in enumerate(one.headers):
         cells, prose = [row[k] for row in one.rows], header in one.prose
-        wide, word = (max(map(cell_len, texts), default=0) for texts in (cells, " ".join(cells).split()))
+        wide, word = (max(map(_width, texts), default=0) for texts in (cells, " ".join(cells).split()))
         least = min(wide, max(min(word, WORD), PROSE)) if prose else wide
-        widths.append(max(least, *(cell_len(piece.strip()) for piece in _pieces(header))))
-        wishes += [(k, wide, True)] if prose else []
+        widths.append(max(least, *(_width(piece.strip()) for piece in _pieces(header))))
     spare = width - _total(widths)
     if spare < 0:
         return None
-    wishes += [(k, cell_len(header), False) for k, header in enumerate(one.headers)]  # what is left makes headers whole
-    for k, wish, in_part in wishes:
-        more = max(wish - widths[k], 0)
-        more = min(more, spare) if in_part or more <= spare else 0
+    natural = _natural(one)
+    for k in sorted(range(len(widths)), key=lambda k: one.headers[k] not in one.prose):  # prose first, then headers
+        more = min(max(natural[k] - widths[k], 0), spare)
         widths[k], spare = widths[k] + more, spare - more
     return widths
 
@@ -305,7 +301,7 @@ def _flowed(pieces: Iterable[str], width: int) -> list[str]:
     """Return pieces in lines of at most ``width``, where each by itself is no wider."""
     lines = [""]
     for piece in pieces:
-        if cell_len(lines[-1] + piece) > width and lines[-1]:
+        if _width(lines[-1] + piece) > width and lines[-1]:
             lines.append("")
         lines[-1] += piece if lines[-1] else piece.lstrip()
     return lines
@@ -328,7 +324,7 @@ def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequenc
     """Return cells of several lines beside each other."""
     lines = []
     for texts in zip_longest(*cells, fillvalue=""):
-        gaps = [" " * (w - cell_len(text)) for text, w in zip(texts, widths, strict=True)]
+        gaps = [" " * (w - _width(text)) for text, w in zip(texts, widths, strict=True)]
         padded = (text + gap if on_left else gap + text for text, gap, on_left in zip(texts, gaps, left, strict=True))
         lines.append(GAP.join(padded).rstrip())
     return lines
