@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,23 +47,6 @@ def options(command: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
-    sizes = QUICK if args.quick else STANDARD
-    report = run_study(args.out, sizes, seed=args.seed, dtype=args.dtype, device=args.device, every=args.table)
-    write_json("study", args.json, report)
-    return int(not report["passed"])
-
-
-def run_study(
-    out: Path, sizes: Mapping[str, int], *, seed: int = 0, dtype: str = "float64", device: str = "cpu", every: bool = False
-) -> dict[str, Any]:
-    """Train and check for both losses, print the tables, write the heat maps and ``report.json``, and return the report.
-
-    ``sizes`` are ``d_model``, ``d_ff``, ``patch`` (side of a token in pixels), training ``steps``, ``batch`` of the Hessians.
-    With ``every``, all block pairs and the health of each reference are printed rather than the largest errors.
-
-    Raises:
-        InputError: scikit-learn is missing, or the device or the folder cannot be used.
-    """
     import torch
     import torch.nn.functional as F
 
@@ -75,47 +57,49 @@ def run_study(
     from hessiankit.support.torch_state import one_thread
     from hessiankit.verify.check import check
 
-    start, target, precision = time.perf_counter(), out / "report.json", getattr(torch, dtype)
-    make_folder("study", out)
+    start, target, precision = time.perf_counter(), args.out / "report.json", getattr(torch, args.dtype)
+    options = {**(QUICK if args.quick else STANDARD), "seed": args.seed, "dtype": args.dtype, "device": args.device}
+    device, size = args.device, options["batch"]
+    make_folder("study", args.out)
     check_writable("study", target)
     place("study", torch.nn.Linear(1, 1), device, precision)  # before anything is computed
-    tokens = ((patchify(images.to(precision), sizes["patch"]), classes) for images, classes in split(*digits(), seed))
+    tokens = ((patchify(images.to(precision), options["patch"]), classes) for images, classes in split(*digits(), args.seed))
     (x, labels), held_out = ((inputs.to(device), classes.to(device)) for inputs, classes in tokens)
-    size = sizes["batch"]
     say(f"digits train: {len(x)} images, {x.shape[1]} patches of {x.shape[2]} pixels; a batch of {size} for the Hessians")
     reports: dict[tuple[str, str], CheckReport] = {}
     accuracies: dict[str, float] = {}
     for loss, words in LOSS_NAMES.items():
-        torch.manual_seed(seed)
-        model = VisionTransformer(x.shape[2], x.shape[1], 10, d_model=sizes["d_model"], d_ff=sizes["d_ff"], bias=True)
+        torch.manual_seed(args.seed)
+        widths = {name: options[name] for name in ("d_model", "d_ff")}
+        model = VisionTransformer(x.shape[2], x.shape[1], 10, **widths, bias=True)
         model.to(device, precision)
         y = F.one_hot(labels, 10).to(precision) if loss == "mse" else labels
         for stage in STAGES:
             if stage == "trained":
                 began = time.perf_counter()
                 with one_thread():
-                    losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, sizes["steps"], seed)
+                    losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, options["steps"], args.seed)
                 took, accuracies[loss] = time.perf_counter() - began, accuracy(model, *held_out)
                 say(
                     f"trained with {words}: {len(losses)} steps in {took:.1f} s, loss {losses[0]:.4g} -> {losses[-1]:.4g}, "
                     f"training accuracy {accuracy(model, x, labels):.1%}, validation accuracy {accuracies[loss]:.1%}"
                 )
-            options = {"loss": loss, "directions": 1, "dtype": None, "seed": seed}
             with progress_bar(f"Hessian {len(reports) + 1} of {len(LOSS_NAMES) * len(STAGES)}: ") as tell:
-                report = check(model, x[:size], y[:size], progress=tell, **options)
+                asked = {"loss": loss, "directions": 1, "dtype": None, "seed": args.seed}
+                report = check(model, x[:size], y[:size], progress=tell, **asked)
             reports[loss, stage] = report
             norm = report.hessian.spectral_norm()
             say("", f"Hessian of the {words}, {stage}: loss {report.hessian.loss:.4g}, ||H||_2 {norm:.4g}")
-            if every:
+            if args.table:
                 print(report.table())
             else:
                 say(report.pair_table().top(SHOWN), report.verdict)
     seconds, passed = time.perf_counter() - start, all(reports.values())
     say("", f"{'PASSED' if passed else 'FAILED'} in {seconds:.0f} s")
-    pictures = {loss: out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
+    pictures = {loss: args.out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
     content = {
         "passed": passed,
-        "options": {**sizes, "seed": seed, "dtype": dtype, "device": device, "out": str(out)},
+        "options": {**options, "out": str(args.out)},
         "environment": environment(),
         "validation_accuracy": accuracies,
         "seconds": seconds,
@@ -128,9 +112,10 @@ def run_study(
         title = f"Hessian of the {LOSS_NAMES[loss]}"
         both = side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=STAGES, title=title, path=path)
     say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {both.caption}")
-    if not every:
+    if not args.table:
         say(f"every row: --table; every number: {target}, or --json")
-    return content
+    write_json("study", args.json, content)
+    return int(not passed)
 
 
 def digits() -> tuple[Tensor, Tensor]:
