@@ -21,20 +21,17 @@ _outputs: list[TextIO] = []
 
 
 def check_writable(who: str, path: Path | None) -> None:
-    """Raise before any computation if a file cannot be written.
-
-    Raises:
-        InputError: If its folder is missing or read-only, or it is a folder itself.
-    """
+    """Raise an InputError, before any computation, if a file cannot be written."""
     if path is None or path == STDOUT:
         return
     folder = path.parent
+    where = "name a file in an existing folder"
     if not folder.is_dir():
-        raise InputError(f"{who}: cannot write {path}: there is no folder {folder}; name a file in an existing folder")
+        raise InputError(f"{who}: cannot write {path}: there is no folder {folder}; {where}")
     if path.is_dir():
         raise InputError(f"{who}: cannot write {path}: it is a folder; name a file")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{who}: cannot write {path}: permission denied; name a file in a folder that can be written to")
+        raise InputError(f"{who}: cannot write {path}: permission denied; {where} that can be written to")
 
 
 def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> None:
@@ -49,12 +46,20 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
 
 
 def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: str = "name a file in an existing folder.") -> None:
-    """Write a file as a whole; as :func:`write_text`, except that ``-`` is a file of that name."""
+    """Write a file as a whole, so that readers see the old or the new content; ``-`` is a file of that name, too."""
+    target = path.resolve()
+    partial = target.with_name(f"{target.name}.new")
     try:
-        replace_file(path.resolve(), content)
+        if target.exists() and not target.is_file():  # a device
+            target.write_bytes(content)
+            return
+        try:
+            partial.write_bytes(content)
+            os.replace(partial, target)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"{who}: cannot write {path}: {reason}; {remedy}") from error
+        raise InputError(f"{who}: cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
 def fill(page: str, sections: Mapping[str, str]) -> str:
@@ -134,34 +139,3 @@ def output_for(paths: Iterable[object]) -> Iterator[None]:
             yield
     finally:
         _outputs.pop()
-
-
-def replace_file(path: Path, content: bytes | memoryview, *, durable: bool = False) -> None:
-    """Write a file as a whole, so that readers see the old or the new content; a device is written to directly. A
-    ``durable`` one waits until the disk has the content and its name.
-    """
-    if path.exists() and not path.is_file():
-        path.write_bytes(content)
-        return
-    partial = path.with_name(f"{path.name}.new")
-    try:
-        partial.write_bytes(content)
-        if durable:
-            with open(partial, "r+b") as file:
-                os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    if durable:
-        sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the names in a folder, where the system supports it."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(opened)
-    finally:
-        os.close(opened)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 import hessiankit as hk
 from hessiankit.curvature.plot_frame import write_picture
 from hessiankit.curvature.plots import write_numbers
-from hessiankit.support.files import STDOUT, output_for, sync_folder, write_text
+from hessiankit.support.files import STDOUT, output_for, write_text
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
 
@@ -51,16 +50,6 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(hk.InputError, match=r"cannot make the folder .*taken: File exists; name another one"):
         write_picture("plots", Figure(), tmp_path / "taken" / "a.svg")
-
-
-def test_the_name_in_a_folder_is_synchronised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
-    sync_folder(tmp_path)
-    assert synced == [tmp_path.stat().st_ino]
-    monkeypatch.delattr(os, "O_DIRECTORY")  # as on Windows
-    sync_folder(tmp_path)
-    assert len(synced) == 1
 
 
 def test_prints_go_to_standard_error_where_the_output_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
