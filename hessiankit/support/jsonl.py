@@ -17,14 +17,12 @@ T = TypeVar("T")
 def read_records(path: Path, decode: Callable[[Any], T]) -> Iterator[T]:
     """Yield ``decode(record)`` for every line of a JSON Lines file; nothing where there is no file.
 
-    A line that is not JSON (an interrupt cut it off), or that ``decode`` refuses by a ValueError, TypeError, KeyError or
-    AttributeError, is skipped.
+    A line that is not JSON (an interrupt cut it off), or that ``decode`` refuses, is skipped.
 
     Raises:
         OSError, UnicodeDecodeError: The file cannot be read; see :func:`usable`.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in lines:
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
             record = decode(json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError):
@@ -35,12 +33,10 @@ def read_records(path: Path, decode: Callable[[Any], T]) -> Iterator[T]:
 def append_records(path: Path, *records: Mapping[str, Any]) -> None:
     """Append records, one line each: all of them, or none where the disk has no room.
 
-    A line that an interrupt cut off before is ended first. Without records, only check that the file can be written, and make
-    it, with its folder, where it is missing.
+    A line that an interrupt cut off before is ended first. Without records, the file is made where it is missing.
 
     Raises:
         OSError: The file cannot be opened or written; see :func:`usable`.
-        TypeError: A record holds something that JSON does not know.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "runs.jsonl"
@@ -72,10 +68,10 @@ def append_lines(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def usable(who: str, path: Path, remedy: str = "pass another folder with --out") -> Iterator[None]:
+def usable(who: str, path: Path) -> Iterator[None]:
     """Turn the errors of reading or writing a file into an InputError that says what to do."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"{who}: {path} cannot be used: {why}; {remedy}") from error
+        raise InputError(f"{who}: {path} cannot be used: {why}; pass another folder with --out") from error

@@ -54,46 +54,37 @@ def plain() -> Iterator[None]:
 
 
 def build(*, verbose: bool = False) -> Path:
-    """Compile the kernels for this machine, unless that was done before; what runs afterwards uses them.
-
-    Returns:
-        The file.
-    """
+    """Compile the kernels for this machine, unless that was done before, and return the file; they are used from then on."""
     if not built().exists():
+        if find_spec("ninja") is None or find_spec("setuptools") is None:
+            raise InputError("hessiankit compile: ninja and setuptools are needed; pip install 'hessiankit[compiled]'")
         try:
-            _compile(sorted(_FOLDER.glob("*.cpp")), built(), FLAGS, verbose=verbose)
+            _compile(built(), verbose=verbose)
         except (RuntimeError, OSError, CalledProcessError) as error:
+            why = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             raise InputError(
-                f"hessiankit compile: the kernels could not be built ({_why(error)}); expected g++ "
-                "or clang++ in PATH or in CXX, and a cache that can be written; --verbose shows what the compiler printed. "
-                "Everything works without, slower"
+                f"hessiankit compile: the kernels could not be built ({why}); expected g++ or clang++ in PATH or in CXX, and a "
+                "cache that can be written; --verbose shows what the compiler printed. Everything works without, slower"
             ) from error
     _found.cache_clear()
     return built()
 
 
-def _compile(sources: list[Path], target: Path, flags: tuple[str, ...], *, verbose: bool) -> None:
-    if find_spec("ninja") is None or find_spec("setuptools") is None:
-        raise InputError("hessiankit compile: ninja and setuptools are needed; pip install 'hessiankit[compiled]'")
+def _compile(target: Path, *, verbose: bool) -> None:
     from torch.utils import cpp_extension  # takes a second
 
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=target.parent) as folder:  # an interrupt leaves no partial build
         cpp_extension.load(
             target.stem,
-            [str(path) for path in sources],
-            extra_cflags=list(flags),
+            [str(path) for path in sorted(_FOLDER.glob("*.cpp"))],
+            extra_cflags=list(FLAGS),
             extra_ldflags=["-pthread"],
             build_directory=folder,
             is_python_module=False,
             verbose=verbose,
         )
         (Path(folder) / target.name).replace(target)
-
-
-def _why(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
 
 
 def built() -> Path:

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -151,35 +151,31 @@ class RandomStates:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._python, self._numpy, self._cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        devices = {x.device for x in (*model.parameters(), *model.buffers())}
-        self._devices = [(torch.get_device_module(d.type), _index(d)) for d in devices if d.type not in ("cpu", "meta")]
-        self._others = [module.get_rng_state(*index) for module, index in self._devices]
+        numpy = np.random
+        self._generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+            (random.getstate, random.setstate),
+            (numpy.get_state, numpy.set_state),
+            (torch.get_rng_state, torch.set_rng_state),
+        ]
+        for device in {x.device for x in (*model.parameters(), *model.buffers()) if x.device.type not in ("cpu", "meta")}:
+            module, where = torch.get_device_module(device.type), {} if device.type == "mps" else {"device": device}
+            self._generators.append((partial(module.get_rng_state, **where), partial(module.set_rng_state, **where)))
+        self._states = [read() for read, _ in self._generators]
 
     def drawn_from(self) -> bool:
         """Whether a number has been drawn from one of the generators since the snapshot."""
-        now = np.random.get_state()  # noqa: NPY002
-        return (
-            random.getstate() != self._python
-            or not all(np.array_equal(a, b) for a, b in zip(now, self._numpy, strict=True))
-            or not torch.equal(torch.get_rng_state(), self._cpu)
-            or not all(
-                torch.equal(module.get_rng_state(*index), state)
-                for (module, index), state in zip(self._devices, self._others, strict=True)
-            )
-        )
+        return not all(_same(read(), state) for (read, _), state in zip(self._generators, self._states, strict=True))
 
     def restore(self) -> None:
         """Restore the snapshot."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)  # noqa: NPY002
-        torch.set_rng_state(self._cpu)
-        for (module, index), state in zip(self._devices, self._others, strict=True):
-            module.set_rng_state(state, *index)
+        for (_, write), state in zip(self._generators, self._states, strict=True):
+            write(state)
 
 
-def _index(device: torch.device) -> tuple[torch.device, ...]:
-    return () if device.type == "mps" else (device,)  # there is one of them, and its functions take none
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple):
+        return all(map(_same, a, b))
+    return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
 
 
 P = ParamSpec("P")
