@@ -27,7 +27,6 @@ class RitzValue(WithDict):
         residual: ``|H v - value v|`` of its unit vector v, from one more product: some eigenvalue of H lies within it, which is
             no proof that it is the largest. Of a singular value ``|A^T A v - value^2 v| / value``.
         products: Products with H (A^T A) that it took.
-        converged: Whether the residual is within the tolerance asked for.
         vector: v, (P,); None where it was not kept.
     """
 
@@ -64,21 +63,16 @@ class LanczosBasis:
         against: Orthonormal rows (k, P) that all directions are kept orthogonal to: H is compressed to their complement.
         seed: Of the random directions.
         norm: Of H, as far as it is known: products far below it are rounding.
-
-    Attributes:
-        n: Vectors whose products are in T.
-        beta: |w|.
-        largest: The largest norm of a product, and ``norm`` at least.
     """
 
     def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0, norm: float = 0.0) -> None:
         self.against, self.seed, self.draws = against, seed, 0
         self.Q = start.new_empty(capacity, start.numel())
         self.T = torch.zeros(capacity, capacity, dtype=torch.float64, device="cpu")
-        self.n, self.beta, self.largest, self.taken = 0, 0.0, norm, 0
-        self.dropped = 0.0  # norm of the residuals that turns left out, by which <q_k, H q_n> may differ from ``known``
-        # <H q_k, q_n> of the earlier q_k; symmetry makes it <q_k, H q_n>
-        self.known = torch.zeros(0, dtype=torch.float64, device="cpu")
+        self.n, self.taken = 0, 0  # vectors whose products are in T, and all products
+        self.beta, self.largest = 0.0, norm  # |w|, and the largest norm of a product
+        # <H q_k, q_n> of the earlier q_k, which symmetry makes <q_k, H q_n> but for the residuals that turns left out
+        self.known, self.dropped = torch.zeros(0, dtype=torch.float64, device="cpu"), 0.0
         self._aim(start)
 
     def _aim(self, vector: Tensor) -> None:
@@ -104,11 +98,7 @@ class LanczosBasis:
         self.known = self.known * float(before @ self.direction)
 
     def take(self, w: Tensor) -> None:
-        """Take the product of H with :attr:`direction`.
-
-        Raises:
-            InputError: It is not finite, or H is not symmetric.
-        """
+        """Take the product of H with :attr:`direction`; an InputError where it is not finite, or H is not symmetric."""
         n = self.n + 1
         self.Q[n - 1] = self.direction
         self.largest = max(self.largest, float(w.norm()))
@@ -117,17 +107,14 @@ class LanczosBasis:
         projections = (column + again).double().cpu()
         beta = float(w.norm())
         if not math.isfinite(beta):
-            raise InputError(
-                f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite, so it has no eigenvalues to find"
-            )
+            raise InputError(f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite: there are no eigenvalues")
         off = float((projections[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
         error = off / self.largest if self.largest else 0.0
         eps = torch.finfo(w.dtype).eps
         if error > eps**0.5:
-            raise InputError(
-                f"lanczos: <u, Hv> and <v, Hu> differ by {error:.1e} of |Hv|, more than rounding, so that H is not symmetric: an "
-                "operation of the model has a wrong second derivative, or the model is not the same at every call"
-            )
+            why = "an operation of the model has a wrong second derivative, or the model is not the same at every call"
+            differ = f"<u, Hv> and <v, Hu> differ by {error:.1e} of |Hv|, more than rounding"
+            raise InputError(f"lanczos: {differ}, so that H is not symmetric: {why}")
         self.T[:n, n - 1] = self.T[n - 1, :n] = projections
         self.n, self.beta, self.taken, self.known = n, beta, self.taken + 1, torch.zeros(n, dtype=torch.float64, device="cpu")
         self.known[-1] = beta
@@ -138,8 +125,7 @@ class LanczosBasis:
 
     def ritz(self) -> tuple[Tensor, Tensor]:
         """Return the Ritz values, ascending, and their vectors in the basis as columns, in float64 on the CPU."""
-        values, vectors = torch.linalg.eigh(self.T[: self.n, : self.n])
-        return values, vectors
+        return tuple(torch.linalg.eigh(self.T[: self.n, : self.n]))
 
     def combine(self, weights: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the combinations of the basis by the columns of ``weights`` (n, k), as rows (k, P); ``out`` may lie in Q."""
@@ -151,10 +137,7 @@ class LanczosBasis:
         return out
 
     def restart(self, kept: list[int]) -> None:
-        """Keep some Ritz vectors, by their places among the ascending values, and the next direction.
-
-        (Wu and Simon, SIAM J. Matrix Anal. Appl. 22, 2000.)
-        """
+        """Keep Ritz vectors, by their places among the ascending values, and the next direction (Wu and Simon, 2000)."""
         values, vectors = self.ritz()
         self.combine(vectors[:, kept], self.Q[: len(kept)])
         self.T.zero_()
@@ -170,8 +153,7 @@ class RitzPairs:
     Attributes:
         values: Those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
         vectors: Their unit vectors, as rows (k, P).
-        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, and to second order in
-            it where the residual is small beside the distance to the others, (k,).
+        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, (k,).
         products: Products with H that they took.
         converged: Whether all residuals are within the tolerance.
     """
@@ -181,10 +163,6 @@ class RitzPairs:
     residuals: Tensor
     products: int
     converged: bool
-
-    def __str__(self) -> str:
-        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
-        return f"{', '.join(rows)} ({self.products} products)"
 
 
 def extreme_eigenpairs(
@@ -202,10 +180,10 @@ def extreme_eigenpairs(
 ) -> RitzPairs:
     """Return eigenpairs at both ends of a spectrum by Lanczos with full reorthogonalisation and thick restarts.
 
-    When the basis is full, the better half of its Ritz vectors and the last direction start the next one, so that memory stays
-    at ``basis`` vectors. A Krylov space holds one vector of every eigenspace, so that multiple eigenvalues would be counted
-    once. When all wanted pairs have converged they are kept, and the basis is filled from a random direction orthogonal to
-    them; if that changes one of the wanted values, the search continues.
+    When the basis is full, the better half of its Ritz vectors and the last direction start the next one (Wu and Simon, SIAM J.
+    Matrix Anal. Appl. 22, 2000). A Krylov space holds one vector of every eigenspace, so that multiple eigenvalues would be
+    counted once: when all wanted pairs have converged they are kept, and the basis is filled from a random direction orthogonal
+    to them; if that changes one of the wanted values, the search continues.
 
     Args:
         product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
