@@ -118,11 +118,7 @@ def colour_range(values: np.ndarray, outside: float = 0.005, span: int = 8) -> t
 def spread(centres: Sequence[float], lengths: Sequence[float], low: float, high: float) -> np.ndarray:
     """Move labels apart along a line as little as possible (least squares) and keep them inside.
 
-    Args:
-        centres: Where each label would stand, ascending.
-        lengths: Room that each label needs.
-        low: Beginning of the line.
-        high: End of the line; the labels run past it evenly if they need more than there is.
+    The centres ascend, and each label needs a length; they run past both ends evenly if they need more than there is.
 
     >>> spread([1.0, 1.0, 9.0], [2.0, 2.0, 2.0], 0.0, 10.0).tolist()
     [1.0, 3.0, 9.0]
@@ -154,9 +150,7 @@ def _letters(name: str) -> tuple[str, str] | None:
 
 DPI = 200
 POINT = DPI / 72
-INK = "#1f1f1f"
-FAINT = "#5a5a5a"
-ZERO = "#a6a6a6"
+INK, FAINT, ZERO = "#1f1f1f", "#5a5a5a", "#a6a6a6"
 COLOURS = "viridis"
 OKABE_ITO = ("#000000", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c8c8c")
 """Okabe and Ito's colours, distinct with every kind of colour vision; grey in place of their yellow."""

@@ -100,12 +100,16 @@ def side_by_side(
         raise InputError(f"side_by_side: {len(matrices)} matrices but {len(titles)} titles; pass one title for each matrix")
     rows = _rows_of(names, sizes)
     arrays = [_array(matrix, "heatmap", sum(rows)) for matrix in matrices]
-    shown_labels = _labels(labels, names)
+    shown_labels = short_labels(names) if labels is None else list(labels)
+    if len(shown_labels) != len(names):
+        raise InputError(f"heatmap: {len(shown_labels)} labels for {len(names)} blocks; pass one for each")
+    if limits is not None and not 0 < limits[0] < limits[1] < math.inf:
+        raise InputError(f"heatmap: limits={limits} are not the ends of a log scale; pass two numbers 0 < low < high")
     cell = max(pixels // len(names), 24, -(-100 // len(names)))  # room for the labels and the colour bar
-    zero = _zero_below(arrays, zero_below)
+    zero = max(map(_rounding, arrays)) if zero_below is None else zero_below
     maps = [pool(array, pixel_starts(rows, cell)) for array in arrays]
     coloured = np.concatenate([m[m > zero] for m in maps])
-    low, high = _limits(limits, coloured, outside=0.005)
+    low, high = limits or colour_range(coloured)
     zeros = coloured.size < sum(m.size for m in maps)
     with mpl.rc_context(STYLE):
         frame = Frame(titles, cell, shown_labels, title)
@@ -124,22 +128,16 @@ def block_norms_map(
     *,
     title: str | None = None,
     path: Path | str | None = None,
-    labels: Sequence[str] | None = None,
     norm: str = r"$\|H_{ij}\|_2$",
-    limits: Limits | None = None,
-    zero_below: float | None = None,
 ) -> Picture:
-    """Draw the norm of each block of a Hessian as a coloured cell with its number in it.
+    """Draw the norm of each block of a Hessian as a coloured cell with its number in it; see :func:`side_by_side`.
 
     Args:
         norms: n x n, not negative.
         names: Names of the n blocks.
         title: Line above the map.
-        path: As in :func:`side_by_side`.
-        labels: Labels of the blocks; by default the papers' letters.
+        path: Where to write the picture, or the numbers alone.
         norm: Which norm it is, for the colour bar.
-        limits: Ends of the colour scale.
-        zero_below: Norms up to this size count as zero; by default the rounding error of the largest one.
 
     Raises:
         InputError: The norms are not an n x n array of finite numbers from zero on.
@@ -152,12 +150,11 @@ def block_norms_map(
         raise InputError(f"block_norms_map: a norm is {values.min():g}; expected none below 0")
     count = len(names)
     cell = int(DPI * min(max(7.0 / count, 0.36), 0.62))
-    zero = _zero_below([values], zero_below)
+    zero = _rounding(values)
     shown = np.ma.masked_less_equal(values, zero)
-    low, high = _limits(limits, values[values > zero], outside=0.0)
-    shown_labels = _labels(labels, names)
+    low, high = colour_range(values[values > zero], outside=0.0)
     with mpl.rc_context(STYLE):
-        frame = Frame([""], cell, shown_labels, title)
+        frame = Frame([""], cell, short_labels(names), title)
         mappable = frame.draw(0, shown, low, high, 0.7)
         rgb = mappable.to_rgba(shown)[..., :3]
         linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
@@ -203,7 +200,7 @@ def row_chart(
         series: Name -> a number a row, from 0 on. NaN is not drawn; 0 and infinity are hollow marks at the ends of the axis.
         axis: What the numbers are.
         title: Line above the chart.
-        path: Where to write the picture; its suffix chooses the format. The numbers go beside it as CSV.
+        path: Where to write the picture; the numbers go beside it as CSV.
         intervals: Ends of the interval of each number of the first series; NaN where it is not known.
         line: A number to draw a vertical line at, and its words in the key.
 
@@ -294,21 +291,9 @@ def _array(values: Tensor | np.ndarray | Sequence[Sequence[float]], where: str, 
     return array
 
 
-def _zero_below(arrays: Sequence[np.ndarray], asked: float | None) -> float:
-    return asked if asked is not None else max(float(np.finfo(a.dtype).eps * np.abs(a).max()) for a in arrays)
-
-
-def _limits(asked: Limits | None, values: np.ndarray, outside: float) -> Limits:
-    if asked is not None and not 0 < asked[0] < asked[1] < math.inf:
-        raise InputError(f"heatmap: limits={asked} are not the ends of a log scale; pass two numbers 0 < low < high")
-    return asked or colour_range(values, outside)
-
-
-def _labels(asked: Sequence[str] | None, names: Sequence[str]) -> list[str]:
-    labels = short_labels(names) if asked is None else list(asked)
-    if len(labels) != len(names):
-        raise InputError(f"heatmap: {len(labels)} labels for {len(names)} blocks; pass one for each")
-    return labels
+def _rounding(array: np.ndarray) -> float:
+    """Return the rounding error of the largest entry."""
+    return float(np.finfo(array.dtype).eps * np.abs(array).max())
 
 
 def _number(value: float) -> str:
@@ -325,20 +310,8 @@ def _caption(total: int, covered: int, zero: float | None) -> str:
     if covered > 1:
         parts.append(f"each pixel: the largest of up to {covered} × {covered}")
     if zero is not None:
-        parts.append(f"grey: 0 to rounding, at most {_rounded_up(zero)}" if zero else "grey: 0")
+        parts.append(f"grey: 0 to rounding, below {zero:.1e}" if zero else "grey: 0")
     return "; ".join(parts) + "."
-
-
-def _rounded_up(value: float) -> str:
-    """Return one significant digit, not below the value, times a power of ten.
-
-    >>> _rounded_up(2.1e-15), _rounded_up(9.5e-8), _rounded_up(3.0)
-    ('3·10⁻¹⁵', '1·10⁻⁷', '3·10⁰')
-    """
-    exponent = math.floor(math.log10(value))
-    mantissa = math.ceil(value / 10.0**exponent - 1e-9)
-    mantissa, exponent = (1, exponent + 1) if mantissa == 10 else (mantissa, exponent)
-    return f"{mantissa}·10{str(exponent).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
 
 
 _HEADER = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
