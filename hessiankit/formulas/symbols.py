@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -46,18 +47,9 @@ class Sizes:
     @property
     def letters(self) -> list[tuple[int, str]]:
         """(size, letter), the composite sizes first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate."""
-        named = [
-            (self.width, "d"),
-            (self.width // self.groups if self.groups > 1 else 1, "d_g"),
-            (self.heads, "H"),
-            (self.query, "d_K"),
-            (self.value, "d_v"),
-            (self.kv_heads, r"H_{KV}"),
-            (self.heads // self.kv_heads, "r"),
-            (self.hidden, r"d_{ff}"),
-            (self.groups, "g"),
-            (self.length, "L"),
-        ]
+        named = [(self.width, "d"), (self.width // self.groups if self.groups > 1 else 1, "d_g"), (self.heads, "H")]
+        named += [(self.query, "d_K"), (self.value, "d_v"), (self.kv_heads, r"H_{KV}"), (self.heads // self.kv_heads, "r")]
+        named += [(self.hidden, r"d_{ff}"), (self.groups, "g"), (self.length, "L")]
         return [(n, letter) for n, letter in named if n > 1]
 
 
@@ -86,15 +78,19 @@ class SizeName:
 
     def __call__(self, n: int) -> str:
         """Return the name of a size in LaTeX."""
-        count: dict[str, int] = {}
+        count, rest = self._factors(n)
+        self.used.update(count)
+        digits = str(rest) if rest > 1 or not count else ""
+        return digits + "".join(_power(letter, count[letter]) for letter in ORDER if letter in count)
+
+    def _factors(self, n: int) -> tuple[Counter[str], int]:
+        """Return how often each letter divides n, and what remains."""
+        count: Counter[str] = Counter()
         for number, letter in self.letters:
             while n % number == 0:
-                count[letter] = count.get(letter, 0) + 1
+                count[letter] += 1
                 n //= number
-        self.used.update(count)
-        digits = str(n) if n > 1 or not count else ""
-        ordered = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
-        return digits + "".join(letter if count[letter] == 1 else _power(letter, count[letter]) for letter in ordered)
+        return count, n
 
     def scalar(self, c: Any) -> str | None:
         """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
@@ -106,41 +102,37 @@ class SizeName:
             name = self.scalar(number)
             return None if name is None else rf"{name}\,{sympy.latex(rest)}"
         sign, number = "-" if c.is_negative else "", c if c.is_Rational else c**2
-        if not number.is_Rational or number.q == 1 or not self._is_size(int(number.q)):
+        if not number.is_Rational or number.q == 1 or self._factors(int(number.q))[1] > 1:
             return None
         if c.is_Rational:
             return sign + rf"\frac{{{abs(c.p)}}}{{{self(int(c.q))}}}"
         return sign + rf"\frac{{1}}{{\sqrt{{{self(int(number.q))}}}}}" if number.p == 1 else None
 
-    def _is_size(self, n: int) -> bool:
-        for number, _ in self.letters:
-            while n % number == 0:
-                n //= number
-        return n == 1
-
 
 def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return parameters and tokens of a block of the same structure that has these sizes."""
-    part, d = block.attention, sizes.width
+    d, scope = sizes.width, block.attention.norm_scope
     q, k = sizes.heads * sizes.query, sizes.kv_heads * sizes.query
     v, c = sizes.kv_heads * sizes.value, sizes.heads * sizes.value
-    widths = {"W_Q": (d, q), "W_K": (d, k), "W_V": (d, v), "W_O": (c, d)}
-    widths |= {"W_1": (d, sizes.hidden), "W_G": (d, sizes.hidden), "W_2": (sizes.hidden, d)}
-    full = part.norm_scope == "full"
-    inner = {"norm_q": q, "norm_k": k, "norm_v": v, "norm_c": c} if full else dict.fromkeys(("norm_q", "norm_k"), sizes.query)
-    inner = inner if full else {**inner, "norm_v": sizes.value, "norm_c": sizes.value}
+    widths = {"Q": (d, q), "K": (d, k), "V": (d, v), "O": (c, d), "1": (d, sizes.hidden), "G": (d, sizes.hidden)}
+    widths["2"] = (sizes.hidden, d)
+    heads = (sizes.query, sizes.query, sizes.value, sizes.value)
+    normed = dict(zip(("norm_q", "norm_k", "norm_v", "norm_c"), (q, k, v, c) if scope == "full" else heads, strict=True))
     generator = torch.Generator().manual_seed(seed)
     copies = {}
     for name, p in block.named_parameters():
         *path, last = name.split(".")
-        own = (inner[path[-1]],) if path and path[-1] in inner else tuple(d if n == block.d_model else n for n in p.shape)
-        shape = widths.get(last) or widths.get(f"W_{last[2:]}", ())[1:] if last[:2] in ("W_", "b_") else own
+        kind, _, index = last.partition("_")
+        if kind in ("W", "b"):
+            shape = widths[index] if kind == "W" else widths[index][1:]
+        else:
+            shape = tuple(normed.get(path[-1] if path else "", d) for _ in p.shape)
         copies[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return copies, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _power(letter: str, n: int) -> str:
-    return f"{letter}^{n}" if "_" not in letter else f"{letter}^{{{n}}}"
+    return letter if n == 1 else f"{letter}^{{{n}}}" if "_" in letter else f"{letter}^{n}"
 
 
 def symbol_of(dotted: str) -> str:
@@ -160,50 +152,35 @@ def index_of(symbol: str) -> str:
     return symbol.removeprefix("W_")
 
 
-def marked(accent: str, symbol: str) -> str:
-    r"""Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads.
+_ACCENTS = re.compile(r"\\(check|hat|tilde|bar)\{([^{}]*)\}")
 
-    >>> marked("tilde", "Q")
-    '\\tilde{Q}'
-    """
+
+def marked(accent: str, symbol: str) -> str:
+    """Return a symbol with an accent: a hat on a normed value, a tilde on a rotated one, a check on one split into heads."""
     return rf"\{accent}{{{symbol}}}"
 
 
 def bar(symbol: str) -> str:
     r"""Return the symbol of a value times a number or a vector.
 
-    >>> bar("F"), bar(r"\hat{X}")
-    ('\\bar{F}', '\\bar{X}')
+    >>> bar(r"\hat{X}"), ring(r"\check{Q}"), row_of(r"\check{Q}"), plus("b_1")
+    ('\\bar{X}', '\\mathring{Q}', 'q_i', ' + \\mathbf{1}\\,b_1^\\top')
     """
-    inner = re.sub(r"\\(check|hat|tilde|bar)\{([^{}]*)\}", r"\2", symbol)
-    return marked("bar", inner)
+    return marked("bar", _ACCENTS.sub(r"\2", symbol))
 
 
 def ring(symbol: str) -> str:
-    r"""Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift.
-
-    >>> ring(r"\check{Q}")
-    '\\mathring{Q}'
-    """
-    return bar(symbol).replace("bar", "mathring", 1)
+    """Return the symbol of a value whose rows a norm has centred and divided, before its gain and shift."""
+    return marked("mathring", _ACCENTS.sub(r"\2", symbol))
 
 
 def row_of(symbol: str) -> str:
-    r"""Return the letter of a row of a value.
-
-    >>> row_of(r"\check{Q}"), row_of(r"\hat{Y}")
-    ('q_i', 'y_i')
-    """
-    letters = [c for c in re.sub(r"\\(check|hat|tilde|bar)", "", symbol) if c.isalpha()]
-    return (letters[0].lower() if letters else "x") + "_i"
+    """Return the letter of a row of a value."""
+    return next((c.lower() for c in re.sub(r"\\(check|hat|tilde|bar)", "", symbol) if c.isalpha()), "x") + "_i"
 
 
 def plus(bias: str | None) -> str:
-    r"""Return the summand of a bias, or nothing.
-
-    >>> plus("b_1"), plus(None)
-    (' + \\mathbf{1}\\,b_1^\\top', '')
-    """
+    """Return the summand of a bias, or nothing."""
     return "" if bias is None else rf" + \mathbf{{1}}\,{bias}^\top"
 
 
@@ -246,11 +223,7 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
 
 @dataclass(frozen=True, eq=False)
 class FactorAt(OperationAt):
-    """N = c X for a constant number c at a point.
-
-    Args:
-        X: an array.
-        c: the number; a ``Factor`` is printed as its letter, and is that letter where X is exact.
+    """N = c X for a constant number c at a point; a ``Factor`` prints as its letter, and is that letter where X is exact.
 
     >>> import torch
     >>> FactorAt(torch.ones(1, 2), Factor(0.5, sympy.Symbol("c"))).jacobian("X")
