@@ -22,48 +22,26 @@ _SIGNS = {
     **{rf"\{name}": letter for name, letter in greek_unicode.items()},
     **dict.fromkeys(_LAYOUT, ""),
     **dict.fromkeys(_SPACES, " "),
-    "=": " = ",
-    ",": ", ",
-    r"\varepsilon": "ε",
-    r"\otimes": " ⊗ ",
-    r"\odot": " ⊙ ",
-    r"\partial": "∂",
-    r"\cdot": "·",
-    r"\bullet": "•",
-    r"\circ": "∘",
-    r"\ell": "ℓ",
-    r"\mapsto": " ↦ ",
-    r"\times": "×",
-    r"\|": "‖",
-    r"\max": "max",
+    "=": " = ", ",": ", ", r"\varepsilon": "ε", r"\otimes": " ⊗ ", r"\odot": " ⊙ ", r"\partial": "∂", r"\cdot": "·",
+    r"\bullet": "•", r"\circ": "∘", r"\ell": "ℓ", r"\mapsto": " ↦ ", r"\times": "×", r"\|": "‖", r"\max": "max",
     r"\log": "log ",
-}
+}  # fmt: skip
 _RAISED = {"-1": "⁻¹", "-2": "⁻²", "2": "²", "3": "³", "∘2": "∘²"}
 WIDTH = 92
 """Signs in a line: what fits a landscape page at ten points."""
+_MACROS = {**dict.fromkeys((*_ACCENTS, *_FONTS, r"\sqrt"), "{"), **dict.fromkeys(_FRACTIONS, "{{")}
 _CONTEXT = LatexContextDb()
-_CONTEXT.add_context_category(
-    "formulas",
-    macros=[std_macro(name[1:], "{") for name in (*_ACCENTS, *_FONTS, r"\sqrt")]
-    + [std_macro(name[1:], "{{") for name in _FRACTIONS],
-)
+_CONTEXT.add_context_category("formulas", macros=[std_macro(name[1:], arguments) for name, arguments in _MACROS.items()])
 
 
 @dataclass(frozen=True)
 class Atom:
-    """A sign, a command or a group of a formula, with its index and exponent.
+    """A sign, a command or a group of a formula, with its index and exponent."""
 
-    Attributes:
-        name: the sign, or the command with its backslash; "" for a group.
-        arguments: the formulas in braces: of a command, or the content of a group.
-        scripts: ("_" or "^", the formula there), in the order of the source.
-        start: its position in the source.
-    """
-
-    name: str
-    arguments: tuple[tuple[Atom, ...], ...]
-    scripts: tuple[tuple[str, tuple[Atom, ...]], ...]
-    start: int
+    name: str  # the sign, or the command with its backslash; "" for a group
+    arguments: tuple[tuple[Atom, ...], ...]  # the formulas in braces: of a command, or the content of a group
+    scripts: tuple[tuple[str, tuple[Atom, ...]], ...]  # ("_" or "^", the formula there), in the order of the source
+    start: int  # its position in the source
 
 
 def read(latex: str) -> tuple[Atom, ...]:
@@ -176,14 +154,12 @@ def _whole(atoms: tuple[Atom, ...]) -> str:
 
 def width(atoms: Iterable[Atom]) -> float:
     """Return about how many signs wide a formula is; an index counts two thirds, a fraction as its numerator."""
-    total = 0.0
-    for atom in atoms:
-        if atom.arguments:
-            total += width(atom.arguments[0])
-        elif atom.name not in (*_LAYOUT, *_SPACES, " "):
-            total += 1
-        total += sum(2 / 3 * width(content) for _, content in atom.scripts)
-    return total
+    return sum(map(_width, atoms))
+
+
+def _width(atom: Atom) -> float:
+    own = width(atom.arguments[0]) if atom.arguments else float(atom.name not in (*_LAYOUT, *_SPACES, " "))
+    return own + sum(2 / 3 * width(content) for _, content in atom.scripts)
 
 
 def broken(formula: str, limit: float = WIDTH) -> list[str]:
@@ -193,17 +169,16 @@ def broken(formula: str, limit: float = WIDTH) -> list[str]:
     ['A\\,B', '{}+C\\,D']
     """
     atoms = read(formula)
-    ends = {atom.start: total for atom, total in zip(atoms, accumulate(width([atom]) for atom in atoms), strict=True)}
-    before = dict(zip([*ends, len(formula)], [0.0, *ends.values()], strict=True))  # the width of what precedes a position
+    before = dict(zip([*(atom.start for atom in atoms), len(formula)], [0.0, *accumulate(map(_width, atoms))], strict=True))
     places = list(_places(atoms))
     pieces, start, inner = [], 0, False
     while before[len(formula)] - before[start] > limit:
-        ahead = [place for place in places if place.at > start]
+        ahead = {place: before[place.at] - before[start] for place in places if place.at > start}
         if not ahead:
             break
-        fitting = [place for place in ahead if before[place.at] - before[start] <= limit]
-        far = [place for place in fitting if before[place.at] - before[start] >= limit / 3]
-        chosen = min(far, key=lambda place: (place.depth, not place.of_sum, -place.at)) if far else (fitting or ahead[:1])[-1]
+        far = [place for place, gone in ahead.items() if limit / 3 <= gone <= limit]
+        fitting = [place for place, gone in ahead.items() if gone <= limit] or list(ahead)[:1]
+        chosen = min(far, key=lambda place: (place.depth, not place.of_sum, -place.at)) if far else fitting[-1]
         pieces.append(formula[start : chosen.at])
         start, inner = chosen.at, inner or chosen.depth > 0
     pieces.append(formula[start:])
@@ -221,15 +196,13 @@ class _Place(NamedTuple):
 
 
 def _places(atoms: Sequence[Atom]) -> Iterator[_Place]:
-    depth = 0
-    before = ""
+    depth, before = 0, ""
     for atom in atoms:
         if atom.name in ("+", "-") and before not in ("", "(", "["):
             yield _Place(atom.start, depth, True)
         elif atom.name == r"\,":
             yield _Place(atom.start, depth, False)
-        elif atom.name in ("(", "[", ")", "]"):
-            depth += 1 if atom.name in "([" else -1
+        depth += (atom.name in ("(", "[")) - (atom.name in (")", "]"))
         before = atom.name
 
 

@@ -107,9 +107,8 @@ THEOREMS: dict[str, dict[str, Theorem]] = {
 }  # fmt: skip
 """Paper -> number -> statement."""
 
-ALIASES = {"theorem": "thm", "lemma": "lemma", "eq6": "thm5", "eq12": "thm10", "equation": "eq"}
-
-
+ALIASES = {"eq6": "thm5", "eq12": "thm10"}
+"""Equations of Closing the Curvature Gap that state a theorem."""
 CHAPTER_NAMES = (
     "linear", "layernorm", "rmsnorm", "groupnorm", "layernorm-paper", "softmax", "attention", "feedforward", "activation", "gain",
     "hadamard", "mse", "cross_entropy", "embedding", "mean-pool-head",
@@ -118,11 +117,7 @@ CHAPTER_NAMES = (
 
 
 def statement(asked: str) -> tuple[str, Theorem]:
-    """Return what :func:`find` returns.
-
-    Raises:
-        InputError: There is no such statement; it names the nearest chapters and statements.
-    """
+    """Return what :func:`find` returns; an InputError names the nearest chapters and statements where that is nothing."""
     result = find(asked)
     if result is None:
         known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
@@ -136,15 +131,11 @@ def find(asked: str) -> tuple[str, Theorem] | None:
     >>> [find(asked)[1].place for asked in ("curvature-gap/thm3", "curvature-gap/Theorem 3", "curvature-gap/thm3-dd")]
     ['Theorem 3', 'Theorem 3', 'Theorem 3']
     """
-    paper, _, number = asked.partition("/")
-    rows = THEOREMS.get(paper.lower(), {})
-    key = number.lower().replace(" ", "")
-    key = ALIASES.get(key, key)
-    for word, short in ALIASES.items():
-        key = short + key.removeprefix(word) if key.startswith(word) and word != key else key
-    if number.lower() in rows or key in rows:
-        return paper.lower(), rows.get(number.lower()) or rows[key]
-    return next(((paper.lower(), row) for row in rows.values() if number.lower() in row.claims), None)
+    paper, _, number = asked.lower().partition("/")
+    rows = THEOREMS.get(paper, {})
+    key = number.replace(" ", "").replace("theorem", "thm").replace("equation", "eq")
+    row = rows.get(key) or rows.get(ALIASES.get(key, key)) or next((row for row in rows.values() if number in row.claims), None)
+    return None if row is None else (paper, row)
 
 
 def ids() -> list[str]:
