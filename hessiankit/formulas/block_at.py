@@ -137,32 +137,26 @@ class BlockAt:
         return self.stage(name, LinearMapAt(X.value, matrix, shape), {"X": X}, rule)
 
     def norm(self, name: str, X: Stage, part: nn.Module, dotted: str) -> Stage:
-        """Return a norm of a stage.
-
-        Raises:
-            InputError: If the norm has no chapter.
-        """
-        arguments = {
-            arg: f"{dotted}.{p}" for arg, p in (("gamma", "weight"), ("beta", "bias")) if f"{dotted}.{p}" in self.parameters
-        }
-        arrays = {arg: self.parameters.get(where) for arg, where in arguments.items()}
-        renamed = {arg: self.symbols[where] for arg, where in arguments.items()}
+        """Return a norm of a stage; an InputError if the norm has no chapter."""
         if not isinstance(part, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
             raise InputError(f"derive: {dotted} is a {type(part).__name__}, which has no chapter; use layernorm or rmsnorm")
-        kind, groups, options = norm_of(part, getattr(X.value, "dtype", None))
-        eps: Any = Fraction(repr(options)) if is_exact(X.value) else options
+        names = {"gamma": f"{dotted}.weight", "beta": f"{dotted}.bias"}
+        names = {argument: where for argument, where in names.items() if where in self.parameters}
+        arrays = {argument: self.parameters[where] for argument, where in names.items()}
+        renamed = {argument: self.symbols[where] for argument, where in names.items()}
+        kind, groups, own_eps = norm_of(part, getattr(X.value, "dtype", None))
+        eps: Any = Fraction(repr(own_eps)) if is_exact(X.value) else own_eps
         eps = eps if self.exact.eps is None else self.exact.eps(name, X.value, part)
         at: Operation
         if isinstance(part, GroupNorm):
-            groups = groups if self.sizes is None else self.sizes.groups
-            at = GroupNormRowsAt(X.value, groups, **arrays, eps=eps, kind=kind)
+            at = GroupNormRowsAt(X.value, self.sizes.groups if self.sizes else groups, **arrays, eps=eps, kind=kind)
             title = {"layernorm": "GroupNorm", "rmsnorm": "GroupRMSNorm"}[kind]
         else:
             chapter, title = {"layernorm": (LayerNormAt, "LayerNorm"), "rmsnorm": (RMSNormAt, "RMSNorm")}[kind]
             at = chapter(X.value, **arrays, eps=eps)
         rule = rf"\mathrm{{{title}}}({X.symbol})"
-        alphabet, names = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
-        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=names)
+        alphabet, called = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
+        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=called)
 
     def _norm_alphabet(self, name: str, X: str, renamed: Mapping[str, str]) -> dict[str, str]:
         """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm.
@@ -185,9 +179,7 @@ class BlockAt:
 
 def attention_stage(parts: BlockAt, name: str, X: Stage) -> Stage:
     """Return the self-attention branch of a block at a point."""
-    if is_the_papers(parts.block.attention):
-        return _papers_attention(parts, name, X)
-    return _attention_chain(parts, name, X)
+    return (_papers_attention if is_the_papers(parts.block.attention) else _attention_chain)(parts, name, X)
 
 
 def is_the_papers(part: Attention) -> bool:
@@ -198,16 +190,9 @@ def is_the_papers(part: Attention) -> bool:
 
 def _papers_attention(parts: BlockAt, name: str, X: Stage) -> Stage:
     part, exact = parts.block.attention, parts.exact
-    at = AttentionAt(
-        X.value,
-        parts.parameters.get("attention.W_Q"),
-        parts.parameters.get("attention.W_K"),
-        parts.parameters.get("attention.W_V"),
-        parts.parameters.get("attention.W_O"),
-        mask=causal_mask(shape_of(X.value)[0], 1) if part.causal else None,
-        scale=exact.scale,
-        weights=exact.weights,
-    )
+    weights = {name: parts.parameters.get(f"attention.{name}") for name in ("W_Q", "W_K", "W_V", "W_O")}
+    mask = causal_mask(shape_of(X.value)[0], 1) if part.causal else None
+    at = AttentionAt(X.value, **weights, mask=mask, scale=exact.scale, weights=exact.weights)
     renamed = {w: parts.symbols[f"attention.{w}"] for w in at.arguments if w != "X"}
     x, logits = X.symbol, rf"{X.symbol}\,{renamed['W_Q']}\,{renamed['W_K']}^\top {X.symbol}^\top/\sqrt{{d_K}}"
     out = rf"\,{renamed['W_O']}" if "W_O" in renamed else ""
@@ -300,20 +285,13 @@ def feedforward_stage(parts: BlockAt, name: str, Y: Stage) -> Stage:
     """Return the feed-forward branch of a block at a point."""
     if parts.block.feedforward.W_G is not None:
         return _gated(parts, name, Y)
-    at = FeedForwardAt(
-        Y.value,
-        parts.parameters.get("feedforward.W_1"),
-        parts.parameters.get("feedforward.W_2"),
-        parts.parameters.get("feedforward.b_1"),
-        parts.parameters.get("feedforward.b_2"),
-        parts.exact.activation or parts.block.feedforward.activation,
-        residual=False,
-    )
+    arrays = {name: parts.parameters.get(f"feedforward.{name}") for name in ("W_1", "W_2", "b_1", "b_2")}
+    activation = parts.exact.activation or parts.block.feedforward.activation
+    at = FeedForwardAt(Y.value, **arrays, activation=activation, residual=False)
     renamed = {w: parts.symbols[f"feedforward.{w}"] for w in at.arguments if w != "Y"}
-    U = "U"
-    inner = rf"{U} = {Y.symbol}\,{renamed['W_1']}" + plus(renamed.get("b_1"))
-    rule = rf"\sigma({U})\,{renamed['W_2']}{plus(renamed.get('b_2'))},\quad {inner}"
-    return parts.stage(name, Renamed(at, renamed), {"Y": Y}, rule, alphabet={**renamed, "U": U})
+    inner = rf"U = {Y.symbol}\,{renamed['W_1']}" + plus(renamed.get("b_1"))
+    rule = rf"\sigma(U)\,{renamed['W_2']}{plus(renamed.get('b_2'))},\quad {inner}"
+    return parts.stage(name, Renamed(at, renamed), {"Y": Y}, rule, alphabet={**renamed, "U": "U"})
 
 
 def _gated(parts: BlockAt, name: str, Y: Stage) -> Stage:

@@ -63,7 +63,6 @@ class Chapter:
         extra: arguments that are there only where they are asked for, with their axes.
         values: (symbol, formula) of the values on the way.
         words: other names of arguments, such as those of the ``torch.nn`` module.
-        alphabet: letters of the chapter -> LaTeX (``derivations.matrix.letters``).
         options: what ``make`` takes besides arrays.
     """
 
@@ -76,24 +75,22 @@ class Chapter:
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     values: tuple[tuple[str, str], ...] = ()
     words: Mapping[str, str] = field(default_factory=dict)
-    alphabet: Mapping[str, str] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def subject(self, title: str, point: Mapping[str, Array], seed: int) -> Subject:
         """Return the operation at a point as a subject of ``derive``."""
         shapes = {name: axes for name, axes in {**self.shapes, **self.extra}.items() if name in point}
         symbols = {name: self.letters.get(name, name) for name in shapes}
-
         stage, printed = partial(self._stage, symbols), partial(self._printed, symbols, shapes, seed)
         return Subject(point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words)
 
     def _stage(self, symbols: Mapping[str, str], arrays: Mapping[str, Array], options: Mapping[str, Any] | None = None) -> Stage:
         operation = Renamed(self.make(**arrays, **(self.options if options is None else options)), symbols)
-        return Stage(self.symbol, operation, {}, {**symbols, **self.alphabet}, self.rule, index=index_of)
+        return Stage(self.symbol, operation, {}, symbols, self.rule, index=index_of)
 
     def _printed(self, symbols: Mapping[str, str], shapes: Mapping[str, tuple[str, ...]], seed: int) -> tuple[Stage, SizeName]:
-        own = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
-        options = own | ({"groups": PRIMES["g"]} if "groups" in own else {})
+        options = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
+        options |= {"groups": PRIMES["g"]} if "groups" in options else {}
         letters = [(PRIMES[letter], letter) for letter in dict.fromkeys(["L", *" ".join(sum(shapes.values(), ())).split()])]
         return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(letters)
 
@@ -105,21 +102,18 @@ def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed:
     return {name: torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu") for name, shape in numbers.items()}
 
 
-@dataclass(frozen=True, eq=False)
 class LayerNormOfThePaper(OperationAt):
     """LN(X) = P M as Theorems 2 and 3 of Closing the Curvature Gap build its derivatives."""
 
     argument_names = ("X",)
-    X: Array
+
+    def __init__(self, X: Array) -> None:
+        self.X, self._objects = X, LayerNormTheorems(X)
 
     @property
     def value(self) -> Array:
         """P M, L x d."""
         return self._objects.P @ self._objects.centred
-
-    @property
-    def _objects(self) -> LayerNormTheorems:
-        return LayerNormTheorems(self.X)
 
     def _jacobian(self, name: str) -> Matrix:
         return self._objects.jacobian
@@ -235,16 +229,7 @@ MODULES = "Linear, LayerNorm, RMSNorm, Softmax, Embedding, MSELoss, CrossEntropy
 def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a chapter as a subject, at parameters that are drawn at small unequal sizes.
 
-    Args:
-        name: The chapter's.
-        asked: What is differentiated, so that an optional argument such as W_O is there if it is named.
-        inputs: The input (L, d), or None to draw one.
-        target: What a loss compares with, or None.
-        length: Tokens of a drawn input.
-        seed: Of what is drawn.
-
-    Raises:
-        InputError: If the inputs do not fit.
+    An optional argument such as W_O is there if ``asked``, what is differentiated, names it.
     """
     chapter = CHAPTERS[name]
     wanted = {asked} if isinstance(asked, str) else set(asked) if isinstance(asked, (list, tuple)) else set()
@@ -336,13 +321,15 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
     if kind:
         slope = {"negative_slope": module.negative_slope} if isinstance(module, nn.LeakyReLU) else {}
         return "activation", CHAPTERS["activation"], {}, {"kind": kind, **slope}, None
+    name = ""
     if isinstance(module, nn.Softmax) and module.dim in (-1, 1):
-        return "softmax", CHAPTERS["softmax"], {}, {}, None
-    if isinstance(module, nn.MSELoss) and module.reduction == "mean":
-        return "mse", CHAPTERS["mse"], {}, {}, None
-    plain = isinstance(module, nn.CrossEntropyLoss) and module.weight is None and module.ignore_index < 0
-    if plain and module.reduction == "mean" and module.label_smoothing == 0:
-        return "cross_entropy", CHAPTERS["cross_entropy"], {}, {}, None
+        name = "softmax"
+    elif isinstance(module, nn.MSELoss) and module.reduction == "mean":
+        name = "mse"
+    elif isinstance(module, nn.CrossEntropyLoss) and module.weight is None and module.ignore_index < 0:
+        name = "cross_entropy" if module.reduction == "mean" and module.label_smoothing == 0 else ""
+    if name:
+        return name, CHAPTERS[name], {}, {}, None
     raise InputError(
         f"derive: {type(module).__name__} as it is set has no closed form by itself; pass a hessiankit.TransformerBlock, "
         f"a module of torch.nn ({MODULES}) or the name of a chapter ({', '.join(CHAPTERS)})"

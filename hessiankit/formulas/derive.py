@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,11 +31,7 @@ from hessiankit.support.errors import InputError
 def subject_of(
     what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, target: Tensor | None, length: int, seed: int
 ) -> Subject:
-    """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number.
-
-    Raises:
-        InputError: If there is no such chapter or statement, or it is neither a name nor a module.
-    """
+    """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number."""
     if isinstance(what, nn.Module):
         if any(isinstance(part, TransformerBlock) for part in what.modules()):
             return of_block(what, inputs, length, seed)
@@ -155,12 +150,11 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
         gradient = outer.jacobian(next(iter(outer.arguments))) @ Z.jacobian(*names)
         return [Term(gradient, f"gradient of the loss in ${Z.symbol}$ times the first derivative of ${Z.symbol}$")]
     parts = gauss_newton(outer, Z, *names)
+    first = f"second derivative of the loss between first derivatives of ${Z.symbol}$"
+    second = f"gradient of the loss times the second derivative of ${Z.symbol}$"
     return [
-        Term(
-            parts.outer,
-            f"Gauss-Newton (outer-product) term: second derivative of the loss between first derivatives of ${Z.symbol}$",
-        ),
-        Term(parts.functional, f"residual (functional) term: gradient of the loss times the second derivative of ${Z.symbol}$"),
+        Term(parts.outer, f"Gauss-Newton (outer-product) term: {first}"),
+        Term(parts.functional, f"residual (functional) term: {second}"),
     ]
 
 
@@ -172,16 +166,14 @@ def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
 
 
 def _left(Z: Stage, loss: str | None, symbols: Sequence[str]) -> str:
-    what = Z.symbol if loss is None else r"\mathcal{L}"
     below = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
-    power = "^2" if len(symbols) == 2 else ""
-    return rf"\frac{{\partial{power} {what}}}{{{below}}}"
+    return rf"\frac{{\partial{'^2' if len(symbols) == 2 else ''} {Z.symbol if loss is None else LOSS}}}{{{below}}}"
 
 
 def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:
     """Return an array of real symbols with indices from 1."""
-    entries = np.empty(math.prod(shape), dtype=object)
-    for k in range(entries.size):
-        index = ",".join(str(i + 1) for i in np.unravel_index(k, shape)) if shape else ""
-        entries[k] = sympy.Symbol(f"{letter}_{{{index}}}" if "_" not in letter else f"{letter}^{{{index}}}", real=True)
-    return entries.reshape(shape)
+    entries = np.empty(shape, dtype=object)
+    for where in np.ndindex(shape):
+        index = ",".join(str(i + 1) for i in where)
+        entries[where] = sympy.Symbol(f"{letter}_{{{index}}}" if "_" not in letter else f"{letter}^{{{index}}}", real=True)
+    return entries

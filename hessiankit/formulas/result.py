@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -72,18 +72,16 @@ class Derivation(Printed):
         """Return the matrix in SymPy symbols for every entry of the input and the parameters.
 
         The entry of W_Q in row 1 and column 2 is the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``; the factor of a placement
-        keeps its letter. Entries share their parts, and SymPy's ``subs`` and ``lambdify`` walk each part every time that it
-        occurs: with two norms and a softmax that is minutes beyond one token of two features.
+        keeps its letter. ``subs`` and ``lambdify`` take minutes beyond one token of two features.
 
         Raises:
             InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries: for tiny sizes only.
         """
         rows, columns = self.shape
         if rows * columns > SYMBOLIC_ENTRIES:
-            raise InputError(
-                f"Derivation.sympy: {rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}; "
-                "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
-            )
+            why = f"{rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}"
+            smaller = "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
+            raise InputError(f"Derivation.sympy: {why}; {smaller}")
         return self._symbolic().sympy()
 
     @cached_property
@@ -114,7 +112,7 @@ class Derivation(Printed):
             "norm_bound": self.norm_bound(),
             "claims": list(self.claims),
             "values": [{"symbol": symbol, "rule": rule} for symbol, rule in story.values],
-            "lines": [{"symbol": line.symbol, "formula": line.formula, "rule": line.rule} for line in story.lines],
+            "lines": [asdict(line) for line in story.lines],
             "terms": [{"formula": formula, "meaning": meaning} for formula, meaning in story.terms],
             "legend": [{"symbol": symbol, "meaning": meaning} for symbol, meaning in story.legend],
         }

@@ -22,11 +22,8 @@ WORDS = {
     "weight": r"\gamma", "bias": r"\beta",
 }  # fmt: skip
 """Words for the arguments, by their symbols; dotted names and the papers' letters (Q, W_Q, 1, ...) work too."""
-
-
 LOSSES = ("mse", "cross_entropy")
 LOSS = r"\mathcal{L}"
-"""The letter of a loss."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +86,20 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     Raises:
         InputError: If its parameters are of several dtypes or not finite, or the inputs do not fit.
     """
-    block = _asked_block(block)
-    names = [name for name, _ in block.named_parameters() if not branch or name.startswith("attention.")] + ["X"]
-    symbols = {name: "X" if name == "X" else symbol_of(name) for name in names}
+    if not isinstance(block, TransformerBlock):
+        where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
+        dotted, _, number = where.rpartition(".")
+        one = f"pass one of them, such as model.{f'{dotted}[{number}]' if number.isdigit() else where}"
+        raise InputError(f"derive: a {type(block).__name__} is a stack, and a formula is of one block; {one}")
+    one_kind("derive", block, dict(block.named_parameters()))
+    parameters = {name: p for name, p in block.named_parameters() if not branch or name.startswith("attention.")}
     X = sequence(inputs, length, block.d_model, seed, next(iter(block.parameters())))
-
-    point = {name: p.detach() for name, p in block.named_parameters() if name in symbols} | {"X": X}
+    point = {name: p.detach() for name, p in parameters.items()} | {"X": X}
+    symbols = {name: "X" if name == "X" else symbol_of(name) for name in point}
     written = spelling(block)
+    of, title = _OfBlock(block, branch, seed), "of a transformer block"
     known = [written[1]] if written else []
-    wrt, of = ("attention.W_Q", "attention.W_V"), _OfBlock(block, branch, seed)
-    return Subject(point, symbols, wrt, of.stage, of.printed, known, title="of a transformer block")
+    return Subject(point, symbols, ("attention.W_Q", "attention.W_V"), of.stage, of.printed, known, title=title)
 
 
 @dataclass(frozen=True)
@@ -116,23 +117,11 @@ class _OfBlock:
 
     def stage(self, point: Mapping[str, Array]) -> Stage:
         parameters = {name: value for name, value in point.items() if name != "X"}
-        exact = not isinstance(point["X"], Tensor)
-        return self._output(BlockAt(self.block, parameters, spelt=exact), point["X"])
+        return self._output(BlockAt(self.block, parameters, spelt=not isinstance(point["X"], Tensor)), point["X"])
 
     def _output(self, parts: BlockAt, tokens: Array) -> Stage:
         X = leaf("X", tokens)
         return attention_stage(parts, "S", X) if self.branch else block_stage(parts, X)
-
-
-def _asked_block(block: nn.Module) -> TransformerBlock:
-    if isinstance(block, TransformerBlock):
-        one_kind("derive", block, dict(block.named_parameters()))
-        return block
-    where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
-    dotted, _, number = where.rpartition(".")
-    path = f"{dotted}[{number}]" if number.isdigit() else where
-    got = type(block).__name__
-    raise InputError(f"derive: a {got} is a stack, and a formula is of one block; pass one of them, such as model.{path}")
 
 
 def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> Tensor:
@@ -169,10 +158,10 @@ def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any
         return None
     if loss not in LOSSES:
         raise unknown("derive", "loss", loss, LOSSES)
-    generator = torch.Generator().manual_seed(seed + 1)
-    if target is None and loss == "mse":
-        return torch.randn(length, d, generator=generator, dtype=torch.float64, device="cpu").to(X)
     if target is None:
+        generator = torch.Generator().manual_seed(seed + 1)
+        if loss == "mse":
+            return torch.randn(length, d, generator=generator, dtype=torch.float64, device="cpu").to(X)
         return torch.randint(d, (length,), generator=generator, device="cpu").tolist()
     if not isinstance(target, Tensor) or (loss == "mse" and not target.is_floating_point()):
         raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor, for mse of floating point")

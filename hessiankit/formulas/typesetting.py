@@ -95,11 +95,7 @@ _SYMBOLS = [  # (patterns of its text, accents apart; symbol; meaning)
 
 
 def legend(text: str, sizes: set[str]) -> list[tuple[str, str]]:
-    """Return (symbol, meaning), in LaTeX and in words with LaTeX between dollars, of the symbols that occur in a derivation.
-
-    Args:
-        text: the LaTeX of all its formulas.
-        sizes: the letters of the sizes in it.
+    """Return (symbol, meaning), in LaTeX and in words with LaTeX between dollars, of the symbols and sizes in formulas.
 
     >>> [symbol for symbol, _ in legend(r"(J_Z I_{Ld}) K_{L,d}", {"L", "d"})]
     ['I_n', 'K_{m,n}', 'J_{N M}', 'L', 'd']
@@ -148,16 +144,9 @@ class Story:
 def story_of(
     left: str, matrix: Matrix, terms: Sequence[Term], rule: str, Z: Stage, known: Sequence[tuple[str, str]], names: SizeName
 ) -> Story:
-    """Return the story of a derivation.
+    """Return the story of a derivation ``left = matrix``, the sum of ``terms``, by a rule, for the output Z of a block.
 
-    Args:
-        left: LaTeX of the derivative.
-        matrix: the expression.
-        terms: its summands.
-        rule: which rule gave the result.
-        Z: the output of the block as a stage.
-        known: letters of numbers, each with its value.
-        names: of the sizes.
+    ``known`` are letters of numbers, each with its value, and ``names`` those of the sizes.
     """
     top = matrix.matrix if isinstance(matrix, Named) else matrix
     with dimensions(names):
