@@ -29,7 +29,7 @@ from torch import Tensor
 import hessiankit
 from figures._digits import LOSS, ImageSpec
 from figures._kit import FAINT, METHOD_COLOURS, heading, page, save, style, write_json, write_rows
-from hessiankit.curvature.plot_frame import ZERO, pixel_starts, pool, short_labels
+from hessiankit.curvature.plot_frame import ZERO, pooled, short_labels
 from hessiankit.verify import REFERENCES, Problem
 
 NAME = Path(__file__).stem
@@ -60,7 +60,7 @@ def panel(
     """Draw entries by block, all blocks equally large; a pixel shows the largest entry that it covers, grey is 0."""
     sizes = [s.stop - s.start for s in slices.values()]
     cell = PIXELS // len(sizes)
-    image = pool(values.abs().numpy(), pixel_starts(sizes, cell))
+    image = pooled(values.numpy(), sizes, cell)
     edges = cell * np.arange(len(sizes) + 1)
     shown = axes.imshow(
         np.ma.masked_less_equal(image, 0.0),

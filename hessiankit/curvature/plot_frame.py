@@ -27,24 +27,23 @@ from hessiankit.support.files import make_folder, write_bytes
 
 ACROSS = 3  # panels in a row
 
-_LINEAR = (
-    (r"in_proj|c_attn|qkv|Wqkv", "QKV"),
-    (r"(self_attn|attention|attn)\.(.*\.)?(out_proj|o_proj|c_proj|dense|proj)|o_proj|wo", "O"),
-    (r"query|q_proj|wq|to_q", "Q"),
-    (r"key|k_proj|wk|to_k", "K"),
-    (r"value|v_proj|wv|to_v", "V"),
-    (r"linear1|fc1|c_fc|fc_in|up_proj|intermediate(\.dense)?", "1"),
-    (r"linear2|fc2|fc_out|down_proj|mlp.*c_proj|output\.dense", "2"),
-    (r"gate_proj", "G"),
-    (r"patch_embed.*|wte|embed_tokens|tok_emb.*|embedding|embed|embeddings.*word.*", "E"),
-    (r"lm_head|head|classifier|fc|unembed", "C"),
+_MODULES = (
+    (r"(norm|ln|layernorm)_?1|input_layernorm|layernorm_before", r"\gamma", r"\beta", "1"),
+    (r"(norm|ln|layernorm)_?2|post_attention_layernorm|layernorm_after", r"\gamma", r"\beta", "2"),
+    (r"(norm|ln)_?f|norm|final_norm|final_layernorm|layernorm", r"\gamma", r"\beta", "f"),
+    (r"in_proj|c_attn|qkv|Wqkv", "W", "b", "QKV"),
+    (r"(self_attn|attention|attn)\.(.*\.)?(out_proj|o_proj|c_proj|dense|proj)|o_proj|wo", "W", "b", "O"),
+    (r"query|q_proj|wq|to_q", "W", "b", "Q"),
+    (r"key|k_proj|wk|to_k", "W", "b", "K"),
+    (r"value|v_proj|wv|to_v", "W", "b", "V"),
+    (r"linear1|fc1|c_fc|fc_in|up_proj|intermediate(\.dense)?", "W", "b", "1"),
+    (r"linear2|fc2|fc_out|down_proj|mlp.*c_proj|output\.dense", "W", "b", "2"),
+    (r"gate_proj", "W", "b", "G"),
+    (r"patch_embed.*|wte|embed_tokens|tok_emb.*|embedding|embed|embeddings.*word.*", "W", "b", "E"),
+    (r"lm_head|head|classifier|fc|unembed", "W", "b", "C"),
 )
-_NORM = (
-    (r"(norm|ln|layernorm)_?1|input_layernorm|layernorm_before", "1"),
-    (r"(norm|ln|layernorm)_?2|post_attention_layernorm|layernorm_after", "2"),
-    (r"(norm|ln)_?f|norm|final_norm|final_layernorm|layernorm", "f"),
-)
-_POSITION = r"(.*\.)?(P|position|pos_embed|wpe|pos_emb|positional_embedding|position_embeddings?)"
+"""Names of modules in other libraries, letters of their weight and bias, and the index of both; the first that fits counts."""
+_POSITION = r"(.*\.)?(P|position|pos_embed|wpe|pos_emb|positional_embedding|position_embeddings?)(\.weight)?"
 
 
 def short_labels(names: Sequence[str]) -> list[str]:
@@ -58,40 +57,43 @@ def short_labels(names: Sequence[str]) -> list[str]:
     >>> short_labels(["h.0.mlp.c_fc.bias", "h.1.mlp.c_fc.bias"])
     ['$b_{1,0}$', '$b_{1,1}$']
     """
-    layers = [re.search(r"(?:^|\.)(\d+)\.", name) for name in names]
-    several = len({layer.group(1) for layer in layers if layer}) > 1
+    layers = [next(iter(re.findall(r"(?:^|\.)(\d+)\.", name)), "") for name in names]
+    several = len({*layers} - {""}) > 1
     labels = []
     for name, layer in zip(names, layers, strict=True):
-        letters = _letters(re.sub(r"(^|\.)\d+(?=\.)", "", name).lstrip("."))
-        if letters is None:
-            labels.append(name)
-            continue
-        letter, index = letters
-        index = ",".join(part for part in (index, layer.group(1) if several and layer else "") if part)
-        subscript = index if len(index) == 1 else f"{{{index}}}"
-        labels.append(f"${letter}_{subscript}$" if index else f"${letter}$")
+        letter, index = _letters(re.sub(r"(^|\.)\d+(?=\.)", "", name).lstrip("."))
+        index = ",".join(part for part in (index, layer if several else "") if part)
+        subscript = f"_{index}" if len(index) == 1 else f"_{{{index}}}" if index else ""
+        labels.append(f"${letter}{subscript}$" if letter else name)
     count = Counter(labels)
     return [label if count[label] == 1 else name for name, label in zip(names, labels, strict=True)]
 
 
-def pixel_starts(sizes: Sequence[int], width: int) -> np.ndarray:
-    """Return the first entry that each pixel covers, for blocks of ``sizes`` entries drawn ``width`` pixels wide.
+def _letters(name: str) -> tuple[str, str]:
+    """Return the letter and its index for a name without layers; empty ones where it is not known."""
+    direct = re.fullmatch(r"(?:.*\.)?([A-Za-z])_([A-Za-z0-9]+)", name)
+    if direct:
+        return direct[1], direct[2]
+    if re.fullmatch(_POSITION, name):
+        return "P", ""
+    parts = re.fullmatch(r"(.*?)[._](weight|bias)", name)
+    for pattern, weight, bias, index in _MODULES if parts else ():
+        if re.fullmatch(rf"(.*\.)?({pattern})", parts[1]):
+            return weight if parts[2] == "weight" else bias, index
+    return "", ""
+
+
+def pooled(matrix: np.ndarray, sizes: Sequence[int], width: int) -> np.ndarray:
+    """Reduce |matrix| to pixels: the largest of the entries that a pixel covers, for blocks drawn ``width`` pixels wide.
 
     A pixel covers the entries up to the next pixel's first one, and one entry where both are the same.
 
-    >>> pixel_starts([4, 1], 2).tolist()
-    [0, 2, 4, 4]
-    """
-    offsets = np.cumsum([0, *sizes[:-1]])
-    return np.concatenate([offset + np.arange(width) * size // width for offset, size in zip(offsets, sizes, strict=True)])
-
-
-def pool(matrix: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """Reduce |matrix| to pixels: the largest of the entries that a pixel covers.
-
-    >>> pool(np.array([[3.0, -4.0], [0.0, 0.0]]), np.array([0]))
+    >>> pooled(np.array([[3.0, -4.0], [0.0, 0.0]]), [2], 1)
     array([[4.]])
     """
+    starts = np.concatenate(
+        [end - size + np.arange(width) * size // width for size, end in zip(sizes, np.cumsum(sizes), strict=True)]
+    )
     return np.maximum.reduceat(np.maximum.reduceat(np.abs(matrix), starts, axis=1), starts, axis=0)
 
 
@@ -128,24 +130,6 @@ def spread(centres: Sequence[float], lengths: Sequence[float], low: float, high:
     low, high = (low, high - room.sum()) if room.sum() <= high - low else ((low + high - room.sum()) / 2,) * 2
     ascending = isotonic_regression(np.asarray(centres, dtype=float) - offsets).x
     return np.clip(ascending, low, high) + offsets
-
-
-def _letters(name: str) -> tuple[str, str] | None:
-    """Return the letter and its index for one name without layer indices, or None."""
-    direct = re.fullmatch(r"(?:.*\.)?([A-Za-z])_([A-Za-z0-9]+)", name)
-    if direct:
-        return direct.group(1), direct.group(2)
-    if re.fullmatch(_POSITION + r"(\.weight)?", name):
-        return "P", ""
-    match = re.fullmatch(r"(.*?)[._](weight|bias)", name)
-    if not match:
-        return None
-    owner, kind = match.groups()
-    for patterns, letters in ((_NORM, (r"\gamma", r"\beta")), (_LINEAR, ("W", "b"))):
-        for pattern, subscript in patterns:
-            if re.fullmatch(rf"(.*\.)?({pattern})", owner):
-                return letters[kind == "bias"], subscript
-    return None
 
 
 DPI = 200

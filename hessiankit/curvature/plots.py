@@ -29,8 +29,7 @@ from hessiankit.curvature.plot_frame import (
     Picture,
     colour_range,
     picture,
-    pixel_starts,
-    pool,
+    pooled,
     short_labels,
     write_picture,
 )
@@ -107,7 +106,7 @@ def side_by_side(
         raise InputError(f"heatmap: limits={limits} are not the ends of a log scale; pass two numbers 0 < low < high")
     cell = max(pixels // len(names), 24, -(-100 // len(names)))  # room for the labels and the colour bar
     zero = max(map(_rounding, arrays)) if zero_below is None else zero_below
-    maps = [pool(array, pixel_starts(rows, cell)) for array in arrays]
+    maps = [pooled(array, rows, cell) for array in arrays]
     coloured = np.concatenate([m[m > zero] for m in maps])
     low, high = limits or colour_range(coloured)
     zeros = coloured.size < sum(m.size for m in maps)

@@ -15,7 +15,7 @@ from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
 import hessiankit as hk
-from hessiankit.curvature.plot_frame import ZERO, colour_range, pixel_starts, pool, short_labels
+from hessiankit.curvature.plot_frame import ZERO, colour_range, pooled, short_labels
 from hessiankit.curvature.plots import block_norms_map, heatmap, row_chart, side_by_side
 
 NAMES = ["a.W_Q", "a.b_K", "a.norm_1.weight"]
@@ -148,7 +148,7 @@ def test_every_result_draws_itself(tmp_path: Path) -> None:
 def test_pooling_covers_every_entry_of_its_own_block(width: int) -> None:
     sizes = [5, 1, 40, 2, 17]
     matrix = np.random.default_rng(0).standard_normal((65, 65))
-    picture = pool(matrix, pixel_starts(sizes, width))
+    picture = pooled(matrix, sizes, width)
     covered = []
     for size, offset in zip(sizes, np.cumsum([0, *sizes]), strict=False):
         starts = [size * k // width for k in range(width)]
