@@ -15,7 +15,6 @@ from pathlib import Path
 from hessiankit.cli.parsing import INTERRUPTED, Parser, add_output, add_problem, check_problem, finish, refuse
 from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.files import check_writable
-from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import say
 
 EXAMPLES = (
@@ -60,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.forecast import Forecast
     from hessiankit.support.environment import environment
+    from hessiankit.support.progress import progress_bar
 
     asked = asked_of(args)
     say(str(asked))

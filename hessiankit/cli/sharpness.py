@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from hessiankit.cli import parsing
 from hessiankit.support.errors import InputError, OutOfMemoryError
-from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import Table, say, table
 
 if TYPE_CHECKING:
@@ -69,6 +68,7 @@ def run(args: argparse.Namespace) -> None:
     from hessiankit.diagnostics.sharpness.measure import sharpness
     from hessiankit.partition import model_parts
     from hessiankit.support.environment import environment
+    from hessiankit.support.progress import progress_bar
 
     loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
     size = sum(p.numel() for p in loaded.model.parameters())

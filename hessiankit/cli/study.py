@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, seed
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable, make_folder, write_json
-from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import say
 
 if TYPE_CHECKING:
@@ -54,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from hessiankit.cli.loading import place
     from hessiankit.curvature.plots import side_by_side
     from hessiankit.support.environment import environment
+    from hessiankit.support.progress import progress_bar
     from hessiankit.support.torch_state import one_thread
     from hessiankit.verify.check import check
 

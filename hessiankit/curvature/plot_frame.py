@@ -77,9 +77,10 @@ def _letters(name: str) -> tuple[str, str]:
     if re.fullmatch(_POSITION, name):
         return "P", ""
     parts = re.fullmatch(r"(.*?)[._](weight|bias)", name)
-    for pattern, weight, bias, index in _MODULES if parts else ():
-        if re.fullmatch(rf"(.*\.)?({pattern})", parts[1]):
-            return weight if parts[2] == "weight" else bias, index
+    module, kind = parts.groups() if parts else ("", "")
+    for pattern, weight, bias, index in _MODULES:
+        if re.fullmatch(rf"(.*\.)?({pattern})", module):
+            return weight if kind == "weight" else bias, index
     return "", ""
 
 
@@ -226,7 +227,9 @@ class Frame:
 
     def colour_bar(self, mappable: ScalarMappable, label: str, values: np.ndarray, zeros: bool) -> None:
         """Draw the colour bar, an arrow where values lie beyond its end, a grey square for zeros."""
-        low, high = mappable.norm.vmin, mappable.norm.vmax
+        low, high = mappable.get_clim()
+        assert low is not None
+        assert high is not None
         below, above = bool((values < low).any()), bool((values > high * (1 + 1e-6)).any())
         extend = "both" if below and above else "min" if below else "max" if above else "neither"
         x, y, w, h = self._bar
@@ -297,8 +300,8 @@ def panels(who: str, count: int, heading: str, path: Path | str | None) -> Itera
         every = [figure.add_axes((x / wide, y / high, 2.78 / wide, 2.15 / high)) for x, y in places]
         for axes in every:
             dress(axes)
-            axes.xaxis.label.set_size(8)
-            axes.yaxis.label.set_size(8)
+            axes.xaxis.label.set_fontsize(8)
+            axes.yaxis.label.set_fontsize(8)
         yield figure, every
 
 

@@ -123,10 +123,9 @@ def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[s
     for name, p in block.named_parameters():
         *path, last = name.split(".")
         kind, _, index = last.partition("_")
+        shape = tuple(normed.get(path[-1] if path else "", d) for _ in p.shape)
         if kind in ("W", "b"):
             shape = widths[index] if kind == "W" else widths[index][1:]
-        else:
-            shape = tuple(normed.get(path[-1] if path else "", d) for _ in p.shape)
         copies[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
     return copies, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
 

@@ -55,13 +55,11 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     ['curvature-gap/thm3']
     """
 
-    def alike(known: str) -> float:
-        other = known if "/" in name else known.rpartition("/")[2]
-        a, b = (text.lower().replace("-", "").replace("_", "") for text in (name, other))
+    likeness = {}
+    for other in known:
+        a, b = (re.sub(r"[-_]", "", text.lower()) for text in (name, other if "/" in name else other.rpartition("/")[2]))
         begins = bool(a and b) and (a.startswith(b) or b.startswith(a))
-        return SequenceMatcher(None, a, b).ratio() + BEGINS * begins
-
-    likeness = {other: alike(other) for other in known}
+        likeness[other] = SequenceMatcher(None, a, b).ratio() + BEGINS * begins
     least = max(NEAR, BESIDE * max(likeness.values(), default=0.0))
     return sorted((other for other in likeness if likeness[other] >= least), key=lambda other: -likeness[other])[:3]
 

@@ -1,7 +1,6 @@
 """Building the compiled kernels with torch's extension loader, and loading them.
 
-The result is kept in the user's cache, under a name that tells sources, flags and processor apart: another version of the
-toolkit, or another machine on the same disk, takes none that is not its own.
+They are kept in the user's cache, under a name that tells sources, flags and processor apart.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _allowed: ContextVar[bool] = ContextVar("allowed", default=True)
 
 
 def kernels() -> ctypes.CDLL | None:
-    """Return the kernels, or None where they were not built, are turned off, or something looks on at torch's operations.
-
-    A tracer or a transform sees what torch does, and not what a kernel writes.
-    """
+    """Return the kernels, or None where they were not built, are off, or a tracer or transform follows torch's operations."""
     watched = torch._C._len_torch_dispatch_stack() > 0 or torch._C._functorch.peek_interpreter_stack() is not None
     return None if watched or not _allowed.get() or os.environ.get(SWITCH) == "0" else _found()
 

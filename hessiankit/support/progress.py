@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
 Tell: TypeAlias = Callable[[str, int, int], None]
 """Called with (name of the work, items done, items in all)."""
 
@@ -18,9 +21,6 @@ def silent(*_: object, **__: object) -> None:
 @contextmanager
 def progress_bar(prefix: str = "") -> Iterator[Tell]:
     """Yield a function that updates one progress bar and its estimate of the time left."""
-    from rich.console import Console  # only here, since rich is slow to import
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     console = Console(stderr=True)
     work, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
     columns = (work, BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(), left)

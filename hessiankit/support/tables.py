@@ -1,8 +1,7 @@
 """Paragraphs and tables of results: fitted to a terminal, complete in a pipe, a file and a notebook.
 
-In a terminal narrower than a table nothing is cut. Names become as short as they can be told apart, headers break, prose flows
-within its column, the columns that matter least are left out and named below; if the others are still too wide, a row takes
-several lines.
+In a terminal narrower than a table nothing is cut: names become short, headers break, prose flows, the columns that matter least
+are left out and named below; if the others are still too wide, a row takes several lines.
 """
 
 from __future__ import annotations
@@ -59,15 +58,14 @@ class Table:
         >>> table(["k"], rows, rank=[0, 2, 1, 4, 3]).top(3).rows, table(["k"], rows, spread=True).top(3).rows
         ((('3',), ('4',), ('1',)), (('0',), ('2',), ('4',)))
         """
-        if count >= len(self.rows):
+        total = len(self.rows)
+        if count >= total:
             return self
-        last, which = len(self.rows) - 1, f"{count} of {len(self.rows)} rows"
+        order, which = list(range(count)), f"{count} of {total} rows"
         if self.rank:
-            order, which = sorted(range(last + 1), key=lambda k: -self.rank[k])[:count], f"{which}, {self.ranked} first"
+            order, which = sorted(range(total), key=lambda k: -self.rank[k])[:count], f"{which}, {self.ranked} first"
         elif self.spread:
-            order, which = [k * last // max(count - 1, 1) for k in range(count)], f"{which}, evenly spaced"
-        else:
-            order = list(range(count))
+            order, which = [k * (total - 1) // max(count - 1, 1) for k in range(count)], f"{which}, evenly spaced"
         title = f"{self.title}; {which}" if self.title else which
         return replace(self, rows=tuple(self.rows[k] for k in order), title=title, rank=())
 

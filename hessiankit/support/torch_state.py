@@ -25,13 +25,6 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
 
     Restored, also after an error: the random states of Python, NumPy, the CPU and the model's devices; the mode of every
     module; ``.grad`` (the same tensors) and ``requires_grad`` of every parameter; the values of every buffer.
-
-    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
-    >>> before = torch.get_rng_state()
-    >>> with preserved_state(model):
-    ...     drawn, training = torch.rand(1), model.training
-    >>> bool(torch.equal(before, torch.get_rng_state())), training, model.training
-    (True, False, True)
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
     states, buffers = preserved_random_states(model), preserved_buffers(model)
@@ -100,12 +93,14 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     apart: list[bool] = []
     waiting: list[tuple[int, Tensor, Tensor]] = []
     for k, (x, copy) in enumerate(pairs):
-        apart.append((x.shape, x.dtype, x.device, x.layout) != (copy.shape, copy.dtype, copy.device, copy.layout))
-        parts = () if apart[k] else [(a, b) for a, b in zip(strided_parts(x), strided_parts(copy), strict=True)]
-        apart[k] = apart[k] or any(a.shape != b.shape for a, b in parts)
-        waiting += [(k, a, b) for a, b in parts if not apart[k] and not (a.device.type == "cpu" and torch.equal(a, b))]
-    for (k, a, b), unequal in zip(waiting, read_numbers((a != b).any() for _, a, b in waiting), strict=True):
-        apart[k] = apart[k] or (unequal and bool(((a != b) & ((a == a) | (b == b))).any()))
+        parts = list(zip(strided_parts(x), strided_parts(copy), strict=False))
+        kinds = (x.shape, x.dtype, x.device, x.layout), (copy.shape, copy.dtype, copy.device, copy.layout)
+        apart.append(kinds[0] != kinds[1] or any(a.shape != b.shape for a, b in parts))
+        if not apart[k]:
+            waiting += [(k, a, b) for a, b in parts if a.device.type != "cpu" or not torch.equal(a, b)]
+    unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in waiting)
+    for (k, _, _), value in zip(waiting, unequal, strict=True):
+        apart[k] = apart[k] or value
     return apart
 
 
@@ -139,16 +134,7 @@ def preserved_random_states(model: nn.Module) -> Iterator[RandomStates]:
 
 
 class RandomStates:
-    """A snapshot of the random states of Python, NumPy, the CPU and a model's devices.
-
-    >>> states = RandomStates(nn.Linear(1, 1))
-    >>> drawn = torch.rand(1)
-    >>> states.drawn_from()
-    True
-    >>> states.restore()
-    >>> states.drawn_from()
-    False
-    """
+    """A snapshot of the random states of Python, NumPy, the CPU and a model's devices."""
 
     def __init__(self, model: nn.Module) -> None:
         numpy = np.random
@@ -200,14 +186,7 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in one thread; afterwards, also after an error, in as many as before.
-
-    >>> before = torch.get_num_threads()
-    >>> with one_thread():
-    ...     within = torch.get_num_threads()
-    >>> within, torch.get_num_threads() == before
-    (1, True)
-    """
+    """Let torch compute in one thread; afterwards, also after an error, in as many as before."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -230,14 +209,13 @@ def wide(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-LARGE = 2**22
-"""Parameters from which nothing of their size is kept, and freed memory returns to the system."""
+LARGE = 2**22  # parameters from which nothing of their size is kept, and freed memory returns to the system
 
 
 def hand_back_memory(parameters: int) -> None:
     """Return memory that was freed after work with so many parameters to the system; glibc keeps much of it."""
-    if parameters > LARGE and sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)
+    if parameters > LARGE and sys.platform == "linux":
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
 def computed_later(function: Callable[P, R]) -> Callable[P, R]:
