@@ -27,7 +27,7 @@ def options(command: parsing.Parser) -> None:
     parsing.add_block_options(add)
     add_sizes(add)
     add("--loss", choices=parsing.LOSSES, default="mse", help="mse (default) or cross_entropy")
-    parsing.add_device(add)
+    parsing.add_arithmetic(add, dtype=None)
     registry, listed = "hessiankit.bounding.bounds:BOUNDS", "print what each bound is computed from and exit"
     add("--list-bounds", action=parsing.ListEntries, const=registry, nargs=0, help=listed)
     parsing.add_output(add)

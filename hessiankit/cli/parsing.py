@@ -201,14 +201,10 @@ def add_model(add: Add, *, default: str | None = None) -> None:
     add("--model", metavar="SOURCE", default=default, help=sources)
 
 
-def add_arithmetic(add: Add, *, dtype: str = "float64") -> None:
-    """Add ``--dtype`` and ``--device``."""
-    add("--dtype", choices=("float64", "float32"), default=dtype, help=f"arithmetic (default {dtype})")
-    add_device(add)
-
-
-def add_device(add: Add) -> None:
-    """Add ``--device``."""
+def add_arithmetic(add: Add, *, dtype: str | None = "float64") -> None:
+    """Add ``--device``, and ``--dtype`` with this default."""
+    if dtype is not None:
+        add("--dtype", choices=("float64", "float32"), default=dtype, help=f"arithmetic (default {dtype})")
     add("--device", default="cpu", help="where to compute, e.g. cuda (default cpu)")
 
 

@@ -1,7 +1,4 @@
-"""The plugin that pytest finds when hessiankit is installed: ``pytest --hessian`` prints what the tests compared.
-
-It imports nothing of hessiankit before a test does.
-"""
+"""The plugin that pytest finds when hessiankit is installed: ``pytest --hessian`` prints what the tests compared."""
 
 from __future__ import annotations
 

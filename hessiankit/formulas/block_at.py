@@ -43,40 +43,25 @@ from hessiankit.support.errors import InputError
 
 @dataclass(frozen=True)
 class Exact:
-    """Numbers of exact arithmetic in place of the roots and exponentials of a block; none for floating point.
+    """Numbers of exact arithmetic in place of the roots and exponentials of a block; none for floating point."""
 
-    Args:
-        eps: (symbol of the norm's output, its input, the norm) -> one eps for each row, which makes its roots rational.
-        weights: attention weights, stacked over the heads, in place of a softmax.
-        scale: the factor of the logits.
-        turns: cosines and sines of the rotary embedding, each L x d_K / 2.
-        activation: a kind of ``derivations.activation`` in place of the network's, or of the gate's.
-    """
-
+    # (symbol of the norm's output, its input, the norm) -> one eps for each row, which makes its roots rational
     eps: Callable[[str, Array, nn.Module], Array] | None = None
-    weights: Array | None = None
-    scale: Any = None
-    turns: tuple[Array, Array] | None = None
-    activation: str | None = None
+    weights: Array | None = None  # attention weights, stacked over the heads, in place of a softmax
+    scale: Any = None  # the factor of the logits
+    turns: tuple[Array, Array] | None = None  # cosines and sines of the rotary embedding, each L x d_K / 2
+    activation: str | None = None  # a kind of ``derivations.activation`` in place of the network's, or of the gate's
 
 
 @dataclass
 class BlockAt:
-    """A block at a point, under the names that its equation uses.
+    """A block at a point, under the names that its equation uses."""
 
-    Args:
-        block: Its structure: heads, kinds of norms, masks, equation.
-        parameters: The point: parameter of the block by its dotted name -> array.
-        exact: What replaces irrational numbers in exact arithmetic.
-        sizes: Numbers of heads and groups in place of the block's; None for its own.
-        spelt: Whether the number ``b.factor`` of an equation is a letter.
-    """
-
-    block: TransformerBlock
-    parameters: Mapping[str, Array]
-    exact: Exact = field(default_factory=Exact)
-    sizes: Sizes | None = None
-    spelt: bool = False
+    block: TransformerBlock  # its structure: heads, kinds of norms, masks, equation
+    parameters: Mapping[str, Array]  # the point: parameter of the block by its dotted name -> array
+    exact: Exact = field(default_factory=Exact)  # what replaces irrational numbers in exact arithmetic
+    sizes: Sizes | None = None  # numbers of heads and groups in place of the block's; None for its own
+    spelt: bool = False  # whether the number ``b.factor`` of an equation is a letter
 
     def __post_init__(self) -> None:
         self.symbols = {name: symbol_of(name) for name, _ in self.block.named_parameters()}

@@ -51,31 +51,20 @@ Make = Callable[..., Operation]
 
 @dataclass(frozen=True)
 class Chapter:
-    """An operation of ``derivations`` with the letters it is printed in.
+    """An operation of ``derivations`` with the letters it is printed in."""
 
-    Args:
-        symbol: LaTeX of the value.
-        rule: LaTeX of the value's formula.
-        shapes: argument -> the letters of its axes; a product such as "g d_g" is one axis. The first is the input.
-        make: arrays by argument, and ``options`` -> the operation at that point.
-        wrt: what is differentiated by default.
-        letters: symbol of an argument where it is not its name.
-        extra: arguments that are there only where they are asked for, with their axes.
-        values: (symbol, formula) of the values on the way.
-        words: other names of arguments, such as those of the ``torch.nn`` module.
-        options: what ``make`` takes besides arrays.
-    """
-
-    symbol: str
-    rule: str
+    symbol: str  # LaTeX of the value
+    rule: str  # LaTeX of the value's formula
+    # argument -> the letters of its axes; a product such as "g d_g" is one axis. The first is the input
     shapes: Mapping[str, tuple[str, ...]]
-    make: Make
-    wrt: tuple[str, ...]
-    letters: Mapping[str, str] = field(default_factory=dict)
+    make: Make  # arrays by argument, and ``options`` -> the operation at that point
+    wrt: tuple[str, ...]  # what is differentiated by default
+    letters: Mapping[str, str] = field(default_factory=dict)  # symbol of an argument where it is not its name
+    # arguments that are there only where they are asked for, with their axes
     extra: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    values: tuple[tuple[str, str], ...] = ()
-    words: Mapping[str, str] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
+    values: tuple[tuple[str, str], ...] = ()  # (symbol, formula) of the values on the way
+    words: Mapping[str, str] = field(default_factory=dict)  # other names of arguments, such as those of the ``torch.nn`` module
+    options: Mapping[str, Any] = field(default_factory=dict)  # what ``make`` takes besides arrays
 
     def subject(self, title: str, point: Mapping[str, Array], seed: int) -> Subject:
         """Return the operation at a point as a subject of ``derive``."""
@@ -244,11 +233,7 @@ def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor |
 
 
 def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
-    """Return a module of ``torch.nn`` as a subject, at its own parameters.
-
-    Raises:
-        InputError: If the module has no chapter, or the inputs do not fit.
-    """
+    """Return a module of ``torch.nn`` as a subject, at its own parameters."""
     name, chapter, arrays, options, width = _chapter_of(module)
     if parameters := dict(module.named_parameters()):
         one_kind("derive", module, parameters)

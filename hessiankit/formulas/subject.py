@@ -28,40 +28,23 @@ LOSS = r"\mathcal{L}"
 
 @dataclass(frozen=True)
 class Subject:
-    """A value that depends on named arguments.
+    """A value that depends on named arguments."""
 
-    Args:
-        point: argument -> array; the input is one of them.
-        symbols: argument -> its letter.
-        wrt: what is differentiated by default.
-        stage: the value at a point, as a stage on the letters of the arguments; for arrays of exact entries too.
-        printed: the stage at sizes that are different primes, and the names of the sizes.
-        known: (letter, value) of numbers that print as letters.
-        values: (symbol, formula) of the values on the way, where they are not stages.
-        title: what it is of, in words.
-        words: other names of arguments.
-        claims: ids of the ledger, for a theorem.
-        loss: the loss that a theorem takes the derivative of.
-    """
-
-    point: Mapping[str, Array]
-    symbols: Mapping[str, str]
-    wrt: tuple[str, ...]
+    point: Mapping[str, Array]  # argument -> array; the input is one of them
+    symbols: Mapping[str, str]  # argument -> its letter
+    wrt: tuple[str, ...]  # what is differentiated by default
+    # the value at a point, as a stage on the letters of the arguments; for arrays of exact entries too
     stage: Callable[[Mapping[str, Array]], Stage]
-    printed: Callable[[], tuple[Stage, SizeName]]
-    known: Sequence[tuple[str, str]] = ()
-    values: Sequence[tuple[str, str]] = ()
-    title: str = ""
-    words: Mapping[str, str] = field(default_factory=dict)
-    claims: tuple[str, ...] = ()
-    loss: str | None = None
+    printed: Callable[[], tuple[Stage, SizeName]]  # the stage at sizes that are different primes, and the names of the sizes
+    known: Sequence[tuple[str, str]] = ()  # (letter, value) of numbers that print as letters
+    values: Sequence[tuple[str, str]] = ()  # (symbol, formula) of the values on the way, where they are not stages
+    title: str = ""  # what it is of, in words
+    words: Mapping[str, str] = field(default_factory=dict)  # other names of arguments
+    claims: tuple[str, ...] = ()  # ids of the ledger, for a theorem
+    loss: str | None = None  # the loss that a theorem takes the derivative of
 
     def names(self, wrt: object) -> tuple[str, ...]:
-        """Return the arguments that were asked for.
-
-        Raises:
-            InputError: If there are not one or two, or one is not known (with the nearest names).
-        """
+        """Return the arguments that were asked for."""
         if not isinstance(wrt, (str, list, tuple)):
             raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
         chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
@@ -81,11 +64,7 @@ class Subject:
 
 
 def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *, branch: bool = False) -> Subject:
-    """Return a block's output as a subject, or with ``branch`` that of its attention, S.
-
-    Raises:
-        InputError: If its parameters are of several dtypes or not finite, or the inputs do not fit.
-    """
+    """Return a block's output as a subject, or with ``branch`` that of its attention, S."""
     if not isinstance(block, TransformerBlock):
         where = next(name for name, part in block.named_modules() if isinstance(part, TransformerBlock))
         dotted, _, number = where.rpartition(".")
@@ -125,11 +104,7 @@ class _OfBlock:
 
 
 def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> Tensor:
-    """Return one sequence (L, width), drawn where none is given, in the arithmetic of ``like``.
-
-    Raises:
-        InputError: If it is not a finite floating-point tensor of this shape, or the length is not positive.
-    """
+    """Return one sequence (L, width), drawn where none is given, in the arithmetic of ``like``."""
     if inputs is None:
         if length < 1:
             raise InputError(f"derive: length={length}, expected at least 1")
@@ -146,11 +121,7 @@ def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> T
 
 
 def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any:
-    """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss.
-
-    Raises:
-        InputError: If the loss is not known, there is a target without a loss, or the target does not fit.
-    """
+    """Return the target of a loss, drawn where none is given: an array like X, labels, or None without a loss."""
     length, d = X.shape
     if loss is None:
         if target is not None:

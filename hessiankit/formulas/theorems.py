@@ -22,25 +22,15 @@ HybridNorm, of which the attention is taken, by options of ``hessiankit.Transfor
 
 @dataclass(frozen=True)
 class Theorem:
-    """A numbered statement on a derivative.
+    """A numbered statement on a derivative."""
 
-    Args:
-        place: as the paper numbers it.
-        chapter: name of a chapter, or of a block in ``BLOCKS``.
-        wrt: what is differentiated.
-        claims: names of the rows of the ledger that judge it, without the paper; the first judges the whole.
-        loss: the loss whose derivative it is, or None.
-        given: optional arguments of the chapter that the paper has, such as W_O.
-        branch: whether it is of the block's attention alone.
-    """
-
-    place: str
-    chapter: str
-    wrt: tuple[str, ...]
-    claims: tuple[str, ...]
-    loss: str | None = None
-    given: tuple[str, ...] = ()
-    branch: bool = False
+    place: str  # as the paper numbers it
+    chapter: str  # name of a chapter, or of a block in ``BLOCKS``
+    wrt: tuple[str, ...]  # what is differentiated
+    claims: tuple[str, ...]  # names of the rows of the ledger that judge it, without the paper; the first judges the whole
+    loss: str | None = None  # the loss whose derivative it is, or None
+    given: tuple[str, ...] = ()  # optional arguments of the chapter that the paper has, such as W_O
+    branch: bool = False  # whether it is of the block's attention alone
 
     def ids(self, paper: str) -> tuple[str, ...]:
         """Return the ids of the rows."""

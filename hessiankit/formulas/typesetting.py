@@ -116,19 +116,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Story:
-    """The printed content of a derivation.
+    """The printed content of a derivation."""
 
-    Args:
-        values: (symbol, formula) of the block's values, in the order of the computation.
-        lines: the result first, then the objects that it refers to.
-        terms: (formula, meaning) of the summands of the result.
-        legend: (symbol, meaning) of the symbols that no line defines.
-    """
-
-    values: list[tuple[str, str]]
-    lines: list[Line]
-    terms: list[tuple[str, str]]
-    legend: list[tuple[str, str]] = field(default_factory=list)
+    values: list[tuple[str, str]]  # (symbol, formula) of the block's values, in the order of the computation
+    lines: list[Line]  # the result first, then the objects that it refers to
+    terms: list[tuple[str, str]]  # (formula, meaning) of the summands of the result
+    legend: list[tuple[str, str]] = field(default_factory=list)  # (symbol, meaning) of the symbols that no line defines
 
     @property
     def rows(self) -> list[tuple[str, str]]:

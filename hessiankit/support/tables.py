@@ -25,31 +25,19 @@ ALL = "all of it: .table(); on the command line --table, or a pipe"
 
 @dataclass(frozen=True)
 class Table:
-    """Cells under headers; made by :func:`table`.
+    """Cells under headers; made by :func:`table`."""
 
-    Attributes:
-        headers: One a column, each only once.
-        rows: The cells.
-        title: Line above the table.
-        left: How many columns are aligned on the left.
-        ranked: The rank in words.
-        spread: Where rows are omitted, evenly spaced ones remain, with the first and the last.
-        names: Dotted names in cells, as in "a.W_Q x a.W_K"; a narrow terminal shows their shortest unique endings.
-        prose: Headers of the columns that may flow over several lines.
-        drop: Headers of the columns that are left out in a narrow terminal, in this order.
-        rank: A number for each row; where rows are omitted, the largest remain.
-    """
-
-    headers: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    title: str = ""
-    left: int = 1
-    ranked: str = ""
-    spread: bool = False
+    headers: tuple[str, ...]  # one a column, each only once
+    rows: tuple[tuple[str, ...], ...]  # the cells
+    title: str = ""  # line above the table
+    left: int = 1  # how many columns are aligned on the left
+    ranked: str = ""  # the rank in words
+    spread: bool = False  # where rows are omitted, evenly spaced ones remain, with the first and the last
+    # Dotted names in cells, as in "a.W_Q x a.W_K"; a narrow terminal shows their shortest unique endings
     names: tuple[str, ...] = ()
-    prose: tuple[str, ...] = ()
-    drop: tuple[str, ...] = ()
-    rank: tuple[float, ...] = ()
+    prose: tuple[str, ...] = ()  # headers of the columns that may flow over several lines
+    drop: tuple[str, ...] = ()  # headers of the columns that are left out in a narrow terminal, in this order
+    rank: tuple[float, ...] = ()  # A number for each row; where rows are omitted, the largest remain
 
     def top(self, count: int) -> Table:
         """Return ``count`` rows, named in the title: the first, the largest by rank, or evenly spaced ones.
