@@ -179,14 +179,11 @@ def _from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise InputError(
-            f"{WHO}: {path} is a model of transformers, which cannot be imported ({one_line(error)}); "
-            "pip install 'hessiankit[models]', or pass 'module:function'"
-        ) from error
+        why = f"which cannot be imported ({one_line(error)}); pip install 'hessiankit[models]', or pass 'module:function'"
+        raise InputError(f"{WHO}: {path} is a model of transformers, {why}") from error
     folder, files = path if path.is_dir() else path.parent, {"local_files_only": True}
     weights = path.is_dir() and any((folder / name).exists() for name in WEIGHTS)
-    make, info, tokenizer = transformers.AutoModelForCausalLM, {}, None
-    part = f"{path} as a causal language model"
+    make, info, tokenizer, part = transformers.AutoModelForCausalLM, {}, None, f"{path} as a causal language model"
     with _quiet(transformers), torch.random.fork_rng():
         torch.manual_seed(seed)
         try:
@@ -199,16 +196,14 @@ def _from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
                 part = f"the tokenizer in {folder}"
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **files)
         except Exception as error:  # transformers has no base class of its own
-            raise InputError(
-                f"{WHO}: transformers cannot load {part}: {one_line(error)}; expected a folder that "
-                "save_pretrained wrote, or its config.json (docs/howto/install.md on a torchvision of another torch)"
-            ) from error
+            wanted = "expected a folder that save_pretrained wrote, or its config.json"
+            hint = "(docs/howto/install.md on a torchvision of another torch)"
+            raise InputError(f"{WHO}: transformers cannot load {part}: {one_line(error)}; {wanted} {hint}") from error
     model.config.use_cache = False  # keys and values of a pass are not needed again
     if missing := sorted(info.get("missing_keys", ())):
-        raise InputError(
-            f"{WHO}: {len(missing)} parameters of {type(model).__name__} are not among the weights of {folder}, {missing[0]} for "
-            "one, and would be random; save the whole model with save_pretrained, or name config.json to draw all of them"
-        )
+        count, kind = len(missing), type(model).__name__
+        why = f"{count} parameters of {kind} are not among the weights of {folder}, {missing[0]} for one, and would be random"
+        raise InputError(f"{WHO}: {why}; save the whole model with save_pretrained, or name config.json to draw all of them")
     drawn = f"built from {folder / 'config.json' if path.is_dir() else path} without weights: parameters drawn with seed {seed}"
     return model, f"weights of {folder}" if weights else drawn, tokenizer
 

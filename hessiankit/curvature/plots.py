@@ -115,9 +115,13 @@ def side_by_side(
         for k, values in enumerate(maps):
             mappable = frame.draw(k, np.ma.masked_less_equal(values, zero), low, high, min(0.7, cell / 60))
         frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)
-        frame.figure.caption = _caption(sum(rows), -(-max(rows) // cell), zero if zeros else None)
+        covered, grey = -(-max(rows) // cell), f"grey: 0 to rounding, below {zero:.1e}" if zero else "grey: 0"
+        seen = f"each pixel: the largest of up to {covered} × {covered}" if covered > 1 else ""
+        about = [f"{sum(rows)} × {sum(rows)} entries in log scale", "blocks drawn equally large", seen, grey if zeros else ""]
+        frame.figure.caption = "; ".join(filter(None, about)) + "."
+        header = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
         table = (row for t, a in zip(titles, arrays, strict=True) for row in _summary(t, a, names, rows, zero))
-        _write(frame, path, _HEADER, table)
+        _write(frame, path, header, table)
     return frame.figure
 
 
@@ -277,15 +281,14 @@ def _rows_of(names: Sequence[str], sizes: Sizes) -> list[int]:
 
 
 def _array(values: Tensor | np.ndarray | Sequence[Sequence[float]], where: str, side: int) -> np.ndarray:
-    tensor = values.detach().cpu() if isinstance(values, Tensor) else values
-    if isinstance(tensor, Tensor) and tensor.dtype.itemsize < 4:
-        tensor = tensor.float()
-    array = np.asarray(tensor)
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype.itemsize < 4 else values
+    array = np.asarray(values)
     if array.shape != (side, side):
         raise InputError(f"{where}: the matrix has shape {array.shape}, expected ({side}, {side}) from the names and sizes")
     array = array if array.dtype.kind == "f" else array.astype(float)
-    if not np.isfinite(array).all():
-        count = int((~np.isfinite(array)).sum())
+    if count := int((~np.isfinite(array)).sum()):
         raise InputError(f"{where}: {count} entries of the matrix are not finite, expected none; find their cause first")
     return array
 
@@ -302,18 +305,6 @@ def _number(value: float) -> str:
             return f"{value:.{decimals}f}"
     mantissa, exponent = f"{value:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
-
-
-def _caption(total: int, covered: int, zero: float | None) -> str:
-    parts = [f"{total} × {total} entries in log scale", "blocks drawn equally large"]
-    if covered > 1:
-        parts.append(f"each pixel: the largest of up to {covered} × {covered}")
-    if zero is not None:
-        parts.append(f"grey: 0 to rounding, below {zero:.1e}" if zero else "grey: 0")
-    return "; ".join(parts) + "."
-
-
-_HEADER = ("panel", "row", "column", "rows", "columns", "max_abs", "rms", "frobenius", "zero_fraction")
 
 
 def _summary(

@@ -33,8 +33,7 @@ ACCEPTED: dict[Any, tuple[tuple[Any, ...], str]] = {
     abc.Mapping: ((Mapping,), "a dict"),
 }
 """Annotation -> classes that it accepts, and words for them."""
-LISTS = (abc.Iterable, abc.Sequence, tuple)
-"""Annotations that accept any iterable but text, mappings, classes, tensors and modules."""
+LISTS = (abc.Iterable, abc.Sequence, tuple)  # accept any iterable but text, mappings, classes, tensors and modules
 
 
 def checked(
