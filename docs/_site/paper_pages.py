@@ -114,7 +114,7 @@ def formula(statement: Statement, names: dict[str, Any]) -> str:
         return as_math([*found.story.values, *found.story.rows])
     if not isinstance(found, Matrix):
         raise TypeError(f"{statement.number}: the call returns {type(found).__name__}, which prints no formula; give formula=")
-    with dimensions(SizeName([(size, letter) for letter, size in SIZES.items()])):
+    with dimensions(SizeName(SIZES)):
         return as_math([(statement.left, found.latex())])
 
 

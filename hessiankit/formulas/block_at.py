@@ -37,7 +37,7 @@ from derivations.stage import Names, Stage
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.formulas.recording import Parameter, StageValue, run
-from hessiankit.formulas.symbols import Factor, Sizes, index_of, marked, plus, ring, row_of, spelling, symbol_of
+from hessiankit.formulas.symbols import Factor, index_of, marked, plus, ring, row_of, spelling, symbol_of
 from hessiankit.support.errors import InputError
 
 
@@ -60,7 +60,7 @@ class BlockAt:
     block: TransformerBlock  # its structure: heads, kinds of norms, masks, equation
     parameters: Mapping[str, Array]  # the point: parameter of the block by its dotted name -> array
     exact: Exact = field(default_factory=Exact)  # what replaces irrational numbers in exact arithmetic
-    sizes: Sizes | None = None  # numbers of heads and groups in place of the block's; None for its own
+    sizes: Mapping[str, int] | None = None  # numbers of heads and groups in place of the block's; None for its own
     spelt: bool = False  # whether the number ``b.factor`` of an equation is a letter
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class BlockAt:
     def heads(self) -> tuple[int, int]:
         """Heads of queries, and of keys and values."""
         part = self.block.attention
-        return (part.n_heads, part.n_kv_heads) if self.sizes is None else (self.sizes.heads, self.sizes.kv_heads)
+        return (part.n_heads, part.n_kv_heads) if self.sizes is None else (self.sizes["H"], self.sizes[r"H_{KV}"])
 
     def stage(
         self,
@@ -134,7 +134,7 @@ class BlockAt:
         eps = eps if self.exact.eps is None else self.exact.eps(name, X.value, part)
         at: Operation
         if isinstance(part, GroupNorm):
-            at = GroupNormRowsAt(X.value, self.sizes.groups if self.sizes else groups, **arrays, eps=eps, kind=kind)
+            at = GroupNormRowsAt(X.value, self.sizes["g"] if self.sizes else groups, **arrays, eps=eps, kind=kind)
             title = {"layernorm": "GroupNorm", "rmsnorm": "GroupRMSNorm"}[kind]
         else:
             chapter, title = {"layernorm": (LayerNormAt, "LayerNorm"), "rmsnorm": (RMSNormAt, "RMSNorm")}[kind]

@@ -80,8 +80,8 @@ class Chapter:
     def _printed(self, symbols: Mapping[str, str], shapes: Mapping[str, tuple[str, ...]], seed: int) -> tuple[Stage, SizeName]:
         options = {name: value for name, value in self.options.items() if name not in ("tokens", "target")}
         options |= {"groups": PRIMES["g"]} if "groups" in options else {}
-        letters = [(PRIMES[letter], letter) for letter in dict.fromkeys(["L", *" ".join(sum(shapes.values(), ())).split()])]
-        return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(letters)
+        sizes = {letter: PRIMES[letter] for letter in ["L", *" ".join(sum(shapes.values(), ())).split()]}
+        return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(sizes)
 
 
 def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:

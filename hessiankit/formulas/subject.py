@@ -92,7 +92,7 @@ class _OfBlock:
     def printed(self) -> tuple[Stage, SizeName]:
         sizes = sizes_for(self.block)
         parameters, tokens = prime_copy(self.block, sizes, self.seed)
-        return self._output(BlockAt(self.block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes.letters)
+        return self._output(BlockAt(self.block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes)
 
     def stage(self, point: Mapping[str, Array]) -> Stage:
         parameters = {name: value for name, value in point.items() if name != "X"}

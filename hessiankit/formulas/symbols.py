@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -31,49 +31,32 @@ LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"d_{ff}", r"d_o", "C", "V")
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """The prime sizes of a block: heads H = (key-value heads) * groups, width d."""
+def sizes_for(block: TransformerBlock) -> dict[str, int]:
+    """Return primes for the sizes of a block's structure by their letters: one head or several, shared keys, rotation, groups.
 
-    heads: int
-    kv_heads: int
-    width: int
-    query: int
-    value: int
-    hidden: int
-    groups: int = 1
-    length: int = LENGTH
-
-    @property
-    def letters(self) -> list[tuple[int, str]]:
-        """(size, letter), the composite sizes first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate."""
-        named = [(self.width, "d"), (self.width // self.groups if self.groups > 1 else 1, "d_g"), (self.heads, "H")]
-        named += [(self.query, "d_K"), (self.value, "d_v"), (self.kv_heads, r"H_{KV}"), (self.heads // self.kv_heads, "r")]
-        named += [(self.hidden, r"d_{ff}"), (self.groups, "g"), (self.length, "L")]
-        return [(n, letter) for n, letter in named if n > 1]
-
-
-def sizes_for(block: TransformerBlock) -> Sizes:
-    """Return different primes for the sizes of a block's structure: one head or several, shared keys, rotation, groups."""
+    Composite sizes come first: d = H d_v, H = H_KV r, and d_K = 2 * 7 where pairs of features rotate; 1 has no letter.
+    """
     part = block.attention
     groups = GROUPS if any(isinstance(m, GroupNorm) for m in block.modules()) else 1
     query, value = 2 * QUERY if part.rotary else QUERY, WIDTH * groups
     kv_heads = HEADS if part.n_kv_heads > 1 else 1
-    heads = kv_heads * SHARED if part.n_kv_heads < part.n_heads else kv_heads
-    return Sizes(heads, kv_heads, heads * value, query, value, HIDDEN, groups)
+    repeat = SHARED if part.n_kv_heads < part.n_heads else 1
+    heads = kv_heads * repeat
+    sizes = {"d": heads * value, "d_g": heads * WIDTH if groups > 1 else 1, "H": heads, "d_K": query, "d_v": value}
+    return sizes | {r"H_{KV}": kv_heads, "r": repeat, r"d_{ff}": HIDDEN, "g": groups, "L": LENGTH}
 
 
 class SizeName:
     r"""The name of a size.
 
-    >>> name = SizeName(sizes_for(TransformerBlock(4, 5)).letters)
+    >>> name = SizeName(sizes_for(TransformerBlock(4, 5)))
     >>> name(85), name(25), name(17 * 5 * 5 * 7), name(1), name.scalar(Fraction(2, 85)), name.scalar(1 / sympy.sqrt(7))
     ('Ld', 'd^2', 'Ld^2d_K', '1', '\\frac{2}{Ld}', '\\frac{1}{\\sqrt{d_K}}')
     """
 
-    def __init__(self, letters: Sequence[tuple[int, str]]) -> None:
-        """Name sizes that are products of these (size, letter); ``used`` collects the letters that occur."""
-        self.letters = letters
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        """Name sizes that are products of these, by their letters; ``used`` collects the letters that occur."""
+        self.sizes = {letter: n for letter, n in sizes.items() if n > 1}
         self.used: set[str] = set()
 
     def __call__(self, n: int) -> str:
@@ -86,7 +69,7 @@ class SizeName:
     def _factors(self, n: int) -> tuple[Counter[str], int]:
         """Return how often each letter divides n, and what remains."""
         count: Counter[str] = Counter()
-        for number, letter in self.letters:
+        for letter, number in self.sizes.items():
             while n % number == 0:
                 count[letter] += 1
                 n //= number
@@ -109,15 +92,13 @@ class SizeName:
         return sign + rf"\frac{{1}}{{\sqrt{{{self(int(number.q))}}}}}" if number.p == 1 else None
 
 
-def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[str, Tensor], Tensor]:
+def prime_copy(block: TransformerBlock, sizes: Mapping[str, int], seed: int) -> tuple[dict[str, Tensor], Tensor]:
     """Return parameters and tokens of a block of the same structure that has these sizes."""
-    d, scope = sizes.width, block.attention.norm_scope
-    q, k = sizes.heads * sizes.query, sizes.kv_heads * sizes.query
-    v, c = sizes.kv_heads * sizes.value, sizes.heads * sizes.value
-    widths = {"Q": (d, q), "K": (d, k), "V": (d, v), "O": (c, d), "1": (d, sizes.hidden), "G": (d, sizes.hidden)}
-    widths["2"] = (sizes.hidden, d)
-    heads = (sizes.query, sizes.query, sizes.value, sizes.value)
-    normed = dict(zip(("norm_q", "norm_k", "norm_v", "norm_c"), (q, k, v, c) if scope == "full" else heads, strict=True))
+    d, hidden, query, value = sizes["d"], sizes[r"d_{ff}"], sizes["d_K"], sizes["d_v"]
+    q, k, v, c = sizes["H"] * query, sizes[r"H_{KV}"] * query, sizes[r"H_{KV}"] * value, sizes["H"] * value
+    widths = {"Q": (d, q), "K": (d, k), "V": (d, v), "O": (c, d), "1": (d, hidden), "G": (d, hidden), "2": (hidden, d)}
+    scope = (q, k, v, c) if block.attention.norm_scope == "full" else (query, query, value, value)
+    normed = dict(zip(("norm_q", "norm_k", "norm_v", "norm_c"), scope, strict=True))
     generator = torch.Generator().manual_seed(seed)
     copies = {}
     for name, p in block.named_parameters():
@@ -127,7 +108,7 @@ def prime_copy(block: TransformerBlock, sizes: Sizes, seed: int) -> tuple[dict[s
         if kind in ("W", "b"):
             shape = widths[index] if kind == "W" else widths[index][1:]
         copies[name] = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-    return copies, torch.randn(sizes.length, d, generator=generator, dtype=torch.float64, device="cpu")
+    return copies, torch.randn(sizes["L"], d, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def _power(letter: str, n: int) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hessiankit.support.kernels import kernels
+from hessiankit.support.kernels import kernels, processor_line
 
 
 def environment(*names: str) -> dict[str, Any]:
@@ -54,11 +54,9 @@ def code_version(*names: str) -> str:
 
 def processor() -> str:
     """Return the processor's name as its maker writes it, or what the platform calls it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
+    name = processor_line("model name").partition(":")[2].strip()
+    if name:
+        return name
     try:
         run = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True, check=True)
         return run.stdout.strip()

@@ -106,14 +106,14 @@ def _found() -> ctypes.CDLL | None:
 @cache
 def _key() -> str:
     parts = [path.read_text(encoding="utf-8") for path in sorted(_FOLDER.iterdir()) if path.suffix in (".cpp", ".h")]
-    content = "\n".join([*parts, *FLAGS, platform.machine(), _instructions()])
+    content = "\n".join([*parts, *FLAGS, platform.machine(), processor_line("flags", "features") or platform.processor()])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def _instructions() -> str:
-    """Return the instruction sets of the processor, as far as the system tells."""
+def processor_line(*names: str) -> str:
+    """Return the line of /proc/cpuinfo that begins with one of these names; empty where there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.lower().startswith(("flags", "features"))), platform.processor())
+        return ""
+    return next((line for line in lines if line.lower().startswith(names)), "")

@@ -95,7 +95,7 @@ def test_what_is_printed_does_not_depend_on_the_sizes(name):
         Z = other.subject("", drawn(chapter.shapes, OTHER, 1), 1).stage(drawn(chapter.shapes, OTHER, 1))
         matrix = Z.jacobian(*symbols) if len(symbols) == 1 else Z.hessian(*symbols)
         matrix = matrix.matrix if isinstance(matrix, Named) else matrix
-        with dimensions(SizeName([(OTHER[letter], letter) for letter in ("L", *axes)])):
+        with dimensions(SizeName({letter: OTHER[letter] for letter in ("L", *axes)})):
             assert [matrix.latex(), *(d.matrix.latex() for d in definitions(matrix))] == [formula for _, formula in lines]
 
 

@@ -201,7 +201,7 @@ def stages(kind):
         "L": LENGTH, "d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": HIDDEN, "H": part.n_heads,
         "H_{KV}": part.n_kv_heads, "r": part.n_heads // part.n_kv_heads, "g": groups, "d_g": block.d_model // groups,
     }  # fmt: skip
-    return [*own, "X"], pair, real, SizeName(sizes.letters)
+    return [*own, "X"], pair, real, SizeName(sizes)
 
 
 def derivatives(pair, names):
