@@ -10,7 +10,7 @@ that its derivatives are G_k and Phi_kl. Any other attention is a chain of stage
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -33,7 +33,7 @@ from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation, Renamed, Shape, shape_of, size
 from derivations.rotary import angles
 from derivations.softmax import SoftmaxAt
-from derivations.stage import Names, Stage
+from derivations.stage import Names, Stage, names_after
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.formulas.recording import Parameter, StageValue, run
@@ -154,11 +154,11 @@ class BlockAt:
 
     def _norm_names(self, name: str, X: str) -> Names:
         """J_Z and H_Z for the norm; H_tr for second derivatives of the block's output, as in the paper."""
-        return Names(
-            lambda a: f"J_{{{name}}}",
-            lambda a, b: f"H_{{{name}}}" if a == b == X else f"H_{{{name},{a} {b}}}",
-            lambda i: f"{name}_{{{i}}}",
-            lambda i, j: f"{name}_{{{i},{j}}}",
+        plain = names_after(name)
+        return replace(
+            plain,
+            slope=lambda a: f"J_{{{name}}}",
+            curvature=lambda a, b: f"H_{{{name}}}" if a == b == X else plain.curvature(a, b),
         )
 
 
@@ -182,12 +182,8 @@ def _papers_attention(parts: BlockAt, name: str, X: Stage) -> Stage:
     x, logits = X.symbol, rf"{X.symbol}\,{renamed['W_Q']}\,{renamed['W_K']}^\top {X.symbol}^\top/\sqrt{{d_K}}"
     out = rf"\,{renamed['W_O']}" if "W_O" in renamed else ""
     rule = rf"A\,{x}\,{renamed['W_V']}{out},\quad A = \mathrm{{softmax}}(T)\text{{ by rows}},\quad T = {logits}"
-    names = Names(  # the paper's, for the derivatives of F
-        lambda a: f"J_{{{name} {a}}}",
-        lambda a, b: rf"\Phi_{{{a},{b}}}",
-        lambda i: f"G_{{{i}}}",
-        lambda i, j: rf"\Phi_{{{i},{j}}}",
-    )
+    phi = r"\Phi_{{{},{}}}".format  # the paper's names for the derivatives of F
+    names = replace(names_after(name), curvature=phi, first="G_{{{}}}".format, second=phi)
     return parts.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=renamed, names=names)
 
 

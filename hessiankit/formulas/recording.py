@@ -9,7 +9,7 @@ gives the stages F, R = X + F, Y, M, S = Y + M and Z. A value that the equation 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -17,7 +17,7 @@ import sympy
 from derivations.arrays import Array
 from derivations.gains import ColumnScaleAt, ScalarScaleAt
 from derivations.operation import Renamed, shape_of
-from derivations.stage import Names, Stage, total
+from derivations.stage import Names, Stage, names_after, total
 from hessiankit.blocks.placements import Equation, steps
 from hessiankit.formulas.symbols import Factor, FactorAt, bar, index_of
 
@@ -90,9 +90,5 @@ def sum_names(symbol: str) -> Names | None:
     r"""Return the names of Closing the Curvature Gap for S, the sum before the last norm: B_i and xi_ij; None for others."""
     if symbol != "S":
         return None
-    return Names(
-        lambda a: f"J_{{S {a}}}",
-        lambda a, b: f"S_{{{a},{b}}}",
-        lambda i: f"B_{{{i}}}",
-        lambda i, j: rf"\xi_{{{i},{j}}}",
-    )
+    curvature, first, second = (name.format for name in ("S_{{{},{}}}", "B_{{{}}}", r"\xi_{{{},{}}}"))
+    return replace(names_after(symbol), curvature=curvature, first=first, second=second)
