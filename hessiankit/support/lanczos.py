@@ -148,21 +148,13 @@ class LanczosBasis:
 
 @dataclass(frozen=True)
 class RitzPairs:
-    """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors.
+    """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors."""
 
-    Attributes:
-        values: Those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
-        vectors: Their unit vectors, as rows (k, P).
-        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, (k,).
-        products: Products with H that they took.
-        converged: Whether all residuals are within the tolerance.
-    """
-
-    values: Tensor
-    vectors: Tensor
-    residuals: Tensor
-    products: int
-    converged: bool
+    values: Tensor  # those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU
+    vectors: Tensor  # their unit vectors, as rows (k, P)
+    residuals: Tensor  # |H v - value v| of each, from one more product: some eigenvalue lies within it, (k,)
+    products: int  # products with H that they took
+    converged: bool  # whether all residuals are within the tolerance
 
 
 def extreme_eigenpairs(
