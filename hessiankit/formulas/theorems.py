@@ -61,15 +61,10 @@ THEOREMS: dict[str, dict[str, Theorem]] = {
         "thm10": Theorem("Theorem 10", POST, ("W_1", "W_2"), ("eq6", "xi_12", "xi_21", "xi_kl", "eq6-printed")),
         "lemma2": Theorem("Lemma 2", "attention", ("W_Q", "W_K"), ("phi_qk", "phi_kq", "phi_qq", "phi_vq", "s-dim")),
         "eq7": Theorem("Eq. 7", POST, ("W_Q", "W_V"), ("eq7", "eq7-l"), "mse"),
-        "phi_qq": Theorem("Lemma 2", "attention", ("W_Q", "W_Q"), ("phi_qq",)),
-        "phi_qk": Theorem("Lemma 2", "attention", ("W_Q", "W_K"), ("phi_qk",)),
-        "phi_kq": Theorem("Lemma 2", "attention", ("W_K", "W_Q"), ("phi_kq",)),
-        "phi_kk": Theorem("Lemma 2", "attention", ("W_K", "W_K"), ("phi_kk",)),
-        "phi_vq": Theorem("Lemma 2", "attention", ("W_V", "W_Q"), ("phi_vq",)),
-        "phi_vk": Theorem("Lemma 2", "attention", ("W_V", "W_K"), ("phi_vk",)),
-        "phi_qv": Theorem("Lemma 2", "attention", ("W_Q", "W_V"), ("phi_qv",)),
-        "phi_kv": Theorem("Lemma 2", "attention", ("W_K", "W_V"), ("phi_kv",)),
-        "phi_vv": Theorem("Lemma 2", "attention", ("W_V", "W_V"), ("phi_vv",)),
+        **{
+            f"phi_{i}{j}": Theorem("Lemma 2", "attention", (f"W_{i.upper()}", f"W_{j.upper()}"), (f"phi_{i}{j}",))
+            for i, j in ("qq", "qk", "kq", "kk", "vq", "vk", "qv", "kv", "vv")
+        },
         "g_k": Theorem("Theorem 9", "attention", ("W_K",), ("g_k",)),
         "xi_12": Theorem("Theorem 10", "feedforward", ("W_1", "W_2"), ("xi_12",)),
         "xi_21": Theorem("Theorem 10", "feedforward", ("W_2", "W_1"), ("xi_21", "xi_21-step2")),

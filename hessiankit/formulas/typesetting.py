@@ -7,6 +7,7 @@ import html
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from derivations.matrix import Matrix, Named, definitions, dimensions
 from derivations.stage import Stage, Term
@@ -153,11 +154,10 @@ def story_of(
 
 def explained(story: Story) -> str:
     """Return a story as text: the block's values, each line with the rule that made it, the terms and the symbols."""
-    lines = text_lines(story.values)
-    for k, line in enumerate(story.lines):
-        lines += [*([""] if k == 0 else []), *text_lines([(line.symbol, line.formula)]), f"    {words(line.rule)}"]
-        lines += [f"    {plain(formula)}: {words(meaning)}" for formula, meaning in story.terms] if k == 0 else []
-    return "\n".join([*lines, "", *(f"{plain(symbol)}: {words(meaning)}" for symbol, meaning in story.legend)])
+    derived = [[*text_lines([(line.symbol, line.formula)]), f"    {words(line.rule)}"] for line in story.lines]
+    derived[0] += [f"    {plain(formula)}: {words(meaning)}" for formula, meaning in story.terms]
+    symbols_used = [f"{plain(symbol)}: {words(meaning)}" for symbol, meaning in story.legend]
+    return "\n".join([*text_lines(story.values), "", *chain.from_iterable(derived), "", *symbols_used])
 
 
 def html_of(story: Story, shape: tuple[int, int]) -> str:
