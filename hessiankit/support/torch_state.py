@@ -93,8 +93,8 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     apart: list[bool] = []
     waiting: list[tuple[int, Tensor, Tensor]] = []
     for k, (x, copy) in enumerate(pairs):
-        parts = list(zip(strided_parts(x), strided_parts(copy), strict=False))
-        kinds = (x.shape, x.dtype, x.device, x.layout), (copy.shape, copy.dtype, copy.device, copy.layout)
+        kinds = [(t.shape, t.dtype, t.device, t.layout) for t in (x, copy)]
+        parts = list(zip(strided_parts(x), strided_parts(copy), strict=True)) if kinds[0] == kinds[1] else []
         apart.append(kinds[0] != kinds[1] or any(a.shape != b.shape for a, b in parts))
         if not apart[k]:
             waiting += [(k, a, b) for a, b in parts if a.device.type != "cpu" or not torch.equal(a, b)]
