@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hessiankit.curvature.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring import measurements
@@ -108,9 +107,6 @@ class Monitor:
         preconditioned: bool = True,
         critical: bool = True,
         depth: Sequence[str] = (),
-        spectrum: int = 0,
-        approximations: Sequence[str] = (),
-        hessian: bool = False,
         own: Mapping[str, Section] | None = None,
         share: float | None = None,
         draws: int = 4,
@@ -144,10 +140,6 @@ class Monitor:
                 multiple of the step that does not raise the loss: ten forward passes at most, a gradient and a product.
             depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`, such as
                 ``("variance", "angles", "drop")``.
-            spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
-            approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
-                :data:`hessiankit.curvature.approximating.APPROXIMATIONS`; () for none.
-            hessian: Whether to take norms of the exact Hessian by block type; for small models.
             own: Measurements of your own by name: functions of the model in evaluation mode, its batches (arguments and labels)
                 and the step, which return plain numbers, or lists or dicts of them.
             share: Measurements may take this share of the time since the first step, measurements included. The first is whole;
@@ -177,21 +169,16 @@ class Monitor:
         check_name(WHO, "on_error", on_error, ON_ERROR)
         if share is not None and not 0 < share < 1:
             raise InputError(f"{WHO}: share={share} is no share of the time; pass a number between 0 and 1, or None")
-        if spectrum < 0:
-            raise InputError(f"{WHO}: spectrum={spectrum}; pass how many eigenvalues of either end, 0 for none")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data, target)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
         for name in depth:
             check_name(WHO, "depth", name, QUANTITIES)
-        for name in approximations:
-            check_name(WHO, "approximations", name, APPROXIMATIONS)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
         optimizer = None if optimizer is None else unwrapped(optimizer)
         find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
         searched = {**find, "warm": warm_starts}
-        ends = {"top": spectrum, "directions": 4, "steps": 30}
         self._sections: dict[str, Section] = {"loss": measurements.loss}
         options: dict[str, Any] = {"seed": seed}
 
@@ -215,13 +202,6 @@ class Monitor:
             add("critical", measurements.critical, steps, optimizer=optimizer, passes=PASSES)
         if depth:
             add("depth", measurements.depth, list(depth), what=tuple(depth), seed=seed, micro_batch=micro_batch)
-        if spectrum:
-            add("spectrum", measurements.spectrum, ends, seed=seed, **ends)
-        if approximations:
-            names = list(approximations)
-            add("approximations", measurements.approximated, names, of=names, products=20, seed=seed)
-        if hessian:
-            add("hessian", measurements.hessian_norms, True, parts=self.parts)
         self._own = dict(own or {})
         for name, measure in self._own.items():
             if name in (*self._sections, *TAKEN):
