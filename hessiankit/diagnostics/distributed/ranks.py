@@ -6,13 +6,10 @@ a rank that has stopped. If a rank disappears, the others notice by its closed c
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -161,54 +158,6 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     if "cpu" in str(dist.get_backend_config(group)):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-WHO = "distributed.init"
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Number of this process, from 0, how many there are, and the device where its model and data belong."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-
-def init(*, timeout: float = 300.0, backend: str | None = None) -> Peer:
-    """Initialise the process group of a run that torchrun started; a program without torchrun is the only process.
-
-    Not needed where the program has its own process group: everything here works with that one, and with its time-out.
-
-    Args:
-        timeout: Seconds that a rank waits for the others in any exchange before it stops with an error. It has to cover how
-            far the slowest rank can be behind the fastest.
-        backend: What torch.distributed sends with. By default gloo, with nccl for CUDA tensors where there are GPUs: messages
-            go through gloo, whose failures are exceptions that can be read.
-
-    Raises:
-        InputError: If the environment says only half of which rank this is, the time-out is not a positive number, or there is
-            a process group already.
-    """
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if not timeout > 0:
-        raise InputError(f"{WHO}: timeout={timeout}; expected a positive number of seconds")
-    if dist.is_initialized():
-        raise InputError(f"{WHO}: there is a process group already; leave this call out, and set the time-out where it is made")
-    if 0 < len(missing) < len(_NEEDED):
-        raise InputError(
-            f"{WHO}: {', '.join(missing)} not in the environment, though other variables of torchrun are; start the program with "
-            "torchrun (torchrun --nproc-per-node 2 program.py), or set all of them for each process"
-        )
-    device, usual = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        device, usual = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    if missing:
-        return Peer(0, 1, device)
-    dist.init_process_group(backend or usual, timeout=timedelta(seconds=timeout))
-    return Peer(dist.get_rank(), dist.get_world_size(), device)
 
 
 def check_versions(ranks: Ranks) -> None:
