@@ -30,8 +30,7 @@ from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, 
 from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
 from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, collected
-from hessiankit.diagnostics.sharpness.squares import SquaredGradients
+from hessiankit.diagnostics.sharpness.replicate import Replicates, SquaredGradients
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.engine.problem.calling import samples
 from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
@@ -122,13 +121,13 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
 
     def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
         check_devices(ranks.who, batch, model)
-        return cotangents(ranks.who, output, batch, options)
+        return cotangents(output, batch, options)
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, measured.parts) as seen, torch.enable_grad():
-        sums = SquaredGradients(ranks.who, measured, draws, options.histograms, ranks.whole)
+        sums = SquaredGradients(measured, options, ranks.whole)
         spare = spare.on(next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
-            probe(ranks.who, model, [spare], backward=False, copies=0)
+            probe(model, [spare], backward=False, copies=0)
         check_same_forward(ranks, model, spare, sharded=True)
         for k in range(steps):
             batch = batches[k] if k < len(batches) else None
@@ -146,12 +145,11 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
                 with ranks.exchange():
                     output.backward(gradient * scale, retain_graph=d + 1 < draws)
                 sums.add(d, _gradients(ranks, measured), seen)
-                if options.progress is not None:
-                    options.progress("sharpness: draws", k * draws + d + 1, steps * draws)
+                options.tell(k, d, steps)
     if not sums.values:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
     looked_up = {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in seen.items()}
-    replicates = collected(sums, measured, options, looked_up, began)
+    replicates = sums.replicates(looked_up, began)
     return replace(replicates, entries=_Gathered(ranks, sums.entries), seconds=max(ranks.gather(replicates.seconds)))
 
 
@@ -206,7 +204,7 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     if one is None:
         return None
     inputs, labels = labels_of(ranks.who, "the batch", on_device_of(model, one))
-    with ranks.exchange(), evaluating(model, ranks.who):
+    with ranks.exchange(), evaluating(model):
         later = are_later(ranks.who, model, with_decoder_inputs(model, inputs, labels), labels)
     reshard(model)
     return later is not False

@@ -216,10 +216,10 @@ class BatchedLoss:
 
 
 @contextmanager
-def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """As :func:`evaluation_mode`, off the fused inference path."""
     with evaluation_mode(model), ordinary_path():
-        check_module(who, model)
+        check_module("sharpness", model)
         yield
 
 

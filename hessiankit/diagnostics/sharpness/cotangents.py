@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned
-from hessiankit.diagnostics.sharpness.options import SharpnessOptions
+from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
 from hessiankit.engine.problem.non_finite import spoiled_at
@@ -57,7 +57,7 @@ class Cotangents:
 
 
 @torch.no_grad()
-def cotangents(who: str, output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Cotangents | None:
+def cotangents(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Cotangents | None:
     """Draw labels for a micro-batch and return the gradients of its loss; None where none of its positions counts.
 
     Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
@@ -65,13 +65,13 @@ def cotangents(who: str, output: Tensor, batch: MicroBatch, options: SharpnessOp
     """
     if output.shape[:1] != (len(batch.numbers),):
         raise InputError(
-            f"{who}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
+            f"{WHO}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
             " along axis 0"
         )
-    target = aligned(who, batch, output.shape, options.loss)
+    target = aligned(WHO, batch, output.shape, options.loss)
     if (at := spoiled_at(output.detach(), mask=options.loss == "cross_entropy")) is not None:  # -inf masks a class
         raise InputError(
-            f"{who}: the model's output is NaN or infinite, first at {at} (sequence {batch.numbers[at[0]]} of the data);"
+            f"{WHO}: the model's output is NaN or infinite, first at {at} (sequence {batch.numbers[at[0]]} of the data);"
             " clean the input or the weights, or use a wider dtype"
         )
     draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
@@ -104,5 +104,5 @@ def cotangents(who: str, output: Tensor, batch: MicroBatch, options: SharpnessOp
         softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
         softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
     if not output.requires_grad:
-        raise InputError(f"{who}: the model's output does not depend on its parameters; do not detach it in forward")
+        raise InputError(f"{WHO}: the model's output does not depend on its parameters; do not detach it in forward")
     return Cotangents(softmax, rows, labels, terms, sequences, scale, unlikely)

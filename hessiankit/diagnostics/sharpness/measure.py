@@ -134,11 +134,11 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     measured = measured_parts(model, options.parts, options.preconditioner)
     pairs, tokens, sequences = [], 0, 0
     batches = read(model, data, target, options)
-    with evaluating(model, WHO), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
             for batch in batches:
                 check_devices(WHO, batch, model)
-            probe(WHO, model, batches, backward=False, copies=0)
+            probe(model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
                 counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
                 if int(counted.sum()):

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
+from hessiankit.diagnostics.sharpness.histogram import Histogram, histogram
 from hessiankit.diagnostics.sharpness.options import WHO
 from hessiankit.diagnostics.sharpness.replicate import Replicates
-from hessiankit.diagnostics.sharpness.squares import Histogram, histogram
 from hessiankit.partition import TYPES, Part
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
