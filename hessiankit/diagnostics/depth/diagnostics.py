@@ -19,17 +19,23 @@ from hessiankit.diagnostics.depth.blocks import WHO, Blocks, check_finite, find_
 from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
 from hessiankit.diagnostics.depth.laws import GrowthLaws, growth_laws, theory_of
 from hessiankit.diagnostics.depth.products import Estimator
-from hessiankit.diagnostics.depth.pruning import PruningDrop, pruning_drop
-from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
+from hessiankit.diagnostics.depth.stream import (
+    AngleSums,
+    AngularDistances,
+    PruningDrop,
+    StreamStatistics,
+    StreamSums,
+    gradient_norms,
+    pruning_drop,
+)
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, check_room
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
-from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
-from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
@@ -374,7 +380,7 @@ SECOND = 3
 
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
     """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
-    micro-batch, which is run once.
+    micro-batch, which is run once; refuse what is not free.
     """
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
@@ -395,12 +401,7 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
         "hessian": curvature,
         "ggn": curvature,
     }
-    needed = {name: size for name, size in needed.items() if name in quantities}
-    free = available_memory(x.device)
-    for name, size in needed.items():
-        if size > free:
-            raise OutOfMemoryError(
-                f"{WHO}: {name!r} holds about {gib(size)} for {len(batch.numbers)} sequences at once, but only {gib(free)} "
-                f"are free on {x.device}; pass a smaller micro_batch=, or leave it out of what="
-            )
-    return needed
+    for name in quantities:
+        what = f"the states and graphs of {name!r}, {len(batch.numbers)} sequences at once,"
+        check_room(WHO, needed[name], what, x.device, "pass a smaller micro_batch=, or leave it out of what=")
+    return {name: needed[name] for name in quantities}

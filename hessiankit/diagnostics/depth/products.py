@@ -21,24 +21,24 @@ BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
 
 
 class JacobianProducts:
-    """Products with J = dy / dx from both sides.
+    """Products with J = dy / dx from both sides; the graph is made once, and a product is one pass through it.
 
     J^T u is linear in u, so that J v is its derivative in u along v: two reverse passes make a forward one (Townsend 2017), and
-    no operation needs a forward rule. The graph is made once; a product is one pass through it.
+    no operation needs a forward rule.
     """
 
     def __init__(self, y: Tensor, *x: Tensor) -> None:
         self.y, self.x = y, x
         self.u = torch.zeros_like(y, requires_grad=True)
-        self.back = _grad((y,), x, (self.u,), create_graph=True)
+        self.back = _vjp((y,), x, (self.u,), create_graph=True)
 
     def forward(self, *v: Tensor) -> Tensor:
         """Return J v."""
-        return _filled(_grad(self.back, (self.u,), v), (self.u,))[0]
+        return _vjp(self.back, (self.u,), v)[0]
 
     def adjoint(self, w: Tensor) -> tuple[Tensor, ...]:
         """Return J^T w."""
-        return _filled(_grad((self.y,), self.x, (w,)), self.x)
+        return _vjp((self.y,), self.x, (w,))
 
 
 class HessianProducts:
@@ -82,7 +82,7 @@ class HessianProducts:
 
         def multiply(k: int, v: Sequence[Tensor]) -> Sequence[Tensor]:
             block = self.blocks[k]
-            return _filled(_grad([of_parameter[id(p)] for p in block], block, v), block)
+            return _vjp([of_parameter[id(p)] for p in block], block, v)
 
         return multiply
 
@@ -101,19 +101,16 @@ class HessianProducts:
         return multiply
 
 
-def _grad(
+def _vjp(
     y: Sequence[Tensor | None], x: Sequence[Tensor], u: Sequence[Tensor], *, create_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """Return sum_k (dy_k / dx)^T u_k for each x, None where no y depends on it."""
+) -> tuple[Tensor, ...]:
+    """Return sum_k (dy_k / dx)^T u_k for each x, zeros where no y depends on it."""
     pairs = [(a, b) for a, b in zip(y, u, strict=True) if a is not None and a.requires_grad]
     if not pairs:
-        return (None,) * len(x)
+        return tuple(map(torch.zeros_like, x))
     outputs, adjoints = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, x, adjoints, create_graph=create_graph, retain_graph=True, allow_unused=True)
-
-
-def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, gradients, strict=True))
+    options = {"create_graph": create_graph, "retain_graph": True, "materialize_grads": True}
+    return torch.autograd.grad(outputs, x, adjoints, **options)
 
 
 def by_route(
