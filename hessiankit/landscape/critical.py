@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.optimizer_states import unwrapped
+from hessiankit.landscape.slices import loss_around
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -159,16 +159,11 @@ def critical_sharpness(
     tasks, factors = gather(module, inputs, target, loss, params, **options)
     operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
     groups = {} if by is None else groups_of(by, operator, module)
-    first = tasks[0]
-
-    def loss_at(moved: Tensor) -> float:
-        steps = {name: moved[rows].reshape(operator.shapes[name]) for name, rows in operator.slices.items()}
-        at = {name: (p.double() + steps[name]).to(p.dtype) for name, p in first.parameters.items()}
-        return math.fsum(w * own_value(task, at) for task, w in zip(tasks, factors, strict=True))
-
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_at, groups, passes)
+        search = along_step(
+            WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(tasks, factors), groups, passes
+        )
     return replace(search, seconds=time.perf_counter() - start)
 
 
@@ -187,15 +182,12 @@ def along_step(
     Args:
         who: What an error message starts with.
         optimizer: The optimizer.
-        parameters: Name -> the optimizer's own parameter, in the order of a vector's entries.
+        parameters: Its own, by name, in the order of a vector's entries.
         gradient: (P,).
         product: v (P,) -> H v.
         loss_at: Displacement (P,), float64 -> the loss there.
         groups: Name -> entries that are moved alone as well.
         passes: Forward passes at most for each.
-
-    Raises:
-        InputError: There are fewer than two passes, or the step is zero or not finite.
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")

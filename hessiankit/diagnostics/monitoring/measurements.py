@@ -99,7 +99,7 @@ def eigenvalue(
         tol: Of the residual, relative to the eigenvalue.
         products: Products with the Hessian at most.
         seed: Draws the start vector, on the CPU, so that it is the same on every device.
-        optimizer: Whose metric it is, see :func:`hessiankit.landscape.optimizer_states.read_state`.
+        optimizer: Whose metric it is, see :func:`hessiankit.landscape.preconditioner.optimizer_preconditioner`.
         last: Where the eigenvector is kept, from which the next search starts.
 
     Raises:
