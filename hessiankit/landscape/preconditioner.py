@@ -133,7 +133,8 @@ def optimizer_preconditioner(
         InputError: The optimizer's metric is not known, or not positive; or it does not move a parameter, or has not yet.
 
     >>> layer = nn.Linear(1, 1)
-    >>> descent, of = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9), {"dtype": torch.float32, "device": torch.device("cpu")}
+    >>> descent = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9)
+    >>> of = {"dtype": torch.float32, "device": torch.device("cpu")}
     >>> P = optimizer_preconditioner("example", descent, dict(layer.named_parameters()), **of)
     >>> P.root.to_matrix().tolist(), round(P.threshold, 6), P.rule
     ([[1.0, 0.0], [0.0, 1.0]], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')

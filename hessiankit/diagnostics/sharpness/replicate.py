@@ -62,6 +62,15 @@ class Replicates:
         """Number of draws of the labels."""
         return int(self.values.shape[1])
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing was drawn."""
+        return self.kind != "fisher-mc"
+
+    def mean(self, picked: Sequence[int]) -> Tensor:
+        """Return the mean of h over the entries of some parts, by their numbers: (micro-batches, draws)."""
+        return self.values[:, :, picked].sum(2) / sum(self.parts[k].size for k in picked)
+
 
 def joined(runs: Sequence[Replicates]) -> Replicates:
     """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
