@@ -46,11 +46,7 @@ class MonitorLog(Printed):
     @classmethod
     @checked("monitor")
     def read(cls, path: Path | str) -> MonitorLog:
-        """Read a file, also while it is being written.
-
-        Raises:
-            InputError: There is no such file, or it is something else.
-        """
+        """Read a file, also while it is being written."""
         header, records = read_lines(path)
         return cls(Path(path), header, tuple(records))
 
@@ -138,19 +134,16 @@ class MonitorLog(Printed):
 
     @checked("MonitorLog.plot")
     def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-        """Draw the measurements, one panel for each quantity, over the steps of training: sharpness by type with its intervals
+        """Draw the measurements over the steps of training, one panel for each quantity: sharpness by type with its intervals
         (The Sharpness Disparity Principle, Figure 3), norms by type (Figure 8), loss, top eigenvalue with its residual, and the
         depth diagnostics (The Curse of Depth, Figures 2 and 4).
 
         Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            path: A file to write: ``.png``, ``.svg`` or ``.pdf``.
             title: Heading; by default the model and the file's name.
 
         Raises:
             InputError: There is no measurement, or the suffix is another one.
-
-        Returns:
-            The figure, which shows itself in a notebook.
         """
         drawn = [draw for keys, draw in PANELS if self.has(*keys)]
         if not len(self) or not drawn:

@@ -35,14 +35,7 @@ Batch: TypeAlias = "tuple[Any, Tensor]"
 
 
 def batches_of(model: nn.Module, data: Any, target: Tensor | None = None) -> list[Batch]:
-    """Return the batches of ``data`` as a list of pairs (inputs, labels).
-
-    Args:
-        model: The model, whose own loss shows where the labels of a Hugging Face batch belong.
-        data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
-            left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
-        target: Labels, if ``data`` are inputs only.
-    """
+    """Return batches, in the forms of :func:`hessiankit.sharpness`, as a list of pairs (inputs, labels)."""
     read = micro_batches(WHO, model, data, target)
     for batch in read:
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
@@ -87,7 +80,7 @@ def eigenvalue(
     last: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
-    which route it was found and why; with an optimizer in its metric, beside its threshold.
+    which route it was computed and why; with an optimizer in its metric, beside its threshold.
 
     Args:
         model: The model, in evaluation mode.
@@ -99,11 +92,8 @@ def eigenvalue(
         tol: Of the residual, relative to the eigenvalue.
         products: Products with the Hessian at most.
         seed: Draws the start vector, on the CPU, so that it is the same on every device.
-        optimizer: Whose metric it is, see :func:`hessiankit.landscape.preconditioner.optimizer_preconditioner`.
+        optimizer: Whose metric it is.
         last: Where the eigenvector is kept, from which the next search starts.
-
-    Raises:
-        InputError: No parameter is trainable, a product is not finite, or ``"closed form"`` is not possible.
     """
     parameters = trainable(model)
     if optimizer is not None and (why := waits(optimizer)):
@@ -137,11 +127,7 @@ def eigenvalue(
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients.
-
-    Raises:
-        InputError: There are none.
-    """
+    """Return the parameters that require gradients, one at least."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
@@ -201,9 +187,7 @@ SEED_STRIDE = 1_000_003
 
 
 def sharpness(model: nn.Module, batches: Sequence[Batch], step: int, *, seed: int, **options: Any) -> dict[str, Any]:
-    """Return the average sharpness with its intervals by type, layer, both and tensor; of the labels only which count is
-    read.
-    """
+    """Return the average sharpness with its intervals by type, layer, both and tensor; of labels, which count is read."""
     report = estimated(model, list(batches), seed=seed + SEED_STRIDE * step, **options)
     by_type_and_layer: dict[str, dict[str, Any]] = {}
     for (name, layer), one in report.type_layers.items():
