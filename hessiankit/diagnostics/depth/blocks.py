@@ -53,7 +53,7 @@ class _Call:
     y: Tensor | None = None
 
 
-def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor | None]:
     """Return the position or name of the hidden state among a block's arguments, and the state: as a rule the first real tensor.
 
     >>> hidden_state((), {"hidden_states": Tensor([1.0]), "mask": None})
@@ -62,14 +62,7 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if "hidden_states" in kwargs:
         named.insert(0, ("hidden_states", kwargs["hidden_states"]))
-    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-
-def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the hidden state among the arguments of a block, which has one; as :func:`hidden_state`."""
-    state = hidden_state(args, kwargs)
-    assert state is not None
-    return state
+    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), ("", None))
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -161,10 +154,10 @@ def _watch(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[int,
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal count
-        state = hidden_state(args, kwargs)
+        x = hidden_state(args, kwargs)[1]
         count += 1
-        if state is not None:
-            calls.setdefault(id(module), []).append(_Call(count, state[1]))
+        if x is not None:
+            calls.setdefault(id(module), []).append(_Call(count, x))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         if id(module) in calls:
@@ -241,7 +234,8 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
     first = blocks.modules[0]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key, x = state_of(args, kwargs)
+        key, x = hidden_state(args, kwargs)
+        assert x is not None
         if module is first:
             stream.inputs.clear()
             stream.outputs.clear()
@@ -305,13 +299,12 @@ class _Children:
         self.sum: Tensor | None = None
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = hidden_state(args, kwargs)
-        self.x = None if state is None else state[1]
+        self.x = hidden_state(args, kwargs)[1]
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = hidden_state(args, kwargs)
-        if self.sum is None and state is not None and self._is_sum(state[1]):
-            self.sum = state[1]
+        x = hidden_state(args, kwargs)[1]
+        if self.sum is None and x is not None and self._is_sum(x):
+            self.sum = x
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         y = first_tensor(output)

@@ -109,19 +109,12 @@ class DepthReport(Printed, WithDict):
                 yield f"tr {name[0]}", "trace by layer", name, part.trace, str
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the table's columns after the layer's number: heading -> one text a layer."""
+        """Return the table's columns: heading -> one text a layer."""
         L = len(self.blocks)
         return {column: tuple(map(write, entries[:L])) for column, _, _, entries, write in self._by_layer() if column}
 
     def plot(self, path: Path | str | None = None) -> Picture:
-        """Draw each quantity over the layers, in a panel of its own.
-
-        Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            InputError: The file cannot be written.
-        """
+        """Draw each quantity over the layers, in a panel of its own; ``path`` ends in ``.png``, ``.svg`` or ``.pdf``."""
         from hessiankit.curvature.plot_frame import over_layers, panels  # only here: Matplotlib
 
         quantities: dict[str, dict[str, list[float]]] = {}
@@ -321,9 +314,7 @@ def _teller(progress: Tell | None, memory: dict[str, int]) -> Callable[[str], Ca
 
 
 def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
-    """Return data of the forms of :func:`hessiankit.sharpness` as micro-batches; where ``labelled`` is False, without labels
-    too.
-    """
+    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; where ``labelled`` is False, without labels too."""
     check_name(WHO, "loss", loss, LOSSES)
     if target is None and not labelled:
         first = data if isinstance(data, Tensor) else None
@@ -341,10 +332,7 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
-    """Return booleans of the shape of a hidden state without its features: True where a token is not padding.
-
-    Read from ``attention_mask`` (1: a token) or ``key_padding_mask`` (True: padding) among the inputs, if it has that shape.
-    """
+    """Return booleans by token of a hidden state: False at padding, by an ``attention_mask`` or ``key_padding_mask``."""
     shape = state.shape[:-1]
     kwargs = arguments(batch.inputs)[1]
     for name, flip in (("attention_mask", False), ("key_padding_mask", True)):
@@ -379,9 +367,7 @@ SECOND = 3
 
 
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
-    micro-batch, which is run once; refuse what is not free.
-    """
+    """Return the bytes that each quantity holds beside the model, from a run of the largest micro-batch, if they are free."""
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
     with torch.enable_grad(), recording(blocks) as stream, saved:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.diagnostics.depth.blocks import WHO
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.lanczos import Product, RitzValue, lanczos
 
 T = TypeVar("T")
 BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
@@ -42,12 +43,10 @@ class JacobianProducts:
 
 
 class HessianProducts:
-    """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or of its Gauss-Newton part.
+    """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or (``"ggn"``) its Gauss-Newton part.
 
     H v = d/dtheta <g, v>, reverse over reverse. The Gauss-Newton part is J^T (L'' (J v)). The graph of a single micro-batch is
-    cached; with several, every product recomputes them.
-
-    The parameters of ``blocks`` require gradients; ``kind`` is ``"hessian"`` or ``"ggn"``.
+    cached; with several, every product recomputes them. The parameters of ``blocks`` require gradients.
     """
 
     def __init__(self, data: BatchedLoss, blocks: Sequence[Sequence[nn.Parameter]], kind: str) -> None:
@@ -135,9 +134,6 @@ def by_route(
     return autograd(), "autograd", why
 
 
-Product: TypeAlias = "Callable[[Tensor], Tensor]"
-
-
 @dataclass(frozen=True)
 class Measured:
     """A number with the standard error of its estimate: 0 where it is exact, NaN for a single probe.
@@ -175,10 +171,7 @@ class Estimator:
         return None if size <= self.exact_below else self.draws
 
     def largest_eigenvalue(self, product: Product, like: Tensor, shift: int = 0) -> RitzValue:
-        """Return the largest eigenvalue of the symmetric matrix of the products v -> H v, v of the shape (P,) of ``like``.
-
-        The first vector depends on seed + shift and the size only, not on device and dtype.
-        """
+        """Return the largest eigenvalue of H from the products v -> H v, v like ``like`` (P,); seed + shift choose the first."""
         generator = torch.Generator().manual_seed(self.seed + shift)
         start = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
         return replace(lanczos(product, start, tol=self.tol, most=self.products), vector=None)
@@ -191,10 +184,7 @@ class Estimator:
 
 
 def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:
-    """Yield the unit vectors (draws=None), or vectors of random signs, of the shape, dtype and device of ``like``.
-
-    The signs depend on the seed and the shape only, not on device and dtype.
-    """
+    """Yield the unit vectors (draws=None), or vectors of random signs, the same on every device, in the form of ``like``."""
     if draws is None:
         for k in range(like.numel()):
             unit = torch.zeros_like(like)
@@ -215,11 +205,8 @@ def mean_of(values: list[float], *, exact: bool) -> Measured:
     """
     if exact:
         return Measured(math.fsum(values))
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return Measured(mean, math.nan)
-    spread = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return Measured(mean, math.sqrt(spread / len(values)))
+    spread = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Measured(statistics.fmean(values), spread / math.sqrt(len(values)))
 
 
 def trace_of(product: Product, like: Tensor, draws: int | None, seed: int) -> Measured:

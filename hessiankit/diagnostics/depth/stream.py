@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.diagnostics.depth.blocks import Blocks, hooks, state_of
+from hessiankit.diagnostics.depth.blocks import Blocks, hidden_state, hooks
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -215,7 +215,7 @@ def removed(block: nn.Module) -> Iterator[None]:
     """Replace a block by the identity on its hidden state; further outputs stay."""
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        x = state_of(args, kwargs)[1]
+        x = hidden_state(args, kwargs)[1]
         return type(output)((x, *output[1:])) if type(output) in (tuple, list) else x
 
     with hooks([block], after=hook):

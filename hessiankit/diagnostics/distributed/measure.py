@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
-from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_forward, check_same_tensors, check_versions, common
 from hessiankit.diagnostics.distributed.sharded import is_sharded, labels_are_later, sharded_replicates, unwrapped
 from hessiankit.diagnostics.sharpness.batches import MicroBatch
 from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions

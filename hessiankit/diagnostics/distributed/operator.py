@@ -19,8 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, described
-from hessiankit.diagnostics.distributed.same_function import check_same_function, common
+from hessiankit.diagnostics.distributed.ranks import (
+    Ranks,
+    check_same_function,
+    check_same_tensors,
+    check_versions,
+    common,
+    described,
+)
 from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant

@@ -24,13 +24,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hessiankit.diagnostics.distributed.ranks import Ranks
-from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_forward, common
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
-from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
 from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, SquaredGradients
+from hessiankit.diagnostics.sharpness.replicate import Cotangents, Replicates, SquaredGradients, cotangents
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.engine.problem.calling import samples
 from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
