@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hessiankit.optim.guard import MODES, remember
 from hessiankit.optim.ratios import CAP, POWER, PRESETS, Ratio, by_type, measured_ratios
+from hessiankit.optim.steps import MODES, NAMES
 from hessiankit.partition import TYPES, Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -320,7 +320,7 @@ def blockwise_lr(
             )
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     for name, p in trainable:
-        remember(p, name)
+        NAMES[p] = name
     merged = _merged(groups, guard, one_each=optimizer == "adam_mini")
     return ParameterGroups(merged, title=f"{title}, base lr {lr:g}", frozen=frozen)
 
