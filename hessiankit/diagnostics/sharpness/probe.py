@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -132,8 +132,12 @@ def _single(batch: MicroBatch) -> MicroBatch:
 
 def _held(model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
     """Return the output, and the bytes that a backward pass needs."""
-    with torch.set_grad_enabled(backward), CountedGraph(model, keep=True) if backward else nullcontext() as graph:
-        return forward(model, batch).detach(), graph.bytes if graph else 0
+    if not backward:  # parameters may be spread over ranks, where there is no memory to look at
+        with torch.no_grad():
+            return forward(model, batch), 0
+    saved = CountedGraph(model, keep=True)
+    with saved:
+        return forward(model, batch).detach(), saved.bytes
 
 
 class CountedGraph(saved_tensors_hooks):
@@ -144,10 +148,6 @@ class CountedGraph(saved_tensors_hooks):
         self.bytes, self._keep = 0, keep
         own = (x.untyped_storage() for x in (*model.parameters(), *model.buffers()))
         self._seen = {storage.data_ptr(): StorageWeakRef(storage) for storage in own}
-
-    def __enter__(self) -> CountedGraph:
-        super().__enter__()
-        return self
 
     def _count(self, x: Tensor) -> Tensor | None:
         storage = x.untyped_storage()
