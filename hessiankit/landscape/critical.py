@@ -80,7 +80,7 @@ class CriticalSharpness(Printed, WithDict):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The critical sharpness of the two multiples between which the loss crosses its value at theta."""
+        """The critical sharpness of the multiples between which the loss crosses its value at theta."""
         return _over(2.0, self.lr * self.raising), self.sharpness
 
     def _headline(self) -> str:
@@ -179,15 +179,8 @@ def along_step(
 ) -> CriticalSharpness:
     """Return the curvature along an optimizer's next step.
 
-    Args:
-        who: What an error message starts with.
-        optimizer: The optimizer.
-        parameters: Its own, by name, in the order of a vector's entries.
-        gradient: (P,).
-        product: v (P,) -> H v.
-        loss_at: Displacement (P,), float64 -> the loss there.
-        groups: Name -> entries that are moved alone as well.
-        passes: Forward passes at most for each.
+    The ``parameters`` are the optimizer's own, in the order of the entries of ``gradient`` (P,); ``product`` is v (P,) -> H v;
+    ``loss_at`` takes a displacement (P,) in float64; ``groups`` are entries that are moved alone as well.
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
@@ -218,12 +211,8 @@ def along_step(
 def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float, float, int]:
     """Return the largest multiple at which something holds below the smallest at which it does not, and the tests taken.
 
-    0 and infinity without one.
-
-    Args:
-        holds: The test.
-        t: The first multiple; the second is larger or smaller by NEAR, further ones by 2.
-        most: Tests at most.
+    0 and infinity without one. The first multiple tested is t, the second is larger or smaller by NEAR, further ones by 2; there
+    are ``most`` tests at most.
 
     >>> low, high, taken = bracket(lambda t: t <= 3.0, 2.5, 9)
     >>> low <= 3.0 < high <= 1.01 * low, taken
@@ -243,9 +232,6 @@ def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], 
     """Return by how much an optimizer would move some parameters with a gradient (P,); neither it nor they change.
 
     Copies of the parameters take the step, by a copy of the optimizer with its state.
-
-    Raises:
-        InputError: Its step needs a closure, or fails.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)

@@ -91,13 +91,10 @@ class PreconditionedOperator(SymmetricOperator):
 
 
 def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
-    """Return the preconditioner that a user means.
+    """Return the preconditioner that a user asked for, in one of :data:`FORMS`.
 
-    Args:
-        who: What an error message starts with.
-        asked: One of :data:`FORMS`.
-        matrix: The operator that it is for, with ``slices`` and ``shapes`` where parameters have names.
-        module: Whose parameters an optimizer holds.
+    ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
+    parameters that an optimizer holds.
 
     Raises:
         InputError: It is none of these, has another size, or is not positive.

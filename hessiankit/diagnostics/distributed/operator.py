@@ -44,13 +44,10 @@ WHO = "hessian_operator"
 
 
 class DistributedOperator(HessianOperator):
-    """A :class:`hessiankit.HessianOperator` whose products are summed over the ranks; made by :func:`hessian_operator`.
+    """A :class:`hessiankit.HessianOperator` whose products are summed over the ``ranks``; made by :func:`hessian_operator`.
 
-    Every rank multiplies by the same vectors at the same time, and has the same product, bit for bit. It is checked that
-    the vectors are the same. ``loss`` and ``gradient`` are those of all the data.
-
-    Attributes:
-        ranks: The ranks that take part.
+    Every rank multiplies by the same vectors at the same time, which is checked, and has the same product, bit for bit.
+    ``loss`` and ``gradient`` are those of all the data.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ from hessiankit.support.errors import InputError
 
 
 def unwrapped(who: str, model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or the model itself.
-
-    Raises:
-        InputError: For the first generation of FSDP, whose flat parameters have lost their names.
-    """
+    """Return the module inside DistributedDataParallel, or the model itself; refuse FSDP's first generation."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
@@ -67,10 +63,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Module:
-    """Write the whole parameters and buffers of a sharded model into a plain replica of it, on every rank, and return that.
-
-    Its mode becomes the model's. Memory: on each rank the replica, and one whole parameter at a time beside it.
-    """
+    """Write the whole parameters, buffers and modes of a sharded model into a plain replica, on every rank, and return that."""
 
     def check() -> nn.Module:
         if replica is None:
@@ -89,13 +82,13 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
             )
         return replica
 
-    error = ranks.together(check)
-    targets = {**dict(error.named_parameters()), **dict(error.named_buffers())}
+    whole = ranks.together(check)
+    targets = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         targets[name].copy_(ranks.whole(value))
-    for copy, original in zip(error.modules(), model.modules(), strict=True):
+    for copy, original in zip(whole.modules(), model.modules(), strict=True):
         copy.training = original.training
-    return error
+    return whole
 
 
 def _shapes(model: nn.Module) -> dict[str, str]:
@@ -104,11 +97,7 @@ def _shapes(model: nn.Module) -> dict[str, str]:
 
 
 def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
-    """Return the replicates of the ranks' joint micro-batches, to every rank; their entries are gathered when they are read.
-
-    Memory on each rank: that of a training step with its own micro-batch, one whole parameter at a time, and with histograms
-    one number for each entry of its shards. Communication beside FSDP2's own: each draw's gradients, and a few numbers a step.
-    """
+    """Return the replicates of the ranks' joint micro-batches, to every rank; their entries are gathered when they are read."""
     began = time.perf_counter()
     draws = options.label_draws
     measured = ranks.together(lambda: measured_parts(model, options.parts))
