@@ -47,41 +47,38 @@ def sharpness(
 
     L = (1/N) sum_n -log p(y_n) over N terms, with every y_n drawn independently from the model's own softmax at temperature 1,
     and h = N grad L (.) grad L. The mean of h over the labels is the diagonal of the Fisher information of one term, which is
-    the Gauss-Newton matrix of the loss (sharpness-disparity/eq3, sharpness-disparity/fisher-is-gauss-newton). The forward pass
-    is done once for each micro-batch, and a draw costs one backward pass. h is squared in each micro-batch and then averaged,
-    with the numbers of terms as weights: the same mean, and a smaller variance the smaller the micro-batches are
-    (ours/eq3-micro-batches).
+    the Gauss-Newton matrix of the loss (sharpness-disparity/eq3, sharpness-disparity/fisher-is-gauss-newton). h is squared in
+    each micro-batch and then averaged, with the numbers of terms as weights: the same mean, and a smaller variance the smaller
+    the micro-batches are (ours/eq3-micro-batches). A micro-batch costs a forward pass, and a draw a backward pass.
 
     Args:
         model: Any module that maps inputs to logits: a tensor (B, ..., C), an object with ``.logits``, or a tuple that
             begins with them. It is in evaluation mode during the call; modes and ``.grad`` are left as they were. Frozen
             parameters are left out, and named in the report.
         data: Inputs, with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels``, as Hugging Face's
-            collators make it (logits at one place are compared with the label at the next one); or an iterable of
-            those. Sequences lie along axis 0.
+            collators make it; or an iterable of those. Sequences lie along axis 0.
         target: Labels of the shape of the logits without their last axis; -100 is not counted. With drawn labels, nothing
             else of them is used. For squared error a tensor of the output's shape.
         loss: ``"cross_entropy"``, or ``"mse"``, the mean of (f - y)^2 over all entries: y is then drawn from a Gaussian of
             variance 1/2 around f, whose Fisher information is the Gauss-Newton matrix (2 / N) J^T J.
-        draws: Draws of the labels; with one draw there is no standard error. A report of fewer than four, or of labels that are
-            nearly certain, says that its intervals are not sure.
+        draws: Draws of the labels; with one draw there is no standard error, and fewer than four give no sure intervals.
         seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
             the data are split.
         per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
             sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence
             (sharpness-disparity/eq3-b).
         kind: ``"fisher-mc"``; ``"fisher-empirical"``: the same with the labels of the data, which is no estimate of the Fisher
-            information (sharpness-disparity/eq3-labels) and depends on the micro-batches; or, exactly and for models small
-            enough for :func:`hessiankit.hessian_diagonal`, ``"ggn"``, which is ``"fisher"``, what infinitely many draws would
-            give, and ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of
-            draws and labels are then refused, and nothing depends on ``micro_batch``.
+            information (sharpness-disparity/eq3-labels); or, exactly and for models small enough for
+            :func:`hessiankit.hessian_diagonal`, ``"ggn"``, which is ``"fisher"``, what infinitely many draws would give, and
+            ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of draws and
+            labels are then refused.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
-            as the parameters, and on a small batch longer than a draw.
+            as the parameters.
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
-        shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
+        shift: Whether the labels of a mapping are compared one place later; None: as the model's own loss does.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
         exact: The same as ``kind="ggn"``.
         preconditioner: A diagonal P, for S in its metric, the mean of h / P: the torch optimizer that trains the model, or one

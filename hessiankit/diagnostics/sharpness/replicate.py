@@ -156,7 +156,7 @@ class Cotangents:
         softmax: The part that does not depend on the labels, of the output's shape: scale times the softmax of the logits, 0 in
             rows without a label; for squared error the output.
         rows: Rows of the output, flat, that have a label; None for squared error.
-        labels: (draws, rows): what was drawn for them; for squared error (draws, *output.shape), the residuals.
+        labels: (draws, rows); for squared error the residuals (draws, *output.shape).
         terms: How many terms the loss is the mean of; ``scale`` is 1 / sqrt(terms).
         sequences: How many sequences have a position that counts.
         unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
