@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating
 from hessiankit.diagnostics.sharpness.options import EXACT, WHO, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, read, replicates
+from hessiankit.diagnostics.sharpness.replicate import Replicates, SquaredGradients, read, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
@@ -148,20 +150,10 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     terms = tokens if options.per == "token" else sequences
     diagonal = measured.in_metric(measured.in_metric({name: x * (tokens / terms) for name, x in diagonal.items()}))
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
-    return Replicates(
-        parts=measured.parts,
-        values=torch.tensor(values, dtype=torch.float64, device="cpu").reshape(1, 1, -1),
-        terms=torch.tensor([terms], device="cpu"),
-        squared_norms=measured.squared_norms(),
-        rows={name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
-        seen=looked_up,
-        entries={name: x * terms for name, x in diagonal.items()} if options.histograms else {},
-        sequences=sequences,
-        per=options.per,
-        loss=options.loss,
-        kind=kind,
-        seed=0,
-        frozen=measured.frozen,
-        seconds=time.perf_counter() - start,
-        metric=measured.metric,
-    )
+    sums = SquaredGradients(measured, options)
+    sums.begin(terms, sequences, math.inf)
+    sums.values = [torch.tensor([values], dtype=torch.float64, device="cpu")]
+    sums.rows = {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up}
+    sums.entries = {name: x * terms for name, x in diagonal.items()} if options.histograms else {}
+    sums.unused.clear()
+    return replace(sums.replicates(looked_up, start), kind=kind, seed=0)

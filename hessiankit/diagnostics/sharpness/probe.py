@@ -34,26 +34,22 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
             if not isinstance(module, (nn.Embedding, TokenEmbedding)):
                 continue
             tables = {letter: p for letter, p in module.named_parameters(recurse=False) if id(p) in own}
-            for p in tables.values():
-                seen[own[id(p)]] = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
-            masks = {letter: seen[own[id(p)]] for letter, p in tables.items()}
+            masks = {letter: torch.zeros(p.shape[0], dtype=torch.bool, device=p.device) for letter, p in tables.items()}
+            seen |= {own[id(p)]: masks[letter] for letter, p in tables.items()}
+
+            def mark(_: nn.Module, inputs: tuple[Any, ...], masks: dict[str, Tensor] = masks) -> None:
+                ids = inputs[0] if inputs else None
+                tokens, positions = masks.get("W_E", masks.get("weight")), masks.get("P")
+                if not isinstance(ids, Tensor) or ids.is_floating_point():
+                    return
+                if tokens is not None and ids.numel() and int(ids.min()) >= 0 and int(ids.max()) < tokens.numel():
+                    tokens[ids.reshape(-1).long()] = True
+                if positions is not None and ids.ndim:
+                    positions[: ids.shape[-1]] = True
+
             if masks:
-                mark = _marking(masks.get("W_E", masks.get("weight")), masks.get("P"))
                 hooks.callback(module.register_forward_pre_hook(mark).remove)
         yield seen
-
-
-def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
-    def mark(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        ids = inputs[0] if inputs else None
-        if not isinstance(ids, Tensor) or ids.is_floating_point():
-            return
-        if tokens is not None and ids.numel() and int(ids.min()) >= 0 and int(ids.max()) < tokens.numel():
-            tokens[ids.reshape(-1).long()] = True
-        if positions is not None and ids.ndim:
-            positions[: ids.shape[-1]] = True
-
-    return mark
 
 
 def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
