@@ -81,7 +81,7 @@ def hooks(
 
 
 @dataclass
-class Call:
+class ModuleCall:
     """One call of a module: the hidden states that it took and returned, None without one."""
 
     module: nn.Module
@@ -90,12 +90,12 @@ class Call:
 
 
 @contextmanager
-def watching(modules: Iterable[nn.Module]) -> Iterator[list[Call]]:
+def watching(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
     """Record the calls of the modules inside, in the order in which they begin."""
-    calls: list[Call] = []
+    calls: list[ModuleCall] = []
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append(Call(module, hidden_state(args, kwargs)[1]))
+        calls.append(ModuleCall(module, hidden_state(args, kwargs)[1]))
 
     def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         last = next((call for call in reversed(calls) if call.module is module and call.y is None), None)
@@ -165,7 +165,7 @@ def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
     return Blocks("blocks", tuple(names[id(m)] for m in chosen), tuple(chosen))
 
 
-def _fault(chain: Blocks, calls: Sequence[Call]) -> str | None:
+def _fault(chain: Blocks, calls: Sequence[ModuleCall]) -> str | None:
     """Return why modules are no chain of blocks, or None where they are one."""
     order, before = -1, None
     for k, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
@@ -186,7 +186,7 @@ def _is_same(a: Tensor, b: Tensor | None) -> bool:
     return a is b or (b is not None and a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all()))
 
 
-def _chains(name: str, container: nn.Module, calls: Sequence[Call]) -> list[Blocks]:
+def _chains(name: str, container: nn.Module, calls: Sequence[ModuleCall]) -> list[Blocks]:
     """Return the whole list if it is a chain, else its longest run of modules of one class that is."""
 
     def chain(children: Iterable[tuple[str, nn.Module]]) -> Blocks:
@@ -278,10 +278,10 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
         for block in blocks.modules:
             calls = stack.enter_context(watching(block.children()))
 
-            def before(*_: Any, calls: list[Call] = calls) -> None:
+            def before(*_: Any, calls: list[ModuleCall] = calls) -> None:
                 calls.clear()  # those of another block that shares the children
 
-            def after(block: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[Call] = calls) -> None:
+            def after(block: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[ModuleCall] = calls) -> None:
                 x = hidden_state(args, kwargs)[1]
                 assert x is not None
                 own = [call for call in calls if call.y is None or call.y.shape == x.shape]
@@ -292,7 +292,7 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
         yield middles
 
 
-def _residual_sum(x: Tensor, calls: Sequence[Call]) -> Tensor | None:
+def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
     """Return the first input of a child that is x plus the output of an earlier child."""
     for k, call in enumerate(calls):
         if call.x is None or call.x.shape != x.shape:
@@ -303,7 +303,7 @@ def _residual_sum(x: Tensor, calls: Sequence[Call]) -> Tensor | None:
     return None
 
 
-def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[Call]) -> Tensor | None:
+def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
     """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
     outputs = {
         name: iter([call.y for call in calls if call.module is child and call.y is not None])
