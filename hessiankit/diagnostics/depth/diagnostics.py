@@ -37,7 +37,7 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
-from hessiankit.support.progress import Tell
+from hessiankit.support.progress import Tell, silent
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 
@@ -238,7 +238,10 @@ def depth_diagnostics(
             stack = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
         _require_gradients(model, wanted=True)
         memory = expected_memory(batched, stack, chosen)
-        tell = _teller(progress, memory)
+
+        def tell(name: str) -> Callable[[int, int], None]:
+            return partial(progress or silent, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
+
         stream, angles = _stream(batched, stack, chosen, tokens, tell)
         drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in chosen else None
         parameters = stack.parameters(model)
@@ -305,12 +308,6 @@ def _stream(
 def _require_gradients(model: nn.Module, *, wanted: bool) -> None:
     for p in model.parameters():
         p.requires_grad_(wanted and p.is_floating_point())
-
-
-def _teller(progress: Tell | None, memory: dict[str, int]) -> Callable[[str], Callable[[int, int], None]]:
-    if progress is None:
-        return lambda name: lambda done, total: None
-    return lambda name: partial(progress, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
 
 
 def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:

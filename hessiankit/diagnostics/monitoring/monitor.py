@@ -347,13 +347,12 @@ def bare(model: nn.Module) -> nn.Module:
     >>> bare(nn.DataParallel(layer)) is layer
     True
     """
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        model = inner
+        parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return model
 
 
 def _check_whole(model: nn.Module) -> None:

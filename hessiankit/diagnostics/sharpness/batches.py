@@ -164,9 +164,7 @@ class BatchedLoss:
     def evaluate(self) -> tuple[float, float | None]:
         """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit."""
         loss = right = terms = 0.0
-        for batch in self.batches:
-            out = self.output(batch)
-            target = self.target(batch, out)
+        for _, out, target in self._runs():
             loss += float(self.summed(out.double() if out.device.type != "mps" else out, target))
             terms += self.count(target)
             if self.loss == "cross_entropy":
@@ -177,9 +175,7 @@ class BatchedLoss:
     def gradient(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return the gradient of the mean loss with respect to each parameter; zeros where it does not depend on one."""
         sums, terms = [torch.zeros_like(p) for p in parameters], 0.0
-        for batch in self.batches:
-            out = self.output(batch)
-            target = self.target(batch, out)
+        for _, out, target in self._runs():
             terms += self.count(target)
             slopes = torch.autograd.grad(self.summed(out, target), parameters, allow_unused=True) if parameters else ()
             for total, slope in zip(sums, slopes, strict=True):
@@ -191,9 +187,14 @@ class BatchedLoss:
     @torch.no_grad()
     def pairs(self) -> list[tuple[Any, Tensor]]:
         """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each."""
-        laid = [(batch.inputs, self.target(batch, self.output(batch))) for batch in self.batches]
+        laid = [(batch.inputs, target) for batch, _, target in self._runs()]
         self._check_terms(sum(self.count(target) for _, target in laid))
         return laid
+
+    def _runs(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        for batch in self.batches:
+            out = self.output(batch)
+            yield batch, out, self.target(batch, out)
 
     def _check_terms(self, terms: float) -> None:
         if not terms:

@@ -14,7 +14,7 @@ from hessiankit.curvature.structures import DiagonalBlock
 from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.progress import Tell
+from hessiankit.support.progress import Tell, silent
 
 WHO = "sharpness"
 LOSSES = ("cross_entropy", "mse")
@@ -56,8 +56,7 @@ class SharpnessOptions:
 
     def tell(self, step: int, draw: int, steps: int) -> None:
         """Report a draw of a micro-batch as done."""
-        if self.progress is not None:
-            self.progress("sharpness: draws", step * self.label_draws + draw + 1, steps * self.label_draws)
+        (self.progress or silent)("sharpness: draws", step * self.label_draws + draw + 1, steps * self.label_draws)
 
 
 @dataclass(frozen=True, eq=False)
