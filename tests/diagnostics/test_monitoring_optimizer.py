@@ -125,10 +125,10 @@ def test_a_share_of_the_time_is_kept_at_every_measurement_and_the_last(tmp_path,
 
 
 def test_what_fits_is_measured_and_what_is_dear_gets_its_turn(tmp_path, monkeypatch) -> None:
-    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.1], "norms": [0.2], "eigenvalue": [6.0, 4.0]})
+    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.1], "norms": [0.2], "spectrum": [6.0, 4.0]})
     assert max(clock.run(400)) <= 0.25
     records = MonitorLog.read(tmp_path / "run.jsonl").records
-    turns = [record["step"] for record in records if "eigenvalue" in record]
+    turns = [record["step"] for record in records if "spectrum" in record]
     assert len(turns) >= 10
     assert max(b - a for a, b in pairwise(turns[3:])) < 40
     assert sum("loss" in record for record in records) > 300
