@@ -14,13 +14,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch import Tensor, nn
 
-from figures._kit import MACHINE, write_json
+import hessiankit as hk
+from figures._kit import INK, MACHINE, TYPE_COLOURS, name_ends, write_json
 from hessiankit.cli.text import load_text
-from hessiankit.diagnostics.monitoring import Monitor
+from hessiankit.curvature.plot_frame import panels
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
+from hessiankit.diagnostics.monitoring.log import BLUE, LINE, PANELS, VERMILION, over_steps
 from hessiankit.support.environment import environment
 from hessiankit.support.torch_state import preserved_random_states
 
@@ -58,6 +63,56 @@ def model_of(settings: Settings) -> nn.Module:
         return GPT2LMHeadModel(config)
 
 
+def eigenvalues(model: nn.Module, batches: list[Any], step: int) -> dict[str, Any]:
+    """Return the two largest and the two smallest eigenvalues of the loss's Hessian, and whether they have converged."""
+    ends = hk.spectrum(model, batches, loss="cross_entropy", k=2, directions=4, steps=30)
+    return {"eigenvalues": ends.eigenvalues.tolist(), "residuals": ends.residuals.tolist(), "converged": ends.converged}
+
+
+def cosines(model: nn.Module, batches: list[Any], step: int) -> dict[str, float]:
+    """Return the cosine of each approximation's step with the natural step of the exact Gauss-Newton matrix."""
+    exact: dict[str, Any] = {"loss": "cross_entropy", "against": "ggn"}
+    report = hk.approximations(model, batches, **exact, of=APPROXIMATIONS, products=20).to_dict()["approximations"]
+    return {name: one["step_cosine"] for name, one in report.items()}
+
+
+def eigenvalue_panel(axes: Axes, log: MonitorLog) -> None:
+    """Draw the largest and the smallest eigenvalues; hollow where their residuals have not converged."""
+    over_steps(axes, log, "eigenvalues of the Hessian")
+    values = log.series("spectrum", "eigenvalues")
+    converged = np.array([bool(x) for x in log.entries("spectrum", "converged")])
+    for of_one in values.T:
+        colour = VERMILION if np.nanmin(of_one) < 0 else BLUE
+        axes.plot(log.steps, of_one, color=colour, linewidth=0.8)
+        for there, face in ((converged, colour), (~converged, "white")):
+            axes.plot(log.steps[there], of_one[there], "o", color=colour, markerfacecolor=face, markersize=2.5)
+    axes.axhline(0.0, color=INK, linewidth=0.6)
+    axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
+
+
+def cosine_panel(axes: Axes, log: MonitorLog) -> None:
+    """Draw the cosine of each approximation's step with the natural step."""
+    over_steps(axes, log, "cosine with the natural step")
+    ends = {}
+    names = next(list(x) for x in log.entries("approximations") if x)
+    for name, colour in zip(names, TYPE_COLOURS.values(), strict=False):
+        value = log.series("approximations", name)
+        there = np.isfinite(value)
+        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **LINE)
+        if there.any():
+            ends[name] = (float(value[there][-1]), colour)
+    name_ends(axes, ends)
+
+
+def draw_log(log: MonitorLog, path: Path, title: str) -> None:
+    """Draw what every monitor measures, and the two measurements of this run after the loss."""
+    drawn = [panel for keys, panel in PANELS if log.has(*keys)]
+    drawn[3:3] = [eigenvalue_panel, cosine_panel]
+    with panels(NAME, len(drawn), title, path) as (_, every):
+        for axes, panel in zip(every, drawn, strict=True):
+            panel(axes, log)
+
+
 def trained(settings: Settings, path: Path | None) -> tuple[Tensor, float]:
     """Train, with a monitor that writes to ``path`` if there is one; return all parameters and the seconds taken."""
     text, held_out = load_text("stdlib"), load_text("stdlib", split="validation")
@@ -67,8 +122,8 @@ def trained(settings: Settings, path: Path | None) -> tuple[Tensor, float]:
     if path is not None:
         path.unlink(missing_ok=True)
         monitor = Monitor(
-            model, data, path, every=settings.every, log_spaced=True, depth=("variance", "angles", "drop"), spectrum=2,
-            approximations=APPROXIMATIONS, share=settings.share,
+            model, data, path, every=settings.every, log_spaced=True, depth=("variance", "angles", "drop"), share=settings.share,
+            own={"spectrum": eigenvalues, "approximations": cosines},
         )  # fmt: skip
     optimizer, order = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate), torch.Generator().manual_seed(0)
     start = time.perf_counter()
@@ -108,5 +163,5 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     print(f"  {measuring:.1f} s of {seconds:.1f} s were measurements ({measuring / seconds:.0%}), at {len(log)} steps")
     print(f"  seconds of the last measurement: {', '.join(f'{k} {v:.1f}' for k, v in last['seconds'].items())}")
     picture = out / f"{NAME}{suffix}"
-    log.plot(picture, title=f"GPT-2 from a config, {plain.numel():,} parameters, {settings.steps} steps")
+    draw_log(log, picture, f"GPT-2 from a config, {plain.numel():,} parameters, {settings.steps} steps")
     return [picture, path, write_json(out / f"{NAME}.json", about)]

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.optimizer_states import unwrapped
+from hessiankit.landscape.slices import loss_around
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -80,7 +80,7 @@ class CriticalSharpness(Printed, WithDict):
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The critical sharpness of the two multiples between which the loss crosses its value at theta."""
+        """The critical sharpness of the multiples between which the loss crosses its value at theta."""
         return _over(2.0, self.lr * self.raising), self.sharpness
 
     def _headline(self) -> str:
@@ -159,16 +159,11 @@ def critical_sharpness(
     tasks, factors = gather(module, inputs, target, loss, params, **options)
     operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
     groups = {} if by is None else groups_of(by, operator, module)
-    first = tasks[0]
-
-    def loss_at(moved: Tensor) -> float:
-        steps = {name: moved[rows].reshape(operator.shapes[name]) for name, rows in operator.slices.items()}
-        at = {name: (p.double() + steps[name]).to(p.dtype) for name, p in first.parameters.items()}
-        return math.fsum(w * own_value(task, at) for task, w in zip(tasks, factors, strict=True))
-
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_at, groups, passes)
+        search = along_step(
+            WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(tasks, factors), groups, passes
+        )
     return replace(search, seconds=time.perf_counter() - start)
 
 
@@ -184,18 +179,8 @@ def along_step(
 ) -> CriticalSharpness:
     """Return the curvature along an optimizer's next step.
 
-    Args:
-        who: What an error message starts with.
-        optimizer: The optimizer.
-        parameters: Name -> the optimizer's own parameter, in the order of a vector's entries.
-        gradient: (P,).
-        product: v (P,) -> H v.
-        loss_at: Displacement (P,), float64 -> the loss there.
-        groups: Name -> entries that are moved alone as well.
-        passes: Forward passes at most for each.
-
-    Raises:
-        InputError: There are fewer than two passes, or the step is zero or not finite.
+    The ``parameters`` are the optimizer's own, in the order of the entries of ``gradient`` (P,); ``product`` is v (P,) -> H v;
+    ``loss_at`` takes a displacement (P,) in float64; ``groups`` are entries that are moved alone as well.
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
@@ -226,12 +211,8 @@ def along_step(
 def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float, float, int]:
     """Return the largest multiple at which something holds below the smallest at which it does not, and the tests taken.
 
-    0 and infinity without one.
-
-    Args:
-        holds: The test.
-        t: The first multiple; the second is larger or smaller by NEAR, further ones by 2.
-        most: Tests at most.
+    0 and infinity without one. The first multiple tested is t, the second is larger or smaller by NEAR, further ones by 2; there
+    are ``most`` tests at most.
 
     >>> low, high, taken = bracket(lambda t: t <= 3.0, 2.5, 9)
     >>> low <= 3.0 < high <= 1.01 * low, taken
@@ -251,9 +232,6 @@ def next_step(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], 
     """Return by how much an optimizer would move some parameters with a gradient (P,); neither it nor they change.
 
     Copies of the parameters take the step, by a copy of the optimizer with its state.
-
-    Raises:
-        InputError: Its step needs a closure, or fails.
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)

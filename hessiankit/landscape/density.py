@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from scipy.special import ndtri, stdtrit
@@ -37,16 +37,16 @@ class SpectralMeasure:
     Attributes:
         size: P, the number of all eigenvalues.
         located: Eigenvalues that count once each, (n,).
-        nodes: Of each direction, (s, m), float64.
-        weights: Theirs, (s, m), 0 where there is no node; every row sums to 1. s = 0 where all eigenvalues are located.
         eps: Relative rounding error of a product.
+        nodes: Of each direction, (s, m), float64; s = 0 where all eigenvalues are located.
+        weights: Theirs, (s, m), 0 where there is no node; every row sums to 1.
     """
 
     size: int
     located: Tensor
-    nodes: Tensor
-    weights: Tensor
     eps: float
+    nodes: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64, device="cpu"))
+    weights: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64, device="cpu"))
 
     @property
     def scale(self) -> float:

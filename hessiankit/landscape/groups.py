@@ -20,12 +20,10 @@ BY = ("parameter", "layer", "type")
 
 
 def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
-    """Return the rows of each group, ascending.
+    """Return the rows of each group in an operator, ascending.
 
-    Args:
-        by: One of :data:`BY`; group -> names, patterns or slices; or name -> group.
-        operator: Whose rows they are: an operator with the slices and shapes of named parameters, or one without.
-        module: Whose block types and layers are meant.
+    ``by`` is one of :data:`BY`, whose types and layers are those of the module; or group -> names, patterns or slices; or
+    name -> group.
 
     Raises:
         InputError: A name is not known, a group is empty, or the operator has no named parameters.

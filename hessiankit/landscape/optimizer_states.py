@@ -104,76 +104,6 @@ READERS: dict[type[Optimizer], Reader] = {
 }  # fmt: skip
 
 
-class OptimizerState(NamedTuple):
-    """What an optimizer's state says of a vector of parameters.
-
-    Attributes:
-        name: Of the optimizer's class.
-        scale: The diagonal of P^(-1/2), (P,).
-        lr: The largest learning rate.
-        threshold: The smallest 2 / (lr K) of an entry; where others have larger ones, their P is multiplied by the quotient.
-        rule: The threshold in words.
-        notes: What the eigenvalues do not contain.
-    """
-
-    name: str
-    scale: Tensor
-    lr: float
-    threshold: float
-    rule: str
-    notes: tuple[str, ...]
-
-
-@torch.no_grad()
-def read_state(who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor]) -> OptimizerState:
-    """Return the metric of an optimizer in the entries of some parameters, which are recognised by identity.
-
-    Args:
-        who: What an error message starts with.
-        optimizer: After one step or more, except that SGD needs none.
-        parameters: Name -> parameter, in the order of the entries.
-
-    Raises:
-        InputError: The optimizer's metric is not known, or it does not move a parameter, or has not yet.
-
-    >>> layer = torch.nn.Linear(1, 1)
-    >>> found = read_state("example", SGD(layer.parameters(), lr=0.5, momentum=0.9), dict(layer.named_parameters()))
-    >>> found.scale.tolist(), round(found.threshold, 6), found.rule
-    ([1.0, 1.0], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
-    """
-    name, reader = type(optimizer).__name__, _reader(who, optimizer)
-    places = {id(p): (group, k) for group in optimizer.param_groups for k, p in enumerate(group["params"])}
-    metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
-    largest, decays = 0.0, dict[tuple[float, bool], None]()
-    for of, p in parameters.items():
-        group, k = places.get(id(p), ({}, 0))
-        if not group:
-            raise InputError(f"{who}: {name} does not hold the parameter {of!r}; pass params=[...] with those that it moves")
-        if group.get("maximize"):
-            raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
-        state = optimizer.state.get(p, {})
-        if reader is not sgd and not float(state.get("step", 0)):
-            raise InputError(
-                f"{who}: {name} has moved {of!r} by no step, so its state holds no metric yet; take one, or leave it out with "
-                "params=[...]"
-            )
-        metric, factors, lr = reader(p, state, group), torch.ones_like(p), float(group["lr"])
-        if k < len(cuts := group.get("slices", ())):  # of hessiankit.blockwise_lr
-            for piece in cuts[k]["pieces"]:
-                factors.narrow(cuts[k]["axis"], piece["start"], piece["stop"] - piece["start"]).mul_(piece["factor"])
-        metrics.append((metric, lr * metric.response / 2, factors))
-        largest = max(largest, lr * float(factors.max()))
-        if decay := float(group.get("weight_decay", 0.0)):
-            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (AdamW, Adafactor)))
-            decays[decay, bool(decoupled)] = None
-    if not largest > 0:
-        raise InputError(f"{who}: the learning rate of {name} is {largest:g}, and nothing moves; set one above 0")
-    fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in metrics)
-    scales = [(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in metrics]
-    notes = tuple(_said(decay, decoupled) for decay, decoupled in decays)
-    return OptimizerState(name, torch.cat(scales), largest, 1 / fastest, rule, notes)
-
-
 def waits(optimizer: Optimizer, *, for_state: bool = True) -> str:
     """Return why an optimizer has no step or metric now: a schedule is at rate 0, or it has taken no step; empty if it has."""
     if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
@@ -189,13 +119,14 @@ def unwrapped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
-def _said(decay: float, decoupled: bool) -> str:
+def decay_note(decay: float, decoupled: bool) -> str:
+    """Return what the eigenvalues do not contain of a weight decay."""
     if decoupled:
         return f"without the weight decay: every step also shrinks parameters by {decay:g} lr"
     return f"without the weight decay, which adds {decay:g} to the Hessian's diagonal"
 
 
-def _reader(who: str, optimizer: Optimizer) -> Reader:
+def reader_of(who: str, optimizer: Optimizer) -> Reader:
     """Return the reader of an optimizer's class or of one that it derives from without a step of its own."""
     kind = type(optimizer)
     for known, reader in READERS.items():

@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adafactor, AdamW, Optimizer
 
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.structures import DiagonalBlock, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.landscape.optimizer_states import read_state, unwrapped
+from hessiankit.landscape.optimizer_states import Metric, decay_note, reader_of, sgd, unwrapped
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed
@@ -91,13 +91,10 @@ class PreconditionedOperator(SymmetricOperator):
 
 
 def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | None = None) -> Preconditioner:
-    """Return the preconditioner that a user means.
+    """Return the preconditioner that a user asked for, in one of :data:`FORMS`.
 
-    Args:
-        who: What an error message starts with.
-        asked: One of :data:`FORMS`.
-        matrix: The operator that it is for, with ``slices`` and ``shapes`` where parameters have names.
-        module: Whose parameters an optimizer holds.
+    ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
+    parameters that an optimizer holds.
 
     Raises:
         InputError: It is none of these, has another size, or is not positive.
@@ -123,15 +120,56 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
     return Preconditioner("diagonal", _diagonal(values.rsqrt()))
 
 
+@torch.no_grad()
 def optimizer_preconditioner(
     who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
-    """Return the metric of an optimizer in the entries of some parameters; see :func:`read_state`."""
-    state = read_state(who, unwrapped(optimizer), parameters)
-    if not bool(torch.isfinite(state.scale).all()):
-        raise InputError(f"{who}: {state.name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
-    root = _diagonal(state.scale.to(device, dtype))
-    return Preconditioner(state.name, root, state.lr, state.threshold, state.rule, state.notes)
+    """Return the metric of an optimizer in the entries of some parameters, which are recognised by identity.
+
+    Raises:
+        InputError: The optimizer's metric is not known, or not positive; or it does not move a parameter, or has not yet.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> descent = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9)
+    >>> of = {"dtype": torch.float32, "device": torch.device("cpu")}
+    >>> P = optimizer_preconditioner("example", descent, dict(layer.named_parameters()), **of)
+    >>> P.root.to_matrix().tolist(), round(P.threshold, 6), P.rule
+    ([[1.0, 0.0], [0.0, 1.0]], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
+    """
+    optimizer = unwrapped(optimizer)
+    name, reader = type(optimizer).__name__, reader_of(who, optimizer)
+    places = {id(p): (group, k) for group in optimizer.param_groups for k, p in enumerate(group["params"])}
+    metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
+    largest, decays = 0.0, dict[tuple[float, bool], None]()
+    for of, p in parameters.items():
+        group, k = places.get(id(p), ({}, 0))
+        if not group:
+            raise InputError(f"{who}: {name} does not hold the parameter {of!r}; pass params=[...] with those that it moves")
+        if group.get("maximize"):
+            raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
+        state = optimizer.state.get(p, {})
+        if reader is not sgd and not float(state.get("step", 0)):
+            raise InputError(
+                f"{who}: {name} has moved {of!r} by no step, so its state holds no metric yet; take one, or leave it out with "
+                "params=[...]"
+            )
+        metric, factors, lr = reader(p, state, group), torch.ones_like(p), float(group["lr"])
+        if k < len(cuts := group.get("slices", ())):  # of hessiankit.blockwise_lr
+            for piece in cuts[k]["pieces"]:
+                factors.narrow(cuts[k]["axis"], piece["start"], piece["stop"] - piece["start"]).mul_(piece["factor"])
+        metrics.append((metric, lr * metric.response / 2, factors))
+        largest = max(largest, lr * float(factors.max()))
+        if decay := float(group.get("weight_decay", 0.0)):
+            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (AdamW, Adafactor)))
+            decays[decay, bool(decoupled)] = None
+    if not largest > 0:
+        raise InputError(f"{who}: the learning rate of {name} is {largest:g}, and nothing moves; set one above 0")
+    fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in metrics)
+    root = torch.cat([(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in metrics])
+    if not bool(torch.isfinite(root).all()):
+        raise InputError(f"{who}: {name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
+    notes = tuple(decay_note(decay, decoupled) for decay, decoupled in decays)
+    return Preconditioner(name, _diagonal(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
 
 
 def _diagonal(values: Tensor) -> StructuredOperator:

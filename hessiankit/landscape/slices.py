@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -257,9 +258,9 @@ def loss_slices(
     steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
-    slices = []
+    slices, loss_of = [], loss_around(tasks, factors)
     for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
-        losses = _Around(tasks, factors, d.unsqueeze(1))
+        losses = _along(loss_of, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
         slope, curvature = float(slopes[k]), float(curvatures[k, k])
         holds = _model(losses, slope, curvature, tolerance, ROUNDING * eps)
@@ -267,11 +268,11 @@ def loss_slices(
         radius = min(extent for extent, _ in sides)
         bounded = any(over and extent == radius for extent, over in sides)
         slices.append(LossSlice(name, steps, values, slope, curvature, float(d.norm()), tolerance, radius, bounded))
-    whole = _plane(_Around(tasks, factors, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
+    whole = _plane(_along(loss_of, D), steps, slopes.cpu(), curvatures.cpu()) if plane else None
     return LossSlices(tuple(slices), whole, notes, time.perf_counter() - start)
 
 
-def _plane(losses: _Around, t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
+def _plane(losses: Callable[..., float], t: Tensor, slopes: Tensor, curvatures: Tensor) -> LossPlane:
     values = torch.tensor([[losses(float(a), float(b)) for b in t] for a in t], dtype=torch.float64, device="cpu")
     at = torch.stack(torch.meshgrid(t, t, indexing="ij"), dim=-1)
     quadratic = losses(0.0, 0.0) + at @ slopes + 0.5 * torch.einsum("ija,ab,ijb->ij", at, curvatures, at)
@@ -285,23 +286,30 @@ def _span(span: Any) -> tuple[float, float]:
     return float(span[0]), float(span[1])
 
 
-class _Around:
-    """The loss at theta + sum_k t_k d_k, by the module's own call."""
+def loss_around(tasks: list[Task], factors: list[float]) -> Callable[[Tensor], float]:
+    """Return the function d (P,), float64 -> the loss at theta + d, by the module's own call."""
+    first = tasks[0]
 
-    def __init__(self, tasks: list[Task], factors: list[float], D: Tensor) -> None:
-        self.tasks, self.factors, self.D = tasks, factors, D.double()
-        self.known: dict[tuple[float, ...], float] = {}
+    def loss(d: Tensor) -> float:
+        moved = {name: d[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
+        at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
+        return math.fsum(w * own_value(task, at) for task, w in zip(tasks, factors, strict=True))
 
-    def __call__(self, *t: float) -> float:
-        if t not in self.known:
-            step, first = self.D @ self.D.new_tensor(t), self.tasks[0]
-            moved = {name: step[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
-            at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
-            value = math.fsum(w * own_value(task, at) for task, w in zip(self.tasks, self.factors, strict=True))
-            if not math.isfinite(value):
-                raise InputError(f"{WHO}: the loss at t={', '.join(f'{x:.4g}' for x in t)} is {value}; pass a smaller span")
-            self.known[t] = value
-        return self.known[t]
+    return loss
+
+
+def _along(loss: Callable[[Tensor], float], D: Tensor) -> Callable[..., float]:
+    """Return the function t_1, t_2, ... -> the loss at theta + sum_k t_k d_k, computed once for each t."""
+    D = D.double()
+
+    @cache
+    def losses(*t: float) -> float:
+        value = loss(D @ D.new_tensor(t))
+        if not math.isfinite(value):
+            raise InputError(f"{WHO}: the loss at t={', '.join(f'{x:.4g}' for x in t)} is {value}; pass a smaller span")
+        return value
+
+    return losses
 
 
 def _model(

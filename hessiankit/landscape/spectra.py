@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,6 +50,8 @@ class SpectrumPlan:
     most: int
     seed: int
     method: str
+    kind: str
+    loss: float
 
     def of(self, size: int) -> SpectrumPlan:
         """Return the plan for a block of that size, with the method chosen."""
@@ -170,27 +172,27 @@ def spectrum(
     if k > size:
         raise InputError(f"{WHO}: k={k} and bottom={bottom} of {size} eigenvalues; expected no more in all")
     plan = SpectrumPlan(
-        k,
-        bottom,
-        directions,
-        steps,
-        TOLERANCE.get(matrix.torch_dtype, 1e-4) if tol is None else tol,
-        max(500, 40 * (k + bottom)) if max_products is None else max_products,
-        seed,
-        method,
+        top=k,
+        bottom=bottom,
+        directions=directions,
+        steps=steps,
+        tol=TOLERANCE.get(matrix.torch_dtype, 1e-4) if tol is None else tol,
+        most=max(500, 40 * (k + bottom)) if max_products is None else max_products,
+        seed=seed,
+        method=method,
+        kind=kind,
+        loss=float(getattr(operator, "loss", math.nan)),
     )
     model = module if isinstance(module, nn.Module) else None
     groups = {} if by is None else groups_of(by, operator, model)
     P = None if preconditioner is None else preconditioner_of(WHO, preconditioner, matrix, model)
-    point = float(getattr(operator, "loss", math.nan))
     with progress_bar() if progress else nullcontext(silent) as tell:
-        result = _in_metric("whole", matrix, P, plan, tell)
+        result = _spectrum("whole", matrix, P, plan, tell)
         blocks = {
-            name: _in_metric(f"block {name}", SubOperator(matrix, rows, rows), P and P.of(rows), plan, tell)
+            name: _spectrum(f"block {name}", SubOperator(matrix, rows, rows), P and P.of(rows), plan, tell)
             for name, rows in groups.items()
         }
-    named = {name: replace(block, kind=kind, loss=point) for name, block in blocks.items()}
-    return replace(result, kind=kind, loss=point, groups=named, seconds=time.perf_counter() - start)
+    return replace(result, groups=blocks, seconds=time.perf_counter() - start)
 
 
 def _check(k: int, bottom: int | None, directions: int, steps: int, method: str, tol: float | None, most: int | None) -> None:
@@ -217,36 +219,21 @@ def _operator(module: Any, inputs: Any, target: Any, **options: Any) -> LinearOp
     return hessian_operator(module, inputs, target, **options)
 
 
-def _in_metric(name: str, matrix: TensorOperator, P: Preconditioner | None, plan: SpectrumPlan, tell: Tell) -> Spectrum:
-    return replace(_one(name, matrix if P is None else PreconditionedOperator(matrix, P), plan, tell), preconditioner=P)
-
-
-def _one(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> Spectrum:
-    """Return the spectrum of one matrix."""
+def _spectrum(name: str, matrix: TensorOperator, P: Preconditioner | None, plan: SpectrumPlan, tell: Tell) -> Spectrum:
+    """Return the spectrum of one matrix, in the metric of P where there is one."""
     start = time.perf_counter()
-    eps = torch.finfo(matrix.torch_dtype).eps
-    plan = plan.of(matrix.shape[0])
-    if plan.method == "full":
-        return _full(matrix, plan, eps, start)
-    wanted, size = plan.top + plan.bottom, matrix.shape[0]
-    basis = min(size, 2 * wanted + SPARE)
-    together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
-    vectors = max(basis + wanted, plan.steps * together + wanted)
-    what = f"{vectors} vectors of {size:,} parameters"
-    _check_memory(matrix, vectors * size, what, "pass a smaller k, bottom or steps, or fewer params=[...]")
-    pairs = _search(name, matrix, plan, basis, tell)
-    nodes, weights = _quadrature(name, matrix, plan, pairs, together, tell)
-    measure = SpectralMeasure(size, pairs.values, nodes, weights, eps)
-    products = pairs.products + nodes.shape[1] * len(nodes)
-    V = pairs.vectors.T
+    A, plan = matrix if P is None else PreconditionedOperator(matrix, P), plan.of(matrix.shape[0])
+    pairs, measure = _full(A, plan) if plan.method == "full" else _lanczos(name, A, plan, tell)
     return Spectrum(
-        pairs.values, V, pairs.residuals, min(plan.top, V.shape[1]), size, "", math.nan, measure, "lanczos", plan.tol,
-        pairs.converged, products, time.perf_counter() - start,
+        pairs.values, pairs.vectors.T, pairs.residuals, min(plan.top, len(pairs.values)), measure.size, plan.kind, plan.loss,
+        measure, plan.method, plan.tol, pairs.converged, pairs.products + measure.nodes.numel(), time.perf_counter() - start,
+        preconditioner=P,
     )  # fmt: skip
 
 
-def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) -> Spectrum:
-    size = matrix.shape[0]
+def _full(matrix: TensorOperator, plan: SpectrumPlan) -> tuple[RitzPairs, SpectralMeasure]:
+    """Return the wanted eigenpairs and all eigenvalues, of the dense matrix."""
+    size, eps = matrix.shape[0], torch.finfo(matrix.torch_dtype).eps
     what = f"all eigenvalues of {size:,} parameters"
     _check_memory(matrix, 3 * size**2, what, "pass method='lanczos', or fewer params=[...]")
     H = matrix.to_matrix().double()
@@ -259,49 +246,48 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan, eps: float, start: float) 
     values, V = torch.linalg.eigh(H)
     chosen = [*range(size - 1, size - 1 - plan.top, -1), *range(plan.bottom - 1, -1, -1)]
     residuals = (H @ V[:, chosen] - V[:, chosen] * values[chosen]).norm(dim=0)
-    none = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
-    return Spectrum(
-        values[chosen].cpu(), V[:, chosen].to(matrix.torch_dtype), residuals.cpu(), plan.top, size, "", math.nan,
-        SpectralMeasure(size, values.flip(0).cpu(), none, none, eps), "full", plan.tol, True, size,
-        time.perf_counter() - start,
-    )  # fmt: skip
+    pairs = RitzPairs(values[chosen].cpu(), V[:, chosen].to(matrix.torch_dtype).T, residuals.cpu(), size, True)
+    return pairs, SpectralMeasure(size, values.flip(0).cpu(), eps)
 
 
-def _search(name: str, matrix: TensorOperator, plan: SpectrumPlan, basis: int, tell: Tell) -> RitzPairs:
-    first = torch.randn(matrix.shape[0], generator=torch.Generator().manual_seed(plan.seed), dtype=torch.float64, device="cpu")
-    first = first.to(matrix.device, matrix.torch_dtype)
+def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) -> tuple[RitzPairs, SpectralMeasure]:
+    """Return the wanted eigenpairs, and them with the nodes and weights of random directions."""
+    wanted, size, eps = plan.top + plan.bottom, matrix.shape[0], torch.finfo(matrix.torch_dtype).eps
+    basis = min(size, 2 * wanted + SPARE)
+    together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
+    vectors = max(basis + wanted, plan.steps * together + wanted)
+    what = f"{vectors} vectors of {size:,} parameters"
+    _check_memory(matrix, vectors * size, what, "pass a smaller k, bottom or steps, or fewer params=[...]")
 
     def after(products: int, converged: int) -> None:
-        tell(f"{name}: eigenpairs, {products} products", converged, plan.top + plan.bottom)
+        tell(f"{name}: eigenpairs, {products} products", converged, wanted)
 
-    return extreme_eigenpairs(
-        matrix.__matmul__, first, top=plan.top, bottom=plan.bottom, tol=plan.tol, most=plan.most, basis=basis, seed=plan.seed,
-        tell=after,
+    pairs = extreme_eigenpairs(
+        matrix.__matmul__, _starts(matrix, [plan.seed])[0], top=plan.top, bottom=plan.bottom, tol=plan.tol, most=plan.most,
+        basis=basis, seed=plan.seed, tell=after,
     )  # fmt: skip
-
-
-def _quadrature(
-    name: str, matrix: TensorOperator, plan: SpectrumPlan, pairs: RitzPairs, together: int, tell: Tell
-) -> tuple[Tensor, Tensor]:
-    """Return nodes and weights, (directions, steps) or fewer columns; no rows where all eigenvalues are located."""
-    U = pairs.vectors
-    steps = min(plan.steps, matrix.shape[0] - len(U))
+    steps = min(plan.steps, size - len(pairs.vectors))
     if steps == 0:
-        return torch.zeros(0, 0, dtype=torch.float64, device="cpu"), torch.zeros(0, 0, dtype=torch.float64, device="cpu")
-    U = torch.linalg.qr(U.T)[0].T  # converged vectors are orthogonal to the tolerance only
+        return pairs, SpectralMeasure(size, pairs.values, eps)
+    U = torch.linalg.qr(pairs.vectors.T)[0].T  # converged vectors are orthogonal to the tolerance only
     norm = float(pairs.values.abs().max())
     done: list[tuple[Tensor, Tensor]] = []
     while len(done) < plan.directions:
         count = min(together, plan.directions - len(done))
-        draws = [torch.Generator().manual_seed(plan.seed + 1_000_003 * (len(done) + n + 1)) for n in range(count)]
-        starts = torch.stack([torch.randn(matrix.shape[0], generator=g, dtype=torch.float64, device="cpu") for g in draws])
-        starts = starts.to(matrix.device, matrix.torch_dtype)
+        starts = _starts(matrix, [plan.seed + 1_000_003 * (len(done) + n + 1) for n in range(count)])
         done += quadrature(matrix.__matmul__, starts, steps, against=U, norm=norm)
         tell(f"{name}: density, directions", len(done), plan.directions)
     nodes, weights = (torch.zeros(plan.directions, steps, dtype=torch.float64, device="cpu") for _ in range(2))
     for row, (t, w) in enumerate(done):
         nodes[row, : len(t)], weights[row, : len(t)] = t, w
-    return nodes, weights
+    return pairs, SpectralMeasure(size, pairs.values, eps, nodes, weights)
+
+
+def _starts(matrix: TensorOperator, seeds: Sequence[int]) -> Tensor:
+    """Return a random vector for each seed as rows, the same on every device."""
+    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    rows = [torch.randn(matrix.shape[0], generator=g, dtype=torch.float64, device="cpu") for g in generators]
+    return torch.stack(rows).to(matrix.device, matrix.torch_dtype)
 
 
 def _check_memory(matrix: TensorOperator, numbers: int, what: str, remedy: str) -> None:

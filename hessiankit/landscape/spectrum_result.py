@@ -134,15 +134,12 @@ class Spectrum(Printed, WithDict):
         return density(self.measure, scale, width, points)
 
     def plot(self, path: Path | str | None = None, *, width: float | None = None, title: str | None = None) -> Picture:
-        """Draw the density over a linear and a logarithmic axis, with the found eigenvalues and the outliers marked.
+        """Draw the density over a linear and a logarithmic axis, with the eigenvalues and the outliers marked.
 
         Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            path: A file to write: ``.png``, ``.svg`` or ``.pdf``.
             width: Of the kernel of the linear axis, see :meth:`density`.
             title: Heading; by default the headline of the result.
-
-        Raises:
-            InputError: The file cannot be written, or an argument cannot be used.
         """
         from hessiankit.landscape.plots import plot_spectrum  # only here: Matplotlib
 

@@ -1,9 +1,9 @@
 """Learning rates for each block type of a transformer: parameter groups, schedules, and checks of the groups at every step."""
 
 from hessiankit.optim.groups import ParameterGroups, blockwise_lr
-from hessiankit.optim.guard import check_groups
 from hessiankit.optim.ratios import PRESETS, Ratio, measured_ratios
 from hessiankit.optim.schedules import BlockwiseSchedule, blockwise_schedule
+from hessiankit.optim.steps import check_groups
 from hessiankit.partition import TYPES, block_types
 
 __all__ = [

@@ -11,8 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from hessiankit.optim.guard import MODES, remember
 from hessiankit.optim.ratios import CAP, POWER, PRESETS, Ratio, by_type, measured_ratios
+from hessiankit.optim.steps import MODES, NAMES
 from hessiankit.partition import TYPES, Part, model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -44,10 +44,9 @@ class RatePolicy:
 
 
 def group_of(name: str, p: nn.Parameter, parts: Iterable[Part], policy: RatePolicy) -> dict[str, Any]:
-    """Return the group of one parameter.
+    """Return the group of one parameter; ``slices`` holds how those of a fused one differ.
 
-    A fused parameter gets the largest of its slices' ratios, so that the slices' own steps are its step times at most 1: in low
-    precision the step that is rounded is the large one. ``slices`` then holds how its slices differ.
+    A fused parameter gets the largest of its slices' ratios: in low precision the step that is rounded is the large one.
     """
     parts = tuple(parts)
     types = tuple(kind for kind in TYPES if any(part.type == kind for part in parts))
@@ -83,11 +82,7 @@ def _keys(ratio: Ratio) -> dict[str, float | None]:
 
 
 def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, list[Part]]:
-    """Return the parts of every parameter.
-
-    Raises:
-        InputError: If a part is of no parameter of the model, or a parameter is not covered exactly once.
-    """
+    """Return the parts of every parameter, each of which they have to cover exactly once."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
     parts_of: dict[str, list[Part]] = {name: [] for name in shapes}
     for part in parts:
@@ -256,10 +251,10 @@ def blockwise_lr(
     r"""Return parameter groups with the learning rate :math:`\eta_t = r(t)\,\eta` for every block type t.
 
     *The Sharpness Disparity Principle* (Wang et al.), Sec. 5 and Eq. 5. One group for each block type and weight decay; every
-    trainable parameter is in exactly one. A fused parameter (query, key and value in one tensor) is a parameter of its group
-    with the largest of its slices' rates; the steps of the other slices are rescaled after every step of whatever optimizer
-    holds the group, :math:`\theta + f\,(\theta' - \theta)`, which for an optimizer that treats entries alone (AdamW, Lion, SGD,
-    ...) is the same as splitting the tensor (sharpness-disparity/fused). Nothing has to be attached for that.
+    trainable parameter is in exactly one. A fused parameter (query, key and value in one tensor) is in the group with the
+    largest of its slices' rates; the steps of the other slices are rescaled after every step of whatever optimizer holds the
+    group, :math:`\theta + f\,(\theta' - \theta)`, which for an optimizer that treats entries alone (AdamW, Lion, SGD, ...) is
+    the same as splitting the tensor (sharpness-disparity/fused). Nothing has to be attached for that.
 
     Args:
         model: The model; its type of parameter by :func:`hessiankit.partition.model_parts`.
@@ -268,16 +263,15 @@ def blockwise_lr(
             from block type to ratio (1 where it has none), or ``"measured"``. With Muon, names concern AdamW's groups only.
         optimizer: The optimizer of the groups: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adam_mini"`` (one group a
             parameter, with its ``name``), ``"muon"`` (``groups.muon`` and ``groups.adamw``).
-        muon_lr: The rate of Muon's groups; ``lr`` where it is not given.
+        muon_lr: The rate of Muon's groups; by default ``lr``.
         weight_decay: Of the parameters that decay.
         decay: ``"matrices"``: those with two axes or more; ``"all"``: all, as in the paper's released code; or the weight decay
             by block type, of all parameters of that type (others as with ``"matrices"``).
         couple_decay: Decoupled weight decay shrinks by lr x decay, so that r multiplies it. True leaves it so, as the released
             code does; False divides the decay by r.
-        head_ratio: Ratio of an untied head. Where it is not given: 1 with a preset (the released code's default; the paper is
-            silent), or as measured.
-        sharpness: The report behind ``"measured"``. It does not record at which step it was measured: sharpness at
-            initialisation is not that of training, so measure it after the warm-up, where the paper switches to several rates.
+        head_ratio: Ratio of an untied head; by default 1 with a preset, as in the released code, or as measured.
+        sharpness: The report behind ``"measured"``. Measure it after the warm-up, where the paper switches to several rates:
+            sharpness at initialisation is not that of training.
         power: Exponent of S_Norm / S (:func:`~hessiankit.optim.measured_ratios`).
         cap: Largest measured ratio; its inverse is the smallest.
         parts: The parts of the model, where they are at hand.
@@ -320,7 +314,7 @@ def blockwise_lr(
             )
     frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
     for name, p in trainable:
-        remember(p, name)
+        NAMES[p] = name
     merged = _merged(groups, guard, one_each=optimizer == "adam_mini")
     return ParameterGroups(merged, title=f"{title}, base lr {lr:g}", frozen=frozen)
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from hessiankit.optim.guard import blockwise_groups
+from hessiankit.optim.steps import blockwise_groups
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 

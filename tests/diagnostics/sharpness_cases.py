@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.diagnostics.sharpness import Replicates, cotangents
+from hessiankit.diagnostics.sharpness import Replicates, replicate
 from hessiankit.partition import Part
 
 CLASSES = 3
@@ -60,7 +60,7 @@ def drawn_by(sampler: Callable[..., Tensor]) -> Iterator[None]:
     """Draw labels, or the residuals of squared error, by a function of (output, numbers of the sequences, draws, seed)."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("sample_labels", "sample_residuals"):
-            patch.setattr(cotangents, name, sampler)
+            patch.setattr(replicate, name, sampler)
         yield
 
 

@@ -19,12 +19,6 @@ from hessiankit.support.errors import InputError
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 
 
-@pytest.fixture(autouse=True)
-def by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
-
-
 class Logits(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -104,17 +98,6 @@ def test_eigenvalues_from_every_end() -> None:
     for wrong, said in (({"k": 0}, "k=0"), ({"k": 10**6}, "k=1000000"), ({"which": "XX"}, "which='XX'")):
         with pytest.raises(InputError, match=f"top_eigenvalues: {said}"):
             hd.top_eigenvalues(operator, **wrong)
-
-
-def test_init_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    here = hd.init()
-    assert (here.rank, here.size) == (0, 1)
-    assert not torch.distributed.is_initialized()
-    with pytest.raises(InputError, match="timeout=0"):
-        hd.init(timeout=0)
-    monkeypatch.setenv("RANK", "0")
-    with pytest.raises(InputError, match=r"WORLD_SIZE, MASTER_ADDR, MASTER_PORT not in the environment.*torchrun"):
-        hd.init()
 
 
 def test_other_mistakes() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
-from hessiankit.diagnostics.sharpness.squares import histogram
+from hessiankit.diagnostics.sharpness.histogram import histogram
 from hessiankit.support.errors import InputError
 
 ONE = torch.ones(1).double()
@@ -198,7 +198,7 @@ def test_a_batch_is_cut_only_where_that_changes_nothing():
         (X[0], torch.tensor(1), {}, "the target of the batch has shape (); expected at least one sequence along axis 0"),
         (X, Y, {"per": "batch"}, "per='batch' is not known; choose one of token, sequence"),
         (X, Y, {"loss": "hinge"}, "loss='hinge' is not known; choose one of cross_entropy, mse"),
-        (X, Y, {"numbers": [0, 1]}, "numbers has 2 entries and the data have more sequences"),
+        (X, Y, {"numbers": [0, 1]}, "numbers has 2 entries and the data have 5 sequences"),
         (X.double(), Y, {}, "the token ids are torch.float64; expected torch.int64"),
         (X, Y, {"parts": []}, "no parameter requires a gradient"),
         (X, Y, {"confidence": 95}, "confidence=95; pass a number between 0 and 1"),

@@ -40,8 +40,7 @@ def test_training_with_a_monitor_has_the_bits_of_training_without(tmp_path):
         random.seed(5)
         np.random.seed(5)  # noqa: NPY002
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        more = {"spectrum": 1, "approximations": ["diagonal"], "optimizer": optimizer}
-        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK, **more) if watched else None
+        monitor = Monitor(model, pair(), tmp_path / "run.jsonl", **QUICK, optimizer=optimizer) if watched else None
         train(model, 3, monitor, 0, optimizer)
         state = [x for one in optimizer.state.values() for x in one.values()]
         numbers = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
@@ -205,8 +204,6 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
     [
         (pair(), None, {"every": 0}, "every=0 measures at no step"),
         (pair(), None, {"share": 1.5}, "share=1.5 is no share of the time"),
-        (pair(), None, {"spectrum": -1}, "spectrum=-1; pass how many"),
-        (pair(), None, {"approximations": ["kfca"]}, "approximations='kfca' is not known"),
         (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known"),
         (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known"),
         (tokens(0), None, {}, "monitor: data is a tensor"),
@@ -243,23 +240,6 @@ def test_sharded_parameters_are_refused(tmp_path):
     next(model.parameters()).device_mesh = "of two"
     with pytest.raises(hk.InputError, match="is sharded over several processes"):
         monitor.step(0)
-
-
-def test_sections_of_curvature_are_those_of_the_functions(tmp_path):
-    """Of two batches: the Hessian of the mean over all labels."""
-    model, batches = small(layers=1).double().eval(), [pair(1), pair(2)]
-    options = {"spectrum": 2, "approximations": ["kfac"], "hessian": True, "norms": False, **LOSS_AND_NORMS}
-    record = Monitor(model, batches, tmp_path / "run.jsonl", **options).measure(0)
-    whole = [torch.cat(x) for x in zip(*batches, strict=True)]
-    H = hk.hessian(model, *whole, loss="cross_entropy").matrix
-    values = torch.linalg.eigvalsh(H)
-    expected = {"top": values[-1], "bottom": values[0], "frobenius": H.norm()}
-    assert {name: record["hessian"][name] for name in expected} == pytest.approx({k: float(x) for k, x in expected.items()})
-    found = record["spectrum"]
-    for k, value in ((0, values[-1]), (1, values[-2]), (-1, values[0])):
-        assert abs(found["eigenvalues"][k] - float(value)) <= found["residuals"][k] + 1e-9 * float(values[-1])
-    own = hk.approximations(model, batches, loss="cross_entropy", against="ggn", of=["kfac"])
-    assert record["approximations"]["by_name"]["kfac"]["frobenius"]["value"] == own["kfac"].measures.frobenius.value
 
 
 def test_a_measurement_of_ones_own(tmp_path):

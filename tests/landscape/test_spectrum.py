@@ -285,7 +285,7 @@ def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_error_of_a_mean(
 
 def test_a_measure_of_one_direction_has_no_error() -> None:
     one = torch.ones(1, 1, **DOUBLE)
-    found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), one, one, 1e-16)
+    found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), 1e-16, one, one)
     estimate = found.estimate(lambda t: t)
     assert (estimate.value, math.isnan(estimate.half_width)) == (3.0, True)
 
@@ -294,14 +294,14 @@ def test_an_eigenvalue_that_few_directions_see_is_in_the_error() -> None:
     """Directions with equal and tiny shares of one eigenvalue 7 have no spread; n q^2 has the variance 2 (n - 1) / (n + 2)."""
     nodes = torch.tensor([[0.0, 7.0]], **DOUBLE).repeat(4, 1)
     share = torch.tensor([[0.999, 0.001]], **DOUBLE).repeat(4, 1)
-    found = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, share, 1e-16).estimate(lambda t: t)
+    found = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), 1e-16, nodes, share).estimate(lambda t: t)
     assert found.value == pytest.approx(18 + 10 * 0.007)
     assert found.half_width == pytest.approx(1.959963985 * 7 * math.sqrt(2 * 9 / 12) / 2, rel=1e-9)
     spread = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 1.0]], **DOUBLE)
-    wide = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), nodes, spread, 1e-16).estimate(lambda t: t)
+    wide = SpectralMeasure(12, torch.full((2,), 9.0, **DOUBLE), 1e-16, nodes, spread).estimate(lambda t: t)
     assert wide.half_width == pytest.approx(3.182446305 * 70 * math.sqrt(1 / 3) / 2, rel=1e-8)  # Student, 3, of 0, 70, 0, 70
     unseen = torch.tensor([[0.0, 100.0]], **DOUBLE).repeat(4, 1), torch.tensor([[1.0, 0.0]], **DOUBLE).repeat(4, 1)
-    assert SpectralMeasure(12, torch.zeros(0, **DOUBLE), *unseen, 1e-16).estimate(lambda t: t).half_width == 0.0
+    assert SpectralMeasure(12, torch.zeros(0, **DOUBLE), 1e-16, *unseen).estimate(lambda t: t).half_width == 0.0
 
 
 def test_the_error_of_the_effective_rank_is_that_of_its_linearisation() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.optim import blockwise_lr, blockwise_schedule
-from hessiankit.optim.fused_step import _saved
+from hessiankit.optim.steps import _saved
 from hessiankit.partition import Part
 
 LR = 3e-3

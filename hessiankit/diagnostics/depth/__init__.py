@@ -4,8 +4,7 @@ from hessiankit.diagnostics.depth.blocks import Blocks
 from hessiankit.diagnostics.depth.curvature import Jacobians, LayerCurvature
 from hessiankit.diagnostics.depth.diagnostics import QUANTITIES, DepthReport, depth_diagnostics
 from hessiankit.diagnostics.depth.laws import GrowthLaws, Law, growth_laws
-from hessiankit.diagnostics.depth.pruning import PruningDrop
-from hessiankit.diagnostics.depth.stream import AngularDistances, StreamStatistics, angular_distance
+from hessiankit.diagnostics.depth.stream import AngularDistances, PruningDrop, StreamStatistics, angular_distance
 
 __all__ = [
     "QUANTITIES",

@@ -44,16 +44,7 @@ class Blocks:
         return [{names[id(p)]: p for p in block.parameters()} for block in self.modules]
 
 
-@dataclass
-class _Call:
-    """One call of a module: when, the hidden state that it took and the one that it returned."""
-
-    order: int
-    x: Tensor
-    y: Tensor | None = None
-
-
-def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor] | None:
+def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor | None]:
     """Return the position or name of the hidden state among a block's arguments, and the state: as a rule the first real tensor.
 
     >>> hidden_state((), {"hidden_states": Tensor([1.0]), "mask": None})
@@ -62,14 +53,7 @@ def hidden_state(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | s
     named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     if "hidden_states" in kwargs:
         named.insert(0, ("hidden_states", kwargs["hidden_states"]))
-    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), None)
-
-
-def state_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
-    """Return the hidden state among the arguments of a block, which has one; as :func:`hidden_state`."""
-    state = hidden_state(args, kwargs)
-    assert state is not None
-    return state
+    return next(((key, x) for key, x in named if isinstance(x, Tensor) and x.is_floating_point()), ("", None))
 
 
 def first_tensor(output: Any) -> Tensor | None:
@@ -96,8 +80,34 @@ def hooks(
             handle.remove()
 
 
+@dataclass
+class ModuleCall:
+    """One call of a module: the hidden states that it took and returned, None without one."""
+
+    module: nn.Module
+    x: Tensor | None
+    y: Tensor | None = None
+
+
+@contextmanager
+def watching(modules: Iterable[nn.Module]) -> Iterator[list[ModuleCall]]:
+    """Record the calls of the modules inside, in the order in which they begin."""
+    calls: list[ModuleCall] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(ModuleCall(module, hidden_state(args, kwargs)[1]))
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        last = next((call for call in reversed(calls) if call.module is module and call.y is None), None)
+        if last is not None:
+            last.y = first_tensor(output)
+
+    with hooks(modules, before, after):
+        yield calls
+
+
 def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Iterable[str | nn.Module] | None = None) -> Blocks:
-    """Return the blocks of a model, found by the tensors that modules pass on, never by their names.
+    """Return the blocks of a model, recognised by the tensors that modules pass on, never by their names.
 
     A stack is a ModuleList or Sequential, or a run of equal modules in one, whose modules are called once and in order, keep the
     shape of their input, and each take the output of the one before. Of nested stacks, the one with most parameters is taken.
@@ -107,14 +117,15 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
         InputError: If there is no such list, there are two beside each other, or the named ones are no chain.
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
-    if blocks is not None:
-        chosen = _named(model, blocks)
-        calls = _watch(chosen.modules, run)
+    chosen = None if blocks is None else _named(model, blocks)
+    watched = [child for _, m in lists for child in m.children()] if chosen is None else chosen.modules
+    with watching({id(m): m for m in watched}.values()) as calls:
+        run()
+    if chosen is not None:
         if (fault := _fault(chosen, calls)) is not None:
             asked = repr(blocks) if isinstance(blocks, str) else "[...]"
             raise InputError(f"{WHO}: blocks={asked}: {fault}; name the blocks from first to last")
         return chosen
-    calls = _watch([child for _, m in lists for child in m.children()], run)
     chains = [chain for name, m in lists for chain in _chains(name, m, calls)]
     if not chains:
         raise InputError(
@@ -154,41 +165,20 @@ def _named(model: nn.Module, blocks: str | Iterable[str | nn.Module]) -> Blocks:
     return Blocks("blocks", tuple(names[id(m)] for m in chosen), tuple(chosen))
 
 
-def _watch(modules: Iterable[nn.Module], run: Callable[[], object]) -> dict[int, list[_Call]]:
-    """Run the model and return the calls of each module, by its id."""
-    calls: dict[int, list[_Call]] = {}
-    count = 0
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        nonlocal count
-        state = hidden_state(args, kwargs)
-        count += 1
-        if state is not None:
-            calls.setdefault(id(module), []).append(_Call(count, state[1]))
-
-    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if id(module) in calls:
-            calls[id(module)][-1].y = first_tensor(output)
-
-    with hooks({id(m): m for m in modules}.values(), before, after):
-        run()
-    return calls
-
-
-def _fault(chain: Blocks, calls: dict[int, list[_Call]]) -> str | None:
+def _fault(chain: Blocks, calls: Sequence[ModuleCall]) -> str | None:
     """Return why modules are no chain of blocks, or None where they are one."""
-    before: _Call | None = None
+    order, before = -1, None
     for k, (name, module) in enumerate(zip(chain.names, chain.modules, strict=True)):
-        seen = calls.get(id(module), [])
+        seen = [(at, call.x, call.y) for at, call in enumerate(calls) if call.module is module and call.x is not None]
         if len(seen) != 1:
             return f"{name!r} is called {len(seen)} times, expected once, with a hidden state"
-        (call,) = seen
-        if call.y is None or call.y.shape != call.x.shape or call.x.ndim < 2:
-            shape = "no tensor" if call.y is None else f"shape {tuple(call.y.shape)}"
-            return f"{name!r} maps shape {tuple(call.x.shape)} to {shape}, expected tokens (..., d) to the same shape"
-        if before is not None and not (call.order > before.order and _is_same(call.x, before.y)):
+        ((at, x, y),) = seen
+        if y is None or y.shape != x.shape or x.ndim < 2:
+            shape = "no tensor" if y is None else f"shape {tuple(y.shape)}"
+            return f"{name!r} maps shape {tuple(x.shape)} to {shape}, expected tokens (..., d) to the same shape"
+        if k and not (at > order and _is_same(x, before)):
             return f"{name!r} does not take the output of {chain.names[k - 1]!r}"
-        before = call
+        order, before = at, y
     return None
 
 
@@ -196,16 +186,17 @@ def _is_same(a: Tensor, b: Tensor | None) -> bool:
     return a is b or (b is not None and a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all()))
 
 
-def _chains(name: str, container: nn.Module, calls: dict[int, list[_Call]]) -> list[Blocks]:
+def _chains(name: str, container: nn.Module, calls: Sequence[ModuleCall]) -> list[Blocks]:
     """Return the whole list if it is a chain, else its longest run of modules of one class that is."""
 
-    def chain(children: Sequence[tuple[str, nn.Module]]) -> Blocks:
-        return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key, _ in children), tuple(m for _, m in children))
+    def chain(children: Iterable[tuple[str, nn.Module]]) -> Blocks:
+        keys, modules = zip(*children, strict=True)
+        return Blocks(name, tuple(f"{name}.{key}".lstrip(".") for key in keys), modules)
 
-    whole = chain(list(container.named_children()))
+    whole = chain(container.named_children())
     if all(_size([m]) for m in whole.modules) and _fault(whole, calls) is None:
         return [whole]
-    runs = [chain(list(run)) for _, run in groupby(container.named_children(), key=lambda child: type(child[1]))]
+    runs = [chain(run) for _, run in groupby(container.named_children(), key=lambda child: type(child[1]))]
     runs = [run for run in runs if _size(run.modules[:1]) and _fault(run, calls) is None]
     return sorted(runs, key=lambda run: (len(run), _size(run.modules)))[-1:]
 
@@ -241,7 +232,8 @@ def recording(blocks: Blocks, *, leaves: str = "none") -> Iterator[Stream]:
     first = blocks.modules[0]
 
     def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        key, x = state_of(args, kwargs)
+        key, x = hidden_state(args, kwargs)
+        assert x is not None
         if module is first:
             stream.inputs.clear()
             stream.outputs.clear()
@@ -284,56 +276,40 @@ def recording_middles(blocks: Blocks) -> Iterator[list[Tensor | None]]:
     middles: list[Tensor | None] = []
     with ExitStack() as stack:
         for block in blocks.modules:
-            calls = _Children(block, middles)
-            stack.enter_context(hooks([block], calls.begin, calls.end))
-            stack.enter_context(hooks(block.children(), calls.before, calls.after))
+            calls = stack.enter_context(watching(block.children()))
+
+            def before(*_: Any, calls: list[ModuleCall] = calls) -> None:
+                calls.clear()  # those of another block that shares the children
+
+            def after(block: nn.Module, args: Any, kwargs: Any, output: Any, calls: list[ModuleCall] = calls) -> None:
+                x = hidden_state(args, kwargs)[1]
+                assert x is not None
+                own = [call for call in calls if call.y is None or call.y.shape == x.shape]
+                middles.append(_of_placement(block, x, own) if isinstance(block, TransformerBlock) else _residual_sum(x, own))
+                calls.clear()
+
+            stack.enter_context(hooks([block], before, after))
         yield middles
 
 
-class _Children:
-    """The hidden states that the children of one block take and return during its call."""
+def _residual_sum(x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
+    """Return the first input of a child that is x plus the output of an earlier child."""
+    for k, call in enumerate(calls):
+        if call.x is None or call.x.shape != x.shape:
+            continue
+        rest, allowed = call.x - x, TOLERANCE * torch.finfo(call.x.dtype).eps * float(call.x.abs().max())
+        if any(f.y is not None and float((rest - f.y).abs().max()) <= allowed for f in calls[:k]):
+            return call.x
+    return None
 
-    def __init__(self, block: nn.Module, middles: list[Tensor | None]) -> None:
-        self.block, self.middles = block, middles
-        self.names = {child: name for name, child in block.named_children()}
-        self._forget()
 
-    def _forget(self) -> None:
-        """Wait for the next call; until then, calls of the children are those of another block that shares them."""
-        self.x: Tensor | None = None
-        self.outputs: dict[str, list[Tensor]] = {}
-        self.sum: Tensor | None = None
-
-    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = hidden_state(args, kwargs)
-        self.x = None if state is None else state[1]
-
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        state = hidden_state(args, kwargs)
-        if self.sum is None and state is not None and self._is_sum(state[1]):
-            self.sum = state[1]
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        y = first_tensor(output)
-        if y is not None and self.x is not None and y.shape == self.x.shape:
-            self.outputs.setdefault(self.names[module], []).append(y)
-
-    def end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self.middles.append(self._of_placement(self.block) if isinstance(self.block, TransformerBlock) else self.sum)
-        self._forget()
-
-    def _is_sum(self, candidate: Tensor) -> bool:
-        """Return whether this is x plus the output of an earlier child."""
-        if self.x is None or candidate.shape != self.x.shape or isinstance(self.block, TransformerBlock):
-            return False
-        rest = candidate - self.x
-        allowed = TOLERANCE * torch.finfo(candidate.dtype).eps * float(candidate.abs().max())
-        return any(float((rest - f).abs().max()) <= allowed for calls in self.outputs.values() for f in calls)
-
-    def _of_placement(self, block: TransformerBlock) -> Tensor | None:
-        """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
-        calls = {name: iter(outputs) for name, outputs in self.outputs.items()}
-        branches = {name: (lambda _, outputs=outputs: next(outputs)) for name, outputs in calls.items()}
-        scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}
-        recorded = SimpleNamespace(factor=block.factor, **branches, **scales)
-        return next((value for name, value in steps(block.own_placement.equation, recorded, self.x) if name == "Y"), None)
+def _of_placement(block: TransformerBlock, x: Tensor, calls: Sequence[ModuleCall]) -> Tensor | None:
+    """Return the Y of the block's equation, evaluated on the recorded outputs of its branches and norms, in their order."""
+    outputs = {
+        name: iter([call.y for call in calls if call.module is child and call.y is not None])
+        for name, child in block.named_children()
+    }
+    branches = {name: (lambda _, of=of: next(of)) for name, of in outputs.items()}
+    scales = {name: p.detach() for name, p in block.named_parameters(recurse=False)}
+    recorded = SimpleNamespace(factor=block.factor, **branches, **scales)
+    return next((value for name, value in steps(block.own_placement.equation, recorded, x) if name == "Y"), None)

@@ -137,7 +137,7 @@ class LayerCurvature(WithDict):
     Attributes:
         kind: ``"hessian"`` or ``"ggn"`` (J^T L'' J, without the model's own curvature).
         top: lambda_max by layer.
-        trace: Trace by layer.
+        trace: By layer.
         method: ``"exact"``: closed forms, the traces exact; ``"autograd"``: two reverse passes a product, the traces exact or
             from random probes.
         draws: Probes of the traces; None where these are exact.
@@ -173,9 +173,7 @@ def layer_curvature(
 ) -> LayerCurvature:
     """Return lambda_max and trace of each block's matrix.
 
-    ``"exact"`` takes :func:`hessiankit.hessian_operator` and :func:`hessiankit.hessian_diagonal`, for models small enough to
-    be traced; ``"autograd"`` double backward, for any size; ``"auto"`` is exact where the blocks have at most 32768
-    parameters in all and a trace succeeds.
+    ``"auto"`` is exact where the blocks have at most 32768 parameters in all and the model can be traced.
     """
     empty = next((k for k, block in enumerate(blocks) if not block), None)
     if empty is not None:

@@ -19,19 +19,25 @@ from hessiankit.diagnostics.depth.blocks import WHO, Blocks, check_finite, find_
 from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
 from hessiankit.diagnostics.depth.laws import GrowthLaws, growth_laws, theory_of
 from hessiankit.diagnostics.depth.products import Estimator
-from hessiankit.diagnostics.depth.pruning import PruningDrop, pruning_drop
-from hessiankit.diagnostics.depth.stream import AngleSums, AngularDistances, StreamStatistics, StreamSums, gradient_norms
+from hessiankit.diagnostics.depth.stream import (
+    AngleSums,
+    AngularDistances,
+    PruningDrop,
+    StreamStatistics,
+    StreamSums,
+    gradient_norms,
+    pruning_drop,
+)
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, check_room
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
-from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
-from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
-from hessiankit.support.progress import Tell
+from hessiankit.support.progress import Tell, silent
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state
 
@@ -103,19 +109,12 @@ class DepthReport(Printed, WithDict):
                 yield f"tr {name[0]}", "trace by layer", name, part.trace, str
 
     def columns(self) -> dict[str, tuple[str, ...]]:
-        """Return the table's columns after the layer's number: heading -> one text a layer."""
+        """Return the table's columns: heading -> one text a layer."""
         L = len(self.blocks)
         return {column: tuple(map(write, entries[:L])) for column, _, _, entries, write in self._by_layer() if column}
 
     def plot(self, path: Path | str | None = None) -> Picture:
-        """Draw each quantity over the layers, in a panel of its own.
-
-        Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            InputError: The file cannot be written.
-        """
+        """Draw each quantity over the layers, in a panel of its own; ``path`` ends in ``.png``, ``.svg`` or ``.pdf``."""
         from hessiankit.curvature.plot_frame import over_layers, panels  # only here: Matplotlib
 
         quantities: dict[str, dict[str, list[float]]] = {}
@@ -239,7 +238,10 @@ def depth_diagnostics(
             stack = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
         _require_gradients(model, wanted=True)
         memory = expected_memory(batched, stack, chosen)
-        tell = _teller(progress, memory)
+
+        def tell(name: str) -> Callable[[int, int], None]:
+            return partial(progress or silent, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
+
         stream, angles = _stream(batched, stack, chosen, tokens, tell)
         drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in chosen else None
         parameters = stack.parameters(model)
@@ -308,16 +310,8 @@ def _require_gradients(model: nn.Module, *, wanted: bool) -> None:
         p.requires_grad_(wanted and p.is_floating_point())
 
 
-def _teller(progress: Tell | None, memory: dict[str, int]) -> Callable[[str], Callable[[int, int], None]]:
-    if progress is None:
-        return lambda name: lambda done, total: None
-    return lambda name: partial(progress, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
-
-
 def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
-    """Return data of the forms of :func:`hessiankit.sharpness` as micro-batches; where ``labelled`` is False, without labels
-    too.
-    """
+    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; where ``labelled`` is False, without labels too."""
     check_name(WHO, "loss", loss, LOSSES)
     if target is None and not labelled:
         first = data if isinstance(data, Tensor) else None
@@ -335,10 +329,7 @@ def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batc
 
 
 def counted_tokens(batch: MicroBatch, state: Tensor) -> Tensor:
-    """Return booleans of the shape of a hidden state without its features: True where a token is not padding.
-
-    Read from ``attention_mask`` (1: a token) or ``key_padding_mask`` (True: padding) among the inputs, if it has that shape.
-    """
+    """Return booleans by token of a hidden state: False at padding, by an ``attention_mask`` or ``key_padding_mask``."""
     shape = state.shape[:-1]
     kwargs = arguments(batch.inputs)[1]
     for name, flip in (("attention_mask", False), ("key_padding_mask", True)):
@@ -373,9 +364,7 @@ SECOND = 3
 
 
 def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ...]) -> dict[str, int]:
-    """Return the bytes that each quantity is expected to hold beside the model: states and graphs of the largest
-    micro-batch, which is run once.
-    """
+    """Return the bytes that each quantity holds beside the model, from a run of the largest micro-batch, if they are free."""
     batch = max(data.batches, key=lambda b: len(b.numbers))
     saved = CountedGraph(data.model, keep=False)
     with torch.enable_grad(), recording(blocks) as stream, saved:
@@ -395,12 +384,7 @@ def expected_memory(data: BatchedLoss, blocks: Blocks, quantities: tuple[str, ..
         "hessian": curvature,
         "ggn": curvature,
     }
-    needed = {name: size for name, size in needed.items() if name in quantities}
-    free = available_memory(x.device)
-    for name, size in needed.items():
-        if size > free:
-            raise OutOfMemoryError(
-                f"{WHO}: {name!r} holds about {gib(size)} for {len(batch.numbers)} sequences at once, but only {gib(free)} "
-                f"are free on {x.device}; pass a smaller micro_batch=, or leave it out of what="
-            )
-    return needed
+    for name in quantities:
+        what = f"the states and graphs of {name!r}, {len(batch.numbers)} sequences at once,"
+        check_room(WHO, needed[name], what, x.device, "pass a smaller micro_batch=, or leave it out of what=")
+    return {name: needed[name] for name in quantities}

@@ -35,13 +35,9 @@ OTHER = "no law is known for this placement"
 
 @dataclass(frozen=True)
 class Law:
-    """One law through sigma^2(l), l = 1, ..., L+1.
+    """One law of :data:`FORMS` through sigma^2(l), l = 1, ..., L+1, with its coefficients a and b.
 
-    Attributes:
-        name: ``"logarithmic"``, ``"linear"``, ``"quadratic"`` or ``"exponential"``.
-        a: First coefficient of :data:`FORMS`.
-        b: Second coefficient.
-        r_squared: 1 - (sum of squared residuals) / (sum of squares about the mean), on the scale of the variance.
+    ``r_squared`` is 1 - (sum of squared residuals) / (sum of squares about the mean), on the scale of the variance.
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from hessiankit.diagnostics.depth.blocks import WHO
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
 from hessiankit.support.errors import HessiankitError, InputError
-from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.lanczos import Product, RitzValue, lanczos
 
 T = TypeVar("T")
 BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
@@ -21,33 +22,31 @@ BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
 
 
 class JacobianProducts:
-    """Products with J = dy / dx from both sides.
+    """Products with J = dy / dx from both sides; the graph is made once, and a product is one pass through it.
 
     J^T u is linear in u, so that J v is its derivative in u along v: two reverse passes make a forward one (Townsend 2017), and
-    no operation needs a forward rule. The graph is made once; a product is one pass through it.
+    no operation needs a forward rule.
     """
 
     def __init__(self, y: Tensor, *x: Tensor) -> None:
         self.y, self.x = y, x
         self.u = torch.zeros_like(y, requires_grad=True)
-        self.back = _grad((y,), x, (self.u,), create_graph=True)
+        self.back = _vjp((y,), x, (self.u,), create_graph=True)
 
     def forward(self, *v: Tensor) -> Tensor:
         """Return J v."""
-        return _filled(_grad(self.back, (self.u,), v), (self.u,))[0]
+        return _vjp(self.back, (self.u,), v)[0]
 
     def adjoint(self, w: Tensor) -> tuple[Tensor, ...]:
         """Return J^T w."""
-        return _filled(_grad((self.y,), self.x, (w,)), self.x)
+        return _vjp((self.y,), self.x, (w,))
 
 
 class HessianProducts:
-    """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or of its Gauss-Newton part.
+    """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or (``"ggn"``) its Gauss-Newton part.
 
     H v = d/dtheta <g, v>, reverse over reverse. The Gauss-Newton part is J^T (L'' (J v)). The graph of a single micro-batch is
-    cached; with several, every product recomputes them.
-
-    The parameters of ``blocks`` require gradients; ``kind`` is ``"hessian"`` or ``"ggn"``.
+    cached; with several, every product recomputes them. The parameters of ``blocks`` require gradients.
     """
 
     def __init__(self, data: BatchedLoss, blocks: Sequence[Sequence[nn.Parameter]], kind: str) -> None:
@@ -82,7 +81,7 @@ class HessianProducts:
 
         def multiply(k: int, v: Sequence[Tensor]) -> Sequence[Tensor]:
             block = self.blocks[k]
-            return _filled(_grad([of_parameter[id(p)] for p in block], block, v), block)
+            return _vjp([of_parameter[id(p)] for p in block], block, v)
 
         return multiply
 
@@ -101,19 +100,16 @@ class HessianProducts:
         return multiply
 
 
-def _grad(
+def _vjp(
     y: Sequence[Tensor | None], x: Sequence[Tensor], u: Sequence[Tensor], *, create_graph: bool = False
-) -> Sequence[Tensor | None]:
-    """Return sum_k (dy_k / dx)^T u_k for each x, None where no y depends on it."""
+) -> tuple[Tensor, ...]:
+    """Return sum_k (dy_k / dx)^T u_k for each x, zeros where no y depends on it."""
     pairs = [(a, b) for a, b in zip(y, u, strict=True) if a is not None and a.requires_grad]
     if not pairs:
-        return (None,) * len(x)
+        return tuple(map(torch.zeros_like, x))
     outputs, adjoints = zip(*pairs, strict=True)
-    return torch.autograd.grad(outputs, x, adjoints, create_graph=create_graph, retain_graph=True, allow_unused=True)
-
-
-def _filled(gradients: Sequence[Tensor | None], like: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x) if g is None else g for x, g in zip(like, gradients, strict=True))
+    options = {"create_graph": create_graph, "retain_graph": True, "materialize_grads": True}
+    return torch.autograd.grad(outputs, x, adjoints, **options)
 
 
 def by_route(
@@ -136,9 +132,6 @@ def by_route(
                 raise
             why = f"{type(error).__name__}: {error}"
     return autograd(), "autograd", why
-
-
-Product: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 @dataclass(frozen=True)
@@ -178,10 +171,7 @@ class Estimator:
         return None if size <= self.exact_below else self.draws
 
     def largest_eigenvalue(self, product: Product, like: Tensor, shift: int = 0) -> RitzValue:
-        """Return the largest eigenvalue of the symmetric matrix of the products v -> H v, v of the shape (P,) of ``like``.
-
-        The first vector depends on seed + shift and the size only, not on device and dtype.
-        """
+        """Return the largest eigenvalue of H from the products v -> H v, v like ``like`` (P,); seed + shift choose the first."""
         generator = torch.Generator().manual_seed(self.seed + shift)
         start = torch.randn(like.shape, generator=generator, dtype=torch.float64, device="cpu").to(like)
         return replace(lanczos(product, start, tol=self.tol, most=self.products), vector=None)
@@ -194,10 +184,7 @@ class Estimator:
 
 
 def probes(like: Tensor, draws: int | None, seed: int) -> Iterator[Tensor]:
-    """Yield the unit vectors (draws=None), or vectors of random signs, of the shape, dtype and device of ``like``.
-
-    The signs depend on the seed and the shape only, not on device and dtype.
-    """
+    """Yield the unit vectors (draws=None), or vectors of random signs, the same on every device, in the form of ``like``."""
     if draws is None:
         for k in range(like.numel()):
             unit = torch.zeros_like(like)
@@ -218,11 +205,8 @@ def mean_of(values: list[float], *, exact: bool) -> Measured:
     """
     if exact:
         return Measured(math.fsum(values))
-    mean = math.fsum(values) / len(values)
-    if len(values) < 2:
-        return Measured(mean, math.nan)
-    spread = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
-    return Measured(mean, math.sqrt(spread / len(values)))
+    spread = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Measured(statistics.fmean(values), spread / math.sqrt(len(values)))
 
 
 def trace_of(product: Product, like: Tensor, draws: int | None, seed: int) -> Measured:

@@ -2,14 +2,12 @@
 
 from hessiankit.diagnostics.distributed.measure import sharpness
 from hessiankit.diagnostics.distributed.operator import DistributedOperator, hessian_operator, top_eigenvalues
-from hessiankit.diagnostics.distributed.ranks import Peer, RankError, init
+from hessiankit.diagnostics.distributed.ranks import RankError
 
 __all__ = [
     "DistributedOperator",
-    "Peer",
     "RankError",
     "hessian_operator",
-    "init",
     "sharpness",
     "top_eigenvalues",
 ]

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions
-from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_forward, check_same_tensors, check_versions, common
 from hessiankit.diagnostics.distributed.sharded import is_sharded, labels_are_later, sharded_replicates, unwrapped
 from hessiankit.diagnostics.sharpness.batches import MicroBatch
 from hessiankit.diagnostics.sharpness.options import WHO, SharpnessOptions
@@ -24,13 +23,7 @@ from hessiankit.support.errors import InputError
 
 
 def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, options: SharpnessOptions) -> list[MicroBatch]:
-    """Return this rank's micro-batches; none where it holds no data.
-
-    The sequences are numbered rank by rank: rank 0 has the first ones, rank 1 those after them; or as ``numbers`` says.
-
-    Raises:
-        InputError: On every rank, if the data of one cannot be used, or two ranks claim the same number.
-    """
+    """Return this rank's micro-batches, none without data; sequences are numbered rank by rank, or as ``numbers`` says."""
     numbers = None if options.numbers is None else list(options.numbers)
     options = replace(options, numbers=numbers)
     has_none = data is None or (isinstance(data, (list, tuple)) and not data)
@@ -88,15 +81,13 @@ def sharpness(
 
     It equals what :func:`hessiankit.sharpness` gives one process that has all the data and the same micro-batches: the label
     of a token depends on the seed, the draw, the number of its sequence and its position, not on who draws it, and a
-    micro-batch counts by its terms among all ranks' terms. Micro-batches:
-
-    - Where every rank holds the whole model (a plain module, or DistributedDataParallel), it is a micro-batch of one rank. The
-      one process would be given rank 0's batches, then rank 1's, and so on.
-    - Where ``fully_shard`` has spread the parameters, it is the union of the ranks' micro-batches at the same step, as in
-      training. The one process would be given these unions, and ``numbers`` to tell it which sequence is which.
+    micro-batch counts by its terms among all ranks' terms. Where every rank holds the whole model, a micro-batch is one of one
+    rank, and the one process would be given rank 0's batches, then rank 1's, and so on. Where ``fully_shard`` has spread the
+    parameters, it is the union of the ranks' micro-batches at the same step, as in training; the one process would be given
+    these unions, and ``numbers``.
 
     Args:
-        model: The same model on every rank.
+        model: The same model on every rank: a plain module, DistributedDataParallel, or sharded by ``fully_shard``.
         data: This rank's data, as in :func:`hessiankit.sharpness`; ``[]`` where it has none. Shares may differ in size.
         target: Labels of one batch.
         confidence: Of the intervals.
@@ -110,8 +101,6 @@ def sharpness(
         InputError: On every rank, the same line, if an argument of any rank cannot be used, or if the ranks hold different
             models or pass different options.
         RankError: If another rank stopped, or did not answer before the process group's time-out.
-
-    One process, and the example of :func:`hessiankit.sharpness`:
 
     >>> import torch
     >>> from hessiankit.partition import Part

@@ -19,8 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
-from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_tensors, check_versions, described
-from hessiankit.diagnostics.distributed.same_function import check_same_function, common
+from hessiankit.diagnostics.distributed.ranks import (
+    Ranks,
+    check_same_function,
+    check_same_tensors,
+    check_versions,
+    common,
+    described,
+)
 from hessiankit.diagnostics.distributed.sharded import filled, is_sharded, unwrapped
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
@@ -38,13 +44,10 @@ WHO = "hessian_operator"
 
 
 class DistributedOperator(HessianOperator):
-    """A :class:`hessiankit.HessianOperator` whose products are summed over the ranks; made by :func:`hessian_operator`.
+    """A :class:`hessiankit.HessianOperator` whose products are summed over the ``ranks``; made by :func:`hessian_operator`.
 
-    Every rank multiplies by the same vectors at the same time, and has the same product, bit for bit. It is checked that
-    the vectors are the same. ``loss`` and ``gradient`` are those of all the data.
-
-    Attributes:
-        ranks: The ranks that take part.
+    Every rank multiplies by the same vectors at the same time, which is checked, and has the same product, bit for bit.
+    ``loss`` and ``gradient`` are those of all the data.
     """
 
     def __init__(

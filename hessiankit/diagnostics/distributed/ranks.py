@@ -1,27 +1,32 @@
 """The processes of a call: process group, collectives with error handling, and checks that all ranks hold the same model.
 
+Equal parameters do not say so: an eps, or another attribute that is no tensor, may differ. So data of one rank are sent to all,
+and the operations of torch below automatic differentiation are compared: their names, numbers, shapes and constant tensors.
+
 Work of one rank goes through :meth:`Ranks.together`: if it fails on any rank, all ranks raise the same line, and none waits for
 a rank that has stopped. If a rank disappears, the others notice by its closed connections or by the process group's time-out.
 """
 
 from __future__ import annotations
 
-import os
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hessiankit.support.errors
 from hessiankit.diagnostics.digest import digest
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, evaluating, forward
+from hessiankit.engine.problem.calling import named_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.package import __version__
 
@@ -163,54 +168,6 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-WHO = "distributed.init"
-_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@dataclass(frozen=True)
-class Peer:
-    """Number of this process, from 0, how many there are, and the device where its model and data belong."""
-
-    rank: int
-    size: int
-    device: torch.device
-
-
-def init(*, timeout: float = 300.0, backend: str | None = None) -> Peer:
-    """Initialise the process group of a run that torchrun started; a program without torchrun is the only process.
-
-    Not needed where the program has its own process group: everything here works with that one, and with its time-out.
-
-    Args:
-        timeout: Seconds that a rank waits for the others in any exchange before it stops with an error. It has to cover how
-            far the slowest rank can be behind the fastest.
-        backend: What torch.distributed sends with. By default gloo, with nccl for CUDA tensors where there are GPUs: messages
-            go through gloo, whose failures are exceptions that can be read.
-
-    Raises:
-        InputError: If the environment says only half of which rank this is, the time-out is not a positive number, or there is
-            a process group already.
-    """
-    missing = [name for name in _NEEDED if name not in os.environ]
-    if not timeout > 0:
-        raise InputError(f"{WHO}: timeout={timeout}; expected a positive number of seconds")
-    if dist.is_initialized():
-        raise InputError(f"{WHO}: there is a process group already; leave this call out, and set the time-out where it is made")
-    if 0 < len(missing) < len(_NEEDED):
-        raise InputError(
-            f"{WHO}: {', '.join(missing)} not in the environment, though other variables of torchrun are; start the program with "
-            "torchrun (torchrun --nproc-per-node 2 program.py), or set all of them for each process"
-        )
-    device, usual = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        device, usual = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))), "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    if missing:
-        return Peer(0, 1, device)
-    dist.init_process_group(backend or usual, timeout=timedelta(seconds=timeout))
-    return Peer(dist.get_rank(), dist.get_world_size(), device)
-
-
 def check_versions(ranks: Ranks) -> None:
     """Raise an error on every rank unless all of them run the same releases."""
     python = ".".join(platform.python_version_tuple()[:2])
@@ -234,3 +191,105 @@ def described(x: Tensor) -> str:
     '(2,), float32, digest b8c91d53eb483d77'
     """
     return f"{tuple(x.shape)}, {str(x.dtype).removeprefix('torch.')}, digest {digest(x)[:16]}"
+
+
+def common(ranks: Ranks, own: Iterable[R]) -> R | None:
+    """Return the first thing that the first rank with any holds, to every rank; None where there is nothing."""
+    first = next(iter(own), None)
+    held = ranks.gather(first is not None)
+    if not any(held):
+        return None
+    source = held.index(True)
+    value: R = ranks.gather(first if ranks.rank == source else None)[source]
+    return value
+
+
+def check_same_function(
+    ranks: Ranks, run: Callable[[AbstractContextManager[Any]], Any], named: Iterable[tuple[str, Tensor]], *, sharded: bool = False
+) -> None:
+    """Raise an error on every rank unless the same operations with the same numbers run on all of them.
+
+    ``run`` calls the module with the data of :func:`common`, within the context manager that it is passed. Tensors that are
+    known to be equal are ``named``: data, parameters, buffers. Of a ``sharded`` model operations on
+    parameters alone are left out.
+    """
+    calls = _Calls(named, data_only=sharded)
+    with torch.compiler.set_stance("force_eager"):  # compiled code shows no operations
+        if sharded:
+            with ranks.exchange():
+                run(calls)
+        else:
+            ranks.together(lambda: run(calls))
+    held = ranks.gather([zlib.crc32(line.encode()) for line in calls.lines])
+    other = next((rank for rank, lines in enumerate(held) if lines != held[0]), None)
+    if other is None:
+        return
+    pairs = zip([*held[0], None], [*held[other], None], strict=False)
+    at = next(k for k, (mine, its) in enumerate(pairs) if mine != its)
+    lines = ranks.gather(calls.lines[at] if at < len(calls.lines) else "nothing more")
+    raise InputError(
+        f"{ranks.who}: the same data take operation {at} as {lines[0]} on rank 0 and {lines[other]} on rank {other}; expected "
+        "the same module on every rank, with the same attributes (an eps, a flag, a number in forward or in the loss)"
+    )
+
+
+def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *, sharded: bool = False) -> None:
+    """Compare what the ranks' modules do with a micro-batch that all of them hold; nothing where there is none."""
+    if ranks.size == 1 or one is None:
+        return
+    one = one.on(next(model.parameters()).device)
+
+    def run(watched: AbstractContextManager[Any]) -> None:
+        with evaluating(model), torch.no_grad(), watched:
+            forward(model, one)
+
+    own = [] if sharded else [*model.named_parameters(), *model.named_buffers()]
+    check_same_function(ranks, run, [*own, *named_tensors(one.inputs)], sharded=sharded)
+
+
+_PLAIN = (int, float, complex, str, torch.dtype, torch.layout, torch.memory_format, type(None))
+
+
+class _Calls(TorchDispatchMode):
+    """The operations that run, a line each; tensors by the number of the operation that made their memory."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]], *, data_only: bool) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._data_only = data_only
+        self._names: dict[int, tuple[str, Any]] = {}  # with the memory itself, so that its address is not used again
+        for name, x in named:
+            self._name(x, repr(name))
+
+    def _name(self, x: Tensor, name: str) -> None:
+        memory = x.untyped_storage() if x.layout is torch.strided else x
+        self._names[_address(x)] = (name, memory)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_listed = not self._data_only or any(_address(x) in self._names for x in inputs)
+        line = f"{func}{self._said((*args, *(kwargs or {}).items()))}" if is_listed else ""
+        out = func(*args, **(kwargs or {}))
+        if is_listed:
+            for x in tree_leaves(out):
+                if isinstance(x, Tensor) and _address(x) not in self._names:
+                    self._name(x, f"%{len(self.lines)}")
+            self.lines.append(line)
+        return out
+
+    def _said(self, x: Any) -> str:
+        if isinstance(x, Tensor):
+            shape = f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+            if (known := self._names.get(_address(x))) is not None:
+                return f"{known[0]} {shape}"
+            dense = x.layout is torch.strided and not self._data_only
+            return f"a constant {shape}" + (f" of digest {digest(x)[:16]}" if dense else "")
+        if isinstance(x, (list, tuple)):
+            return f"({', '.join(map(self._said, x))})"
+        return str(x) if isinstance(x, _PLAIN) else type(x).__name__  # a device, a generator, a function may be a rank's own
+
+
+def _address(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout is torch.strided else id(x)

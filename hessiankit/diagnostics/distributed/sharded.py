@@ -24,14 +24,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hessiankit.diagnostics.distributed.ranks import Ranks
-from hessiankit.diagnostics.distributed.same_function import check_same_forward, common
+from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_forward, common
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
-from hessiankit.diagnostics.sharpness.cotangents import Cotangents, cotangents
 from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, collected
-from hessiankit.diagnostics.sharpness.squares import SquaredGradients
+from hessiankit.diagnostics.sharpness.replicate import Cotangents, Replicates, SquaredGradients, cotangents
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.engine.problem.calling import samples
 from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
@@ -40,11 +37,7 @@ from hessiankit.support.errors import InputError
 
 
 def unwrapped(who: str, model: nn.Module) -> nn.Module:
-    """Return the module inside DistributedDataParallel, or the model itself.
-
-    Raises:
-        InputError: For the first generation of FSDP, whose flat parameters have lost their names.
-    """
+    """Return the module inside DistributedDataParallel, or the model itself; refuse FSDP's first generation."""
     if isinstance(model, DistributedDataParallel):
         model = model.module
     if any(isinstance(m, FullyShardedDataParallel) for m in model.modules()):
@@ -70,10 +63,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Module:
-    """Write the whole parameters and buffers of a sharded model into a plain replica of it, on every rank, and return that.
-
-    Its mode becomes the model's. Memory: on each rank the replica, and one whole parameter at a time beside it.
-    """
+    """Write the whole parameters, buffers and modes of a sharded model into a plain replica, on every rank, and return that."""
 
     def check() -> nn.Module:
         if replica is None:
@@ -92,13 +82,13 @@ def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Modu
             )
         return replica
 
-    error = ranks.together(check)
-    targets = {**dict(error.named_parameters()), **dict(error.named_buffers())}
+    whole = ranks.together(check)
+    targets = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         targets[name].copy_(ranks.whole(value))
-    for copy, original in zip(error.modules(), model.modules(), strict=True):
+    for copy, original in zip(whole.modules(), model.modules(), strict=True):
         copy.training = original.training
-    return error
+    return whole
 
 
 def _shapes(model: nn.Module) -> dict[str, str]:
@@ -107,11 +97,7 @@ def _shapes(model: nn.Module) -> dict[str, str]:
 
 
 def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBatch], options: SharpnessOptions) -> Replicates:
-    """Return the replicates of the ranks' joint micro-batches, to every rank; their entries are gathered when they are read.
-
-    Memory on each rank: that of a training step with its own micro-batch, one whole parameter at a time, and with histograms
-    one number for each entry of its shards. Communication beside FSDP2's own: each draw's gradients, and a few numbers a step.
-    """
+    """Return the replicates of the ranks' joint micro-batches, to every rank; their entries are gathered when they are read."""
     began = time.perf_counter()
     draws = options.label_draws
     measured = ranks.together(lambda: measured_parts(model, options.parts))
@@ -122,13 +108,13 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
 
     def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
         check_devices(ranks.who, batch, model)
-        return cotangents(ranks.who, output, batch, options)
+        return cotangents(output, batch, options)
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, measured.parts) as seen, torch.enable_grad():
-        sums = SquaredGradients(ranks.who, measured, draws, options.histograms, ranks.whole)
+        sums = SquaredGradients(measured, options, ranks.whole)
         spare = spare.on(next(model.parameters()).device)
         with ranks.exchange():  # the same sequence on every rank, so that all of them find the same
-            probe(ranks.who, model, [spare], backward=False, copies=0)
+            probe(model, [spare], backward=False, copies=0)
         check_same_forward(ranks, model, spare, sharded=True)
         for k in range(steps):
             batch = batches[k] if k < len(batches) else None
@@ -146,12 +132,11 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
                 with ranks.exchange():
                     output.backward(gradient * scale, retain_graph=d + 1 < draws)
                 sums.add(d, _gradients(ranks, measured), seen)
-                if options.progress is not None:
-                    options.progress("sharpness: draws", k * draws + d + 1, steps * draws)
+                options.tell(k, d, steps)
     if not sums.values:
         raise InputError(f"{ranks.who}: no rank holds a label that counts; pass data on one of them at least")
     looked_up = {name: ranks.sum(mask.cpu().double()) > 0 for name, mask in seen.items()}
-    replicates = collected(sums, measured, options, looked_up, began)
+    replicates = sums.replicates(looked_up, began)
     return replace(replicates, entries=_Gathered(ranks, sums.entries), seconds=max(ranks.gather(replicates.seconds)))
 
 
@@ -206,7 +191,7 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     if one is None:
         return None
     inputs, labels = labels_of(ranks.who, "the batch", on_device_of(model, one))
-    with ranks.exchange(), evaluating(model, ranks.who):
+    with ranks.exchange(), evaluating(model):
         later = are_later(ranks.who, model, with_decoder_inputs(model, inputs, labels), labels)
     reshard(model)
     return later is not False

@@ -14,13 +14,10 @@ from hessiankit.support.errors import InputError
 
 
 class MonitorEvents:
-    """A monitor that is made when training begins, in process zero.
+    """A ``monitor`` that is made when training begins, in process zero.
 
     It measures before the first update, by the monitor's schedule, and after the last update, while the other processes wait: a
     measurement has to be quicker than the time-out of the process group. A run that resumes from a checkpoint continues the file.
-
-    Attributes:
-        monitor: The monitor, from the start of training on.
     """
 
     def __init__(self, data: Any, path: Path | str, *, log: bool = True, last: bool = True, **options: Any) -> None:

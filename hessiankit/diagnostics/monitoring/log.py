@@ -46,11 +46,7 @@ class MonitorLog(Printed):
     @classmethod
     @checked("monitor")
     def read(cls, path: Path | str) -> MonitorLog:
-        """Read a file, also while it is being written.
-
-        Raises:
-            InputError: There is no such file, or it is something else.
-        """
+        """Read a file, also while it is being written."""
         header, records = read_lines(path)
         return cls(Path(path), header, tuple(records))
 
@@ -138,19 +134,16 @@ class MonitorLog(Printed):
 
     @checked("MonitorLog.plot")
     def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-        """Draw the measurements, one panel for each quantity, over the steps of training: sharpness by type with its intervals
+        """Draw the measurements over the steps of training, one panel for each quantity: sharpness by type with its intervals
         (The Sharpness Disparity Principle, Figure 3), norms by type (Figure 8), loss, top eigenvalue with its residual, and the
         depth diagnostics (The Curse of Depth, Figures 2 and 4).
 
         Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
+            path: A file to write: ``.png``, ``.svg`` or ``.pdf``.
             title: Heading; by default the model and the file's name.
 
         Raises:
             InputError: There is no measurement, or the suffix is another one.
-
-        Returns:
-            The figure, which shows itself in a notebook.
         """
         drawn = [draw for keys, draw in PANELS if self.has(*keys)]
         if not len(self) or not drawn:
@@ -249,36 +242,29 @@ def name_ends(axes: Axes, ends: dict[str, tuple[float, str]]) -> None:
 LINE: dict[str, Any] = {"linewidth": 1.2, "marker": "o", "markersize": 3, "clip_on": False}
 
 
-def _named_lines(axes: Axes, log: MonitorLog, values: dict[str, np.ndarray], colours: Mapping[str, str] = COLOURS) -> None:
-    """One line over the steps for each name, which is written at its end; a type has its own mark."""
-    ends = {}
-    for name, value in values.items():
-        there, colour = np.isfinite(value), colours.get(name, FAINT)
-        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
-        if there.any():
-            ends[name] = (float(value[there][-1]), colour)
-    if colours is COLOURS:
-        log_scale(axes, *values.values())
-    name_ends(axes, ends)
-
-
 def sharpness(axes: Axes, log: MonitorLog) -> None:
     """Average sharpness of each block type, with its intervals (The Sharpness Disparity Principle, Figure 3)."""
-    over_steps(axes, log, "average sharpness, with its intervals")
     for name, one in log.sharpness.items():
         there, colour = np.isfinite(one.low) & np.isfinite(one.high) & (one.low > 0), COLOURS.get(name, FAINT)
         axes.fill_between(log.steps[there], one.low[there], one.high[there], color=colour, alpha=0.2, linewidth=0)
-    _named_lines(axes, log, {name: one.value for name, one in log.sharpness.items()})
+    _by_type(axes, log, "average sharpness, with its intervals", {name: one.value for name, one in log.sharpness.items()})
 
 
-def _by_type(title: str, *keys: str) -> Panel:
-    """Return the panel of one number of each block type."""
+def _norms(axes: Axes, log: MonitorLog) -> None:
+    _by_type(axes, log, "norm of the parameters", log.norms)
 
-    def panel(axes: Axes, log: MonitorLog) -> None:
-        over_steps(axes, log, title)
-        _named_lines(axes, log, {name: log.series(*keys, name) for name in log.types if log.has(*keys, name)})
 
-    return panel
+def _by_type(axes: Axes, log: MonitorLog, title: str, values: dict[str, np.ndarray]) -> None:
+    """Draw a line over the steps for each block type, with its own mark, and its name at the line's end."""
+    over_steps(axes, log, title)
+    ends = {}
+    for name, value in values.items():
+        there, colour = np.isfinite(value), COLOURS.get(name, FAINT)
+        axes.plot(log.steps[there], value[there], color=colour, zorder=3, **{**LINE, "marker": MARKS.get(name, "o")})
+        if there.any():
+            ends[name] = (float(value[there][-1]), colour)
+    log_scale(axes, *values.values())
+    name_ends(axes, ends)
 
 
 def _loss(axes: Axes, log: MonitorLog) -> None:
@@ -286,56 +272,22 @@ def _loss(axes: Axes, log: MonitorLog) -> None:
     axes.plot(log.steps, log.series("loss"), color=INK, **LINE)
 
 
-def _eigenvalue(axes: Axes, log: MonitorLog, section: str = "eigenvalue", of: str = "of the Hessian") -> None:
-    """Top eigenvalue of the Hessian of the loss; the band is its residual, within which an eigenvalue lies."""
-    over_steps(axes, log, rf"$\lambda_{{\max}}$ {of}, $\pm$ its residual")
-    value, residual = log.series(section, "value"), log.series(section, "residual")
-    there = np.isfinite(value)
-    axes.fill_between(
-        log.steps[there], (value - residual)[there], (value + residual)[there], color="#0072b2", alpha=0.25, linewidth=0
-    )
-    axes.plot(log.steps[there], value[there], color="#0072b2", **LINE)
-    log_scale(axes, value - residual)
+def _number(title: str, section: str, key: str, colour: str, limit: Callable[[MonitorLog], np.ndarray] | None = None) -> Panel:
+    """Return the panel of one number: in a band of its residual if it has one, with its limit as a dashed line."""
 
+    def panel(axes: Axes, log: MonitorLog) -> None:
+        over_steps(axes, log, title)
+        value = log.series(section, key)
+        residual = log.series(section, "residual") if log.has(section, "residual") else np.zeros_like(value)
+        there = np.isfinite(value)
+        low, high = (value - residual)[there], (value + residual)[there]
+        axes.fill_between(log.steps[there], low, high, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(log.steps[there], value[there], color=colour, **LINE)
+        if limit is not None:
+            axes.plot(log.steps[there], limit(log)[there], color=INK, linewidth=0.8, linestyle="--")
+        log_scale(axes, low)
 
-def _preconditioned(axes: Axes, log: MonitorLog) -> None:
-    """Top eigenvalue in the optimizer's metric, and its threshold."""
-    _eigenvalue(axes, log, "preconditioned", "in the optimizer's metric")
-    threshold = log.series("preconditioned", "threshold")
-    there = np.isfinite(threshold)
-    axes.plot(log.steps[there], threshold[there], color=INK, linewidth=0.8, linestyle="--")
-
-
-def _critical(axes: Axes, log: MonitorLog) -> None:
-    """Critical sharpness of the optimizer's next step, and 2 / lr, above which that step raises the loss."""
-    over_steps(axes, log, "critical sharpness of the next step")
-    value, lr = log.series("critical", "sharpness"), log.series("critical", "lr")
-    there = np.isfinite(value)
-    axes.plot(log.steps[there], value[there], color="#d55e00", **LINE)
-    axes.plot(log.steps[there], 2 / lr[there], color=INK, linewidth=0.8, linestyle="--")
-    log_scale(axes, value)
-
-
-def _spectrum(axes: Axes, log: MonitorLog) -> None:
-    """The largest and the smallest eigenvalues of the Hessian of the loss; hollow where their residuals have not converged."""
-    over_steps(axes, log, "eigenvalues of the Hessian")
-    values = log.series("spectrum", "eigenvalues")
-    converged = np.array([bool(x) for x in log.entries("spectrum", "converged")])
-    for of_one in values.T:
-        colour = "#d55e00" if np.nanmin(of_one) < 0 else "#0072b2"
-        axes.plot(log.steps, of_one, color=colour, linewidth=0.8)
-        for there, face in ((converged, colour), (~converged, "white")):
-            axes.plot(log.steps[there], of_one[there], "o", color=colour, markerfacecolor=face, markersize=2.5)
-    axes.axhline(0.0, color=INK, linewidth=0.6)
-    axes.set_yscale("symlog", linthresh=max(1e-3 * float(np.nanmax(np.abs(values))), 1e-12))
-
-
-def _approximations(axes: Axes, log: MonitorLog) -> None:
-    """Cosine of each approximation's step with the exact natural step."""
-    over_steps(axes, log, "cosine with the natural step")
-    names = next(list(x) for x in log.entries("approximations", "by_name") if x)
-    values = {name: log.series("approximations", "by_name", name, "step_cosine") for name in names}
-    _named_lines(axes, log, values, dict(zip(names, [*COLOURS.values()] * len(names), strict=False)))
+    return panel
 
 
 STEPS_SHOWN = 5
@@ -414,21 +366,31 @@ def layer_key(axes: Axes, first: int, last: int) -> None:
     key.yaxis.set_label_position("right")
 
 
+BLUE, VERMILION = COLOURS["Emb"], COLOURS["VO"]
 PANELS: tuple[tuple[tuple[str, ...], Panel], ...] = (
     (("sharpness",), sharpness),
-    (("norms",), _by_type("norm of the parameters", "norms", "types")),
+    (("norms",), _norms),
     (("loss",), _loss),
-    (("eigenvalue",), _eigenvalue),
-    (("preconditioned", "value"), _preconditioned),
-    (("critical", "sharpness"), _critical),
-    (("spectrum", "eigenvalues"), _spectrum),
-    (("approximations", "by_name"), _approximations),
-    (("hessian", "types"), _by_type("spectral norm of the Hessian's blocks", "hessian", "types")),
+    (("eigenvalue",), _number(r"$\lambda_{\max}$ of the Hessian, $\pm$ its residual", "eigenvalue", "value", BLUE)),
+    (
+        ("preconditioned", "value"),
+        _number(
+            r"$\lambda_{\max}$ in the optimizer's metric, $\pm$ its residual", "preconditioned", "value", BLUE,
+            limit=lambda log: log.series("preconditioned", "threshold"),
+        ),
+    ),
+    (
+        ("critical", "sharpness"),
+        _number(
+            "critical sharpness of the next step", "critical", "sharpness", VERMILION,
+            limit=lambda log: 2 / log.series("critical", "lr"),
+        ),
+    ),
     (("depth", "stream"), _variance),
     (("depth", "angles"), _angles),
     (("depth", "drop"), _by_layer("rise of the loss without one block", "drop", "loss_change", signed=True)),
     (("depth", "jacobians"), _by_layer(r"distance from the identity, $\|J_l - I\|_F / \sqrt{n}$", "jacobians", "rms")),
     (("depth", "hessian"), _by_layer(r"$\lambda_{\max}$ of the Hessian of each block", "hessian", "top")),
     (("depth", "ggn"), _by_layer(r"$\lambda_{\max}$ of the Gauss-Newton matrix of each block", "ggn", "top")),
-)
+)  # fmt: skip
 """Entry of a measurement, and the panel that shows it."""

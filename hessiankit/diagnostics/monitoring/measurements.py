@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
-from hessiankit.curvature.approximating import approximations
-from hessiankit.curvature.dense import hessian, spectral_norm
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.curvature.suboperators import positions
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.depth.products import HessianProducts, by_route
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
@@ -26,7 +23,6 @@ from hessiankit.engine.problem.calling import IGNORE_INDEX, named_tensors
 from hessiankit.landscape.critical import along_step
 from hessiankit.landscape.optimizer_states import waits
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
-from hessiankit.landscape.spectra import spectrum as spectrum_of
 from hessiankit.partition.part import Part
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
@@ -39,14 +35,7 @@ Batch: TypeAlias = "tuple[Any, Tensor]"
 
 
 def batches_of(model: nn.Module, data: Any, target: Tensor | None = None) -> list[Batch]:
-    """Return the batches of ``data`` as a list of pairs (inputs, labels).
-
-    Args:
-        model: The model, whose own loss shows where the labels of a Hugging Face batch belong.
-        data: Inputs with ``target=``; a pair (inputs, target); a Hugging Face batch, whose labels are moved one place to the
-            left where they belong to tokens (logits t against label t + 1); or several of these, e.g. a ``DataLoader``.
-        target: Labels, if ``data`` are inputs only.
-    """
+    """Return batches, in the forms of :func:`hessiankit.sharpness`, as a list of pairs (inputs, labels)."""
     read = micro_batches(WHO, model, data, target)
     for batch in read:
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
@@ -91,7 +80,7 @@ def eigenvalue(
     last: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
-    which route it was found and why; with an optimizer in its metric, beside its threshold.
+    which route it was computed and why; with an optimizer in its metric, beside its threshold.
 
     Args:
         model: The model, in evaluation mode.
@@ -103,11 +92,8 @@ def eigenvalue(
         tol: Of the residual, relative to the eigenvalue.
         products: Products with the Hessian at most.
         seed: Draws the start vector, on the CPU, so that it is the same on every device.
-        optimizer: Whose metric it is, see :func:`hessiankit.landscape.optimizer_states.read_state`.
+        optimizer: Whose metric it is.
         last: Where the eigenvector is kept, from which the next search starts.
-
-    Raises:
-        InputError: No parameter is trainable, a product is not finite, or ``"closed form"`` is not possible.
     """
     parameters = trainable(model)
     if optimizer is not None and (why := waits(optimizer)):
@@ -141,11 +127,7 @@ def eigenvalue(
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that require gradients.
-
-    Raises:
-        InputError: There are none.
-    """
+    """Return the parameters that require gradients, one at least."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise InputError(f"{WHO}: no parameter requires a gradient; there is no Hessian")
@@ -205,9 +187,7 @@ SEED_STRIDE = 1_000_003
 
 
 def sharpness(model: nn.Module, batches: Sequence[Batch], step: int, *, seed: int, **options: Any) -> dict[str, Any]:
-    """Return the average sharpness with its intervals by type, layer, both and tensor; of the labels only which count is
-    read.
-    """
+    """Return the average sharpness with its intervals by type, layer, both and tensor; of labels, which count is read."""
     report = estimated(model, list(batches), seed=seed + SEED_STRIDE * step, **options)
     by_type_and_layer: dict[str, dict[str, Any]] = {}
     for (name, layer), one in report.type_layers.items():
@@ -228,50 +208,6 @@ def depth(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any)
     """Return some depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them."""
     report = depth_diagnostics(model, list(batches), **options).to_dict()
     return {name: part for name, part in report.items() if part is not None and name not in ("model", "memory", "seconds")}
-
-
-def spectrum(model: nn.Module, batches: Sequence[Batch], step: int, *, top: int, **options: Any) -> dict[str, Any]:
-    """Return ``top`` largest and smallest eigenvalues of the loss's Hessian with their residuals, its trace and |H|_F^2."""
-    ends = spectrum_of(model, list(batches), loss="cross_entropy", k=top, **options)
-    sums = {"trace": ends.trace, "frobenius_squared": ends.frobenius_squared}
-    return {
-        "eigenvalues": ends.eigenvalues.tolist(),
-        "residuals": ends.residuals.tolist(),
-        **{name: vars(x) for name, x in sums.items()},
-        "converged": ends.converged,
-        "products": ends.products,
-    }
-
-
-def approximated(model: nn.Module, batches: Sequence[Batch], step: int, **options: Any) -> dict[str, Any]:
-    """Return what approximations of the Gauss-Newton matrix of the loss leave of it, by :func:`hessiankit.approximations`."""
-    report = approximations(model, list(batches), loss="cross_entropy", against="ggn", **options).to_dict()
-    kept = ("frobenius", "spectral", "step_cosine", "condition")
-    return {
-        "damping": report["damping"],
-        "spectral_norm": report["spectral_norm"],
-        "by_name": {name: {key: one[key] for key in kept} for name, one in report["approximations"].items()},
-        "notes": report["notes"],
-    }
-
-
-def hessian_norms(model: nn.Module, batches: Sequence[Batch], step: int, *, parts: Sequence[Part]) -> dict[str, Any]:
-    """Return the spectral and Frobenius norm of the exact Hessian of the loss and of each type's diagonal block, and the
-    extreme eigenvalues.
-    """
-    H = hessian(model, list(batches), loss="cross_entropy")
-    values = H.eigvalsh()
-    types: dict[str, list[str]] = {}
-    for part in parts:
-        if part.parameter in H.names:
-            types.setdefault(part.type, []).append(part.name)
-    at = {name: positions(WHO, names, H.shapes, H.slices) for name, names in types.items()}
-    return {
-        "top": float(values[-1]),
-        "bottom": float(values[0]),
-        "frobenius": float(H.matrix.norm()),
-        "types": {name: spectral_norm(H.matrix[rows.unsqueeze(1), rows], symmetric=True) for name, rows in at.items()},
-    }
 
 
 def _layer(layer: int | None) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hessiankit.curvature.approximating import APPROXIMATIONS
 from hessiankit.diagnostics.depth import QUANTITIES
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring import measurements
@@ -33,9 +32,6 @@ from hessiankit.support.torch_state import ordinary_path, preserved_random_state
 
 def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
     """Return whether a step is measured: multiples of ``every``, and with ``log_spaced`` also 1, 2, 5, 10, 20, 50, ... below it.
-
-    The order of the blocks forms in the first steps of training (The Sharpness Disparity Principle, Figure 3: the first 2 %),
-    which even spacing misses.
 
     >>> [step for step in range(101) if due(step, 50, log_spaced=True)]
     [0, 1, 2, 5, 10, 20, 50, 100]
@@ -84,11 +80,7 @@ class Monitor:
 
     @staticmethod
     def read(path: Path | str) -> MonitorLog:
-        """Read the file that a monitor writes, also while it is being written; ``.plot()`` of the result draws it.
-
-        Raises:
-            InputError: There is no such file, or it is something else.
-        """
+        """Read the file that a monitor writes, also while it is being written; ``.plot()`` of the result draws it."""
         return MonitorLog.read(path)
 
     @checked("Monitor")
@@ -108,9 +100,6 @@ class Monitor:
         preconditioned: bool = True,
         critical: bool = True,
         depth: Sequence[str] = (),
-        spectrum: int = 0,
-        approximations: Sequence[str] = (),
-        hessian: bool = False,
         own: Mapping[str, Section] | None = None,
         share: float | None = None,
         draws: int = 4,
@@ -140,21 +129,15 @@ class Monitor:
             optimizer: The optimizer that trains the model, for the next two; None: neither is measured.
             preconditioned: Whether to find the top eigenvalue of the Hessian in the optimizer's metric, beside its stability
                 threshold, as :func:`hessiankit.spectrum` reads both; with the options of ``eigenvalue``.
-            critical: Whether to measure the curvature along the optimizer's next step with the gradient of these data, and the
-                multiple of the step that does not raise the loss: ten forward passes at most, a gradient and a product.
+            critical: Whether to measure the curvature along the optimizer's next step on these data, and the multiple of the
+                step that does not raise the loss, as :func:`hessiankit.critical_sharpness`.
             depth: Which depth diagnostics to take, some of :data:`hessiankit.diagnostics.depth.QUANTITIES`, such as
                 ``("variance", "angles", "drop")``.
-            spectrum: Eigenvalues of either end of the Hessian's spectrum, with its trace and Frobenius norm; 0 for none.
-            approximations: Which approximations of the Gauss-Newton matrix to hold against it, some of
-                :data:`hessiankit.curvature.approximating.APPROXIMATIONS`; () for none.
-            hessian: Whether to take norms of the exact Hessian by block type; for small models.
             own: Measurements of your own by name: functions of the model in evaluation mode, its batches (arguments and labels)
                 and the step, which return plain numbers, or lists or dicts of them.
-            share: Measurements may take this share of the time since the first step, measurements included. The first is whole;
-                from then on those sections are measured whose last time says that they fit, with one whole measurement kept in
-                reserve for a forced one at the end; what was measured longest ago comes first, and while it waits for room
-                others may take half. A line says which steps and sections were left out. None: no limit. What is measured then
-                depends on the speed of the machine; training does not.
+            share: Measurements may take this share of the time since the first step, measurements included; None: no limit.
+                After the first, sections are measured that fit by their last time, those of longest ago first, with one whole
+                measurement in reserve for a forced one at the end. A line says which steps and sections were left out.
             draws: Label draws of the sharpness.
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
@@ -177,21 +160,16 @@ class Monitor:
         check_name(WHO, "on_error", on_error, ON_ERROR)
         if share is not None and not 0 < share < 1:
             raise InputError(f"{WHO}: share={share} is no share of the time; pass a number between 0 and 1, or None")
-        if spectrum < 0:
-            raise InputError(f"{WHO}: spectrum={spectrum}; pass how many eigenvalues of either end, 0 for none")
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data, target)
         self.parts = tuple(model_parts(self._model) if parts is None else parts)
         for name in depth:
             check_name(WHO, "depth", name, QUANTITIES)
-        for name in approximations:
-            check_name(WHO, "approximations", name, APPROXIMATIONS)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
         optimizer = None if optimizer is None else unwrapped(optimizer)
         find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
         searched = {**find, "warm": warm_starts}
-        ends = {"top": spectrum, "directions": 4, "steps": 30}
         self._sections: dict[str, Section] = {"loss": measurements.loss}
         options: dict[str, Any] = {"seed": seed}
 
@@ -215,13 +193,6 @@ class Monitor:
             add("critical", measurements.critical, steps, optimizer=optimizer, passes=PASSES)
         if depth:
             add("depth", measurements.depth, list(depth), what=tuple(depth), seed=seed, micro_batch=micro_batch)
-        if spectrum:
-            add("spectrum", measurements.spectrum, ends, seed=seed, **ends)
-        if approximations:
-            names = list(approximations)
-            add("approximations", measurements.approximated, names, of=names, products=20, seed=seed)
-        if hessian:
-            add("hessian", measurements.hessian_norms, True, parts=self.parts)
         self._own = dict(own or {})
         for name, measure in self._own.items():
             if name in (*self._sections, *TAKEN):
@@ -306,21 +277,35 @@ class Monitor:
         return tuple(name for name in self._sections if name in chosen or (force and name == "loss"))
 
     def _measure(self, step: int, extra: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
-        start = time.perf_counter()
+        """Measure some sections and write the line; say what took the time if it was long."""
+        _check_whole(self._model)
+        began = time.perf_counter()
         try:
-            return self._written(step, extra, names, start)
+            record, failed = self._values(step, names)
+            if self._share is not None:
+                record["time"] = self._time(began, names, sum(record["seconds"].values()))
+            record |= {"extra": extra} if extra else {}
+            record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failed.items()}} if failed else {}
+            self._write(record)
         finally:
-            taken = time.perf_counter() - start
+            taken = time.perf_counter() - began
             self._spent += taken
             if taken > LONG:
                 each = ", ".join(f"{name} {self._times[name]:.1f}" for name in names if name in self._times)
                 print(f"monitor: step {step} took {taken:.1f} s ({each})", file=sys.stderr, flush=True)
+        if failed and self._on_error == "raise":
+            name, error = next(iter(failed.items()))
+            remedy = f"leave this out with {name}={'()' if name == 'depth' else 'False'}"
+            raise InputError(
+                f"{WHO}: {name} at step {step} failed: {record['errors'][name]}. The rest of the measurement is in {self.path}; "
+                f"{'mend your function' if name in self._own else remedy}, or pass on_error='record' to go on"
+            ) from error
+        return record
 
-    def _written(self, step: int, extra: dict[str, Any], names: Sequence[str], began: float) -> dict[str, Any]:
-        _check_whole(self._model)
+    def _values(self, step: int, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """Return the line with what sections measure and the seconds that they took, and the errors of those that failed."""
         record: dict[str, Any] = {"step": step}
-        seconds, failed = {}, {}
-        first: Exception | None = None
+        failed: dict[str, Exception] = {}
         batches: list[Any] = []
         with preserved_state(self._model), ordinary_path():
             for name in names:
@@ -329,41 +314,22 @@ class Monitor:
                     batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
                     record[name] = self._sections[name](self._model, batches, step)
                 except Exception as error:
-                    failed[name] = f"{type(error).__name__}: {error}"
-                    first = first or error
-                seconds[name] = round(time.perf_counter() - start, 4)
-                self._times[name] = seconds[name]
+                    failed[name] = error
+                self._times[name] = round(time.perf_counter() - start, 4)
                 self._turns[name] += 1
         self._measured = step
-        record["seconds"] = seconds
-        if self._share is not None:
-            now = time.perf_counter()
-            self._overhead = now - began - sum(seconds.values())
-            spent, since = self._spent + now - began, now - (began if self._began is None else self._began)
-            record["time"] = {
-                "measuring": round(spent, 4),
-                "since_start": round(since, 4),
-                "skipped": self._skipped,
-                "left_out": [name for name in self._sections if name not in names],
-            }
-            self._skipped = []
-        if extra:
-            record["extra"] = extra
-        if failed:
-            record["errors"] = failed
-        self._write(record)
-        if failed and self._on_error == "raise":
-            name, text = next(iter(failed.items()))
-            out = (
-                "mend your function"
-                if name in self._own
-                else f"leave this out with {name}={'()' if name == 'depth' else 'False'}"
-            )
-            raise InputError(
-                f"{WHO}: {name} at step {step} failed: {text}. The rest of the measurement is in {self.path}; {out}, "
-                "or pass on_error='record' to go on"
-            ) from first
-        return record
+        return {**record, "seconds": {name: self._times[name] for name in names}}, failed
+
+    def _time(self, began: float, names: Sequence[str], of_sections: float) -> dict[str, Any]:
+        """Return what measurements have taken of the time, and what was left out for it since the last line."""
+        now, skipped = time.perf_counter(), self._skipped
+        self._overhead, self._skipped = now - began - of_sections, []
+        return {
+            "measuring": round(self._spent + now - began, 4),
+            "since_start": round(now - (began if self._began is None else self._began), 4),
+            "skipped": skipped,
+            "left_out": [name for name in self._sections if name not in names],
+        }
 
     def _write(self, record: dict[str, Any]) -> None:
         try:
@@ -381,13 +347,12 @@ def bare(model: nn.Module) -> nn.Module:
     >>> bare(nn.DataParallel(layer)) is layer
     True
     """
-    while True:
-        if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-            model = model.module
-        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
-            model = inner
-        else:
-            return model
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        model = inner
+        parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return model
 
 
 def _check_whole(model: nn.Module) -> None:

@@ -32,13 +32,9 @@ from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Inputs and labels of one forward pass.
+    """Inputs and target of one forward pass, with the number of each sequence, a row of axis 0, in the whole data.
 
-    Attributes:
-        inputs: The model's arguments; a mapping holds keyword arguments, a tuple or list positional ones.
-        target: Labels, one for each row of the logits (-100: not counted), or for squared error a tensor of the output's shape.
-        numbers: The number of each sequence, a row of axis 0, in the whole data.
-        uncut: The batch that it was cut from, if any.
+    ``uncut`` is the batch that it was cut from, if any.
     """
 
     inputs: Any
@@ -48,8 +44,7 @@ class MicroBatch:
 
     def part(self, rows: slice) -> MicroBatch:
         """Return some of the sequences: every tensor of that length is cut, others are passed to all parts."""
-        inputs = samples(self.inputs, rows, len(self.numbers))
-        return MicroBatch(inputs, self.target[rows], self.numbers[rows], self)
+        return MicroBatch(samples(self.inputs, rows, len(self.numbers)), self.target[rows], self.numbers[rows], self)
 
     def on(self, device: torch.device) -> MicroBatch:
         """Return the batch on a device."""
@@ -68,13 +63,9 @@ def micro_batches(
     numbers: Iterable[int] | None = None,
     shift: bool | None = None,
 ) -> list[MicroBatch]:
-    """Return the micro-batches of data in the forms that :func:`hessiankit.sharpness` takes, whose arguments these are.
+    """Return the micro-batches of data in the forms of :func:`hessiankit.sharpness`, which explains the arguments.
 
-    ``who`` begins the messages of errors. They are read by :func:`hessiankit.engine.problem.batches.batches`, which calls the
-    model to see where the labels of a mapping belong.
-
-    Raises:
-        InputError: If the data are none of these forms.
+    ``who`` begins the messages of errors. The model is called to see where the labels of a mapping belong.
 
     >>> cut = micro_batches("example", nn.Linear(3, 2), torch.zeros(5, 3), torch.zeros(5, dtype=torch.int64), micro_batch=2)
     >>> [batch.numbers for batch in cut]
@@ -93,12 +84,10 @@ def micro_batches(
         size = len(labels)
         rows = range(total, total + size) if own is None else own[total : total + size]
         total += size
-        if len(rows) < size:
-            raise InputError(f"{who}: numbers has {len(own or ())} entries and the data have more sequences; pass one for each")
         whole = MicroBatch(with_decoder_inputs(model, inputs, labels), labels, tuple(rows))
         step = min(micro_batch or size, size)
         cut += [whole] if step == size else [whole.part(slice(i, min(i + step, size))) for i in range(0, size, step)]
-    if own is not None and total < len(own):
+    if own is not None and total != len(own):
         raise InputError(f"{who}: numbers has {len(own)} entries and the data have {total} sequences; pass one for each")
     if not cut:
         raise InputError(f"{who}: the data hold no batch; pass {FORMS}")
@@ -133,11 +122,7 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
 
 
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
-    """Return the target of an output of some shape, labels as int64.
-
-    Raises:
-        InputError: It does not fit the output.
-    """
+    """Return the target of an output of some shape, labels as int64; refuse one that does not fit."""
     if loss == "mse":
         check_same_shape(who, batch.target, shape)
         return batch.target
@@ -158,7 +143,7 @@ class BatchedLoss:
     loss: str = "cross_entropy"
 
     def output(self, batch: MicroBatch) -> Tensor:
-        """Return the model's output: the logits, or what squared error compares."""
+        """Return the logits, or what squared error compares."""
         return forward(self.model, batch, self.who)
 
     def target(self, batch: MicroBatch, out: Tensor) -> Tensor:
@@ -179,9 +164,7 @@ class BatchedLoss:
     def evaluate(self) -> tuple[float, float | None]:
         """Return the mean loss, in double precision, and the accuracy: the share of counted labels with the largest logit."""
         loss = right = terms = 0.0
-        for batch in self.batches:
-            out = self.output(batch)
-            target = self.target(batch, out)
+        for _, out, target in self._runs():
             loss += float(self.summed(out.double() if out.device.type != "mps" else out, target))
             terms += self.count(target)
             if self.loss == "cross_entropy":
@@ -190,11 +173,9 @@ class BatchedLoss:
         return loss / terms, right / terms if self.loss == "cross_entropy" else None
 
     def gradient(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Return the gradient of the mean loss in each of some parameters; zeros where it does not depend on one."""
+        """Return the gradient of the mean loss with respect to each parameter; zeros where it does not depend on one."""
         sums, terms = [torch.zeros_like(p) for p in parameters], 0.0
-        for batch in self.batches:
-            out = self.output(batch)
-            target = self.target(batch, out)
+        for _, out, target in self._runs():
             terms += self.count(target)
             slopes = torch.autograd.grad(self.summed(out, target), parameters, allow_unused=True) if parameters else ()
             for total, slope in zip(sums, slopes, strict=True):
@@ -206,9 +187,14 @@ class BatchedLoss:
     @torch.no_grad()
     def pairs(self) -> list[tuple[Any, Tensor]]:
         """Return (inputs, target laid beside the output) of each micro-batch, from one forward pass each."""
-        laid = [(batch.inputs, self.target(batch, self.output(batch))) for batch in self.batches]
+        laid = [(batch.inputs, target) for batch, _, target in self._runs()]
         self._check_terms(sum(self.count(target) for _, target in laid))
         return laid
+
+    def _runs(self) -> Iterator[tuple[MicroBatch, Tensor, Tensor]]:
+        for batch in self.batches:
+            out = self.output(batch)
+            yield batch, out, self.target(batch, out)
 
     def _check_terms(self, terms: float) -> None:
         if not terms:
@@ -216,18 +202,15 @@ class BatchedLoss:
 
 
 @contextmanager
-def evaluating(model: nn.Module, who: str = "sharpness") -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """As :func:`evaluation_mode`, off the fused inference path."""
     with evaluation_mode(model), ordinary_path():
-        check_module(who, model)
+        check_module("sharpness", model)
         yield
 
 
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
-    """Return the model's logits for a micro-batch, with their graph.
-
-    The model returns them, an object with ``.logits``, a mapping with ``"logits"``, or a tuple that begins with them.
-    """
+    """Return the model's logits for a micro-batch, with their graph."""
     outputs = call(who, model, batch.inputs)
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "logits"):
         logits = outputs[0]

@@ -37,14 +37,13 @@ class SharpnessEstimate:
 
     Attributes:
         value: The mean over the draws.
-        standard_error: Of the value, from the drawing of labels alone: the data are taken as they are. 0 where nothing is
-            drawn, NaN for one draw.
+        standard_error: From the drawing of labels alone, the data as they are; 0 where nothing is drawn, NaN for one draw.
         low: Lower end of the interval for what infinitely many draws would give on the same data.
         high: Upper end.
         entries: Number of entries it is the mean of.
         confidence: How often such an interval is to cover.
-        data_standard_error: Of the value, from micro-batch to micro-batch, drawing included: as if they were a sample of what the
-            model will meet. None for a single micro-batch.
+        data_standard_error: From micro-batch to micro-batch, drawing included, as if they were a sample of what the model will
+            meet; None for a single micro-batch.
     """
 
     value: float
@@ -184,10 +183,5 @@ def _exp(x: float) -> float:
 
 
 def as_weights(terms: Tensor) -> Tensor:
-    """Return each micro-batch's share of the terms, float64.
-
-    >>> import torch
-    >>> as_weights(torch.tensor([1, 3])).tolist()
-    [0.25, 0.75]
-    """
+    """Return each micro-batch's share of the terms, float64."""
     return terms.double() / terms.sum()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, check_devices, evaluating
 from hessiankit.diagnostics.sharpness.options import EXACT, WHO, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Replicates, read, replicates
+from hessiankit.diagnostics.sharpness.replicate import Replicates, SquaredGradients, read, replicates
 from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.partition import Part
@@ -47,41 +49,38 @@ def sharpness(
 
     L = (1/N) sum_n -log p(y_n) over N terms, with every y_n drawn independently from the model's own softmax at temperature 1,
     and h = N grad L (.) grad L. The mean of h over the labels is the diagonal of the Fisher information of one term, which is
-    the Gauss-Newton matrix of the loss (sharpness-disparity/eq3, sharpness-disparity/fisher-is-gauss-newton). The forward pass
-    is done once for each micro-batch, and a draw costs one backward pass. h is squared in each micro-batch and then averaged,
-    with the numbers of terms as weights: the same mean, and a smaller variance the smaller the micro-batches are
-    (ours/eq3-micro-batches).
+    the Gauss-Newton matrix of the loss (sharpness-disparity/eq3, sharpness-disparity/fisher-is-gauss-newton). h is squared in
+    each micro-batch and then averaged, with the numbers of terms as weights: the same mean, and a smaller variance the smaller
+    the micro-batches are (ours/eq3-micro-batches). A micro-batch costs a forward pass, and a draw a backward pass.
 
     Args:
         model: Any module that maps inputs to logits: a tensor (B, ..., C), an object with ``.logits``, or a tuple that
             begins with them. It is in evaluation mode during the call; modes and ``.grad`` are left as they were. Frozen
             parameters are left out, and named in the report.
         data: Inputs, with ``target``; a pair (inputs, target); a mapping of keyword arguments with ``labels``, as Hugging Face's
-            collators make it (logits at one place are compared with the label at the next one); or an iterable of
-            those. Sequences lie along axis 0.
+            collators make it; or an iterable of those. Sequences lie along axis 0.
         target: Labels of the shape of the logits without their last axis; -100 is not counted. With drawn labels, nothing
             else of them is used. For squared error a tensor of the output's shape.
         loss: ``"cross_entropy"``, or ``"mse"``, the mean of (f - y)^2 over all entries: y is then drawn from a Gaussian of
             variance 1/2 around f, whose Fisher information is the Gauss-Newton matrix (2 / N) J^T J.
-        draws: Draws of the labels; with one draw there is no standard error. A report of fewer than four, or of labels that are
-            nearly certain, says that its intervals are not sure.
+        draws: Draws of the labels; with one draw there is no standard error, and fewer than four give no sure intervals.
         seed: The label of a token is a function of seed, draw, number of its sequence and position, so it does not depend on how
             the data are split.
         per: Term of the mean: ``"token"`` (for squared error an entry), or ``"sequence"``: L is then the mean over
             sequences of the sum over a sequence's tokens, which makes every S larger by the tokens per sequence
             (sharpness-disparity/eq3-b).
         kind: ``"fisher-mc"``; ``"fisher-empirical"``: the same with the labels of the data, which is no estimate of the Fisher
-            information (sharpness-disparity/eq3-labels) and depends on the micro-batches; or, exactly and for models small
-            enough for :func:`hessiankit.hessian_diagonal`, ``"ggn"``, which is ``"fisher"``, what infinitely many draws would
-            give, and ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of
-            draws and labels are then refused, and nothing depends on ``micro_batch``.
+            information (sharpness-disparity/eq3-labels); or, exactly and for models small enough for
+            :func:`hessiankit.hessian_diagonal`, ``"ggn"``, which is ``"fisher"``, what infinitely many draws would give, and
+            ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of draws and
+            labels are then refused.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
         parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
         confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
-            as the parameters, and on a small batch longer than a draw.
+            as the parameters.
         numbers: The numbers of the sequences in the whole data, if ``data`` are a part of it.
-        shift: Whether the labels of a mapping are compared one place later; None: where they are sequences.
+        shift: Whether the labels of a mapping are compared one place later; None: as the model's own loss does.
         progress: Called with (what, done, total), e.g. what :func:`hessiankit.support.progress.progress_bar` yields.
         exact: The same as ``kind="ggn"``.
         preconditioner: A diagonal P, for S in its metric, the mean of h / P: the torch optimizer that trains the model, or one
@@ -134,11 +133,11 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     measured = measured_parts(model, options.parts, options.preconditioner)
     pairs, tokens, sequences = [], 0, 0
     batches = read(model, data, target, options)
-    with evaluating(model, WHO), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
             for batch in batches:
                 check_devices(WHO, batch, model)
-            probe(WHO, model, batches, backward=False, copies=0)
+            probe(model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
                 counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX
                 if int(counted.sum()):
@@ -151,20 +150,10 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     terms = tokens if options.per == "token" else sequences
     diagonal = measured.in_metric(measured.in_metric({name: x * (tokens / terms) for name, x in diagonal.items()}))
     values = [sum(float(view.double().sum()) for view in part.of(diagonal[part.parameter])) for part in measured.parts]
-    return Replicates(
-        parts=measured.parts,
-        values=torch.tensor(values, dtype=torch.float64, device="cpu").reshape(1, 1, -1),
-        terms=torch.tensor([terms], device="cpu"),
-        squared_norms=measured.squared_norms(),
-        rows={name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up},
-        seen=looked_up,
-        entries={name: x * terms for name, x in diagonal.items()} if options.histograms else {},
-        sequences=sequences,
-        per=options.per,
-        loss=options.loss,
-        kind=kind,
-        seed=0,
-        frozen=measured.frozen,
-        seconds=time.perf_counter() - start,
-        metric=measured.metric,
-    )
+    sums = SquaredGradients(measured, options)
+    sums.begin(terms, sequences, math.inf)
+    sums.values = [torch.tensor([values], dtype=torch.float64, device="cpu")]
+    sums.rows = {name: terms * diagonal[name].double().flatten(1).sum(1).cpu().unsqueeze(0) for name in looked_up}
+    sums.entries = {name: x * terms for name, x in diagonal.items()} if options.histograms else {}
+    sums.unused.clear()
+    return replace(sums.replicates(looked_up, start), kind=kind, seed=0)

@@ -14,7 +14,7 @@ from hessiankit.curvature.structures import DiagonalBlock
 from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, check_name
-from hessiankit.support.progress import Tell
+from hessiankit.support.progress import Tell, silent
 
 WHO = "sharpness"
 LOSSES = ("cross_entropy", "mse")
@@ -54,6 +54,10 @@ class SharpnessOptions:
         """Label vectors of a micro-batch: one where the labels are those of the data."""
         return self.draws if self.kind == "fisher-mc" else 1
 
+    def tell(self, step: int, draw: int, steps: int) -> None:
+        """Report a draw of a micro-batch as done."""
+        (self.progress or silent)("sharpness: draws", step * self.label_draws + draw + 1, steps * self.label_draws)
+
 
 @dataclass(frozen=True, eq=False)
 class MeasuredParts:
@@ -75,7 +79,7 @@ class MeasuredParts:
 
     def squared_norms(self, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Return ||theta||^2 of each part in the metric, float64 (parts,) on the CPU; ``whole`` as in
-        :class:`SquaredGradients`.
+        :class:`~hessiankit.diagnostics.sharpness.replicate.SquaredGradients`.
         """
         values = {n: whole(p.detach()) for n, p in self.parameters.items()}
         scaled = {n: x / self.roots[n] if self.roots else x for n, x in values.items()}

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward
+from hessiankit.diagnostics.sharpness.options import WHO
 from hessiankit.engine.problem.calling import IGNORE_INDEX
 from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
@@ -33,26 +34,22 @@ def watch_lookups(model: nn.Module, parts: Sequence[Part]) -> Iterator[dict[str,
             if not isinstance(module, (nn.Embedding, TokenEmbedding)):
                 continue
             tables = {letter: p for letter, p in module.named_parameters(recurse=False) if id(p) in own}
-            for p in tables.values():
-                seen[own[id(p)]] = torch.zeros(p.shape[0], dtype=torch.bool, device=p.device)
-            masks = {letter: seen[own[id(p)]] for letter, p in tables.items()}
+            masks = {letter: torch.zeros(p.shape[0], dtype=torch.bool, device=p.device) for letter, p in tables.items()}
+            seen |= {own[id(p)]: masks[letter] for letter, p in tables.items()}
+
+            def mark(_: nn.Module, inputs: tuple[Any, ...], masks: dict[str, Tensor] = masks) -> None:
+                ids = inputs[0] if inputs else None
+                tokens, positions = masks.get("W_E", masks.get("weight")), masks.get("P")
+                if not isinstance(ids, Tensor) or ids.is_floating_point():
+                    return
+                if tokens is not None and ids.numel() and int(ids.min()) >= 0 and int(ids.max()) < tokens.numel():
+                    tokens[ids.reshape(-1).long()] = True
+                if positions is not None and ids.ndim:
+                    positions[: ids.shape[-1]] = True
+
             if masks:
-                mark = _marking(masks.get("W_E", masks.get("weight")), masks.get("P"))
                 hooks.callback(module.register_forward_pre_hook(mark).remove)
         yield seen
-
-
-def _marking(tokens: Tensor | None, positions: Tensor | None) -> Any:
-    def mark(_module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        ids = inputs[0] if inputs else None
-        if not isinstance(ids, Tensor) or ids.is_floating_point():
-            return
-        if tokens is not None and ids.numel() and int(ids.min()) >= 0 and int(ids.max()) < tokens.numel():
-            tokens[ids.reshape(-1).long()] = True
-        if positions is not None and ids.ndim:
-            positions[: ids.shape[-1]] = True
-
-    return mark
 
 
 def _alike(x: Tensor, y: Tensor, slack: float) -> bool:
@@ -84,7 +81,7 @@ def check_cut(who: str, model: nn.Module, batches: Sequence[MicroBatch]) -> None
     )
 
 
-def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> None:
+def probe(model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, copies: int) -> None:
     """Check a model by two calls with one sequence.
 
     With ``backward`` the memory of a backward pass is forecast, with as many ``copies`` of the parameters held at once.
@@ -93,28 +90,31 @@ def probe(who: str, model: nn.Module, batches: Sequence[MicroBatch], *, backward
         InputError: If two calls differ, a call changes a buffer, or the batches cannot be cut.
         OutOfMemoryError: If the graph of the largest micro-batch will not fit.
     """
-    check_cut(who, model, batches)
+    check_cut(WHO, model, batches)
     largest = max(batches, key=lambda batch: len(batch.numbers))
     one = _single(largest)
     before = {name: b.clone() for name, b in model.named_buffers()}
     try:
-        first, saved = _held(who, model, one, backward)
+        first, graph = _held(model, one, backward)
     except InputError:
         if len(one.numbers) == len(largest.numbers):
             raise
         one = largest  # something among the inputs does not go by sequences
-        first, saved = _held(who, model, one, backward)
+        first, graph = _held(model, one, backward)
     with torch.no_grad():
-        second = forward(model, one, who)
-    _check_buffers(who, model, before)
+        second = forward(model, one)
+    _check_buffers(model, before)
     slack = min(torch.finfo(first.dtype).eps ** 0.5, 1e-3)  # kernels with and without autograd round apart
     if not _alike(first, second, slack):
         raise InputError(
-            f"{who}: two calls of the model in evaluation mode on the same inputs give different outputs, so it draws random"
+            f"{WHO}: two calls of the model in evaluation mode on the same inputs give different outputs, so it draws random"
             " numbers or depends on earlier calls; turn that off (a dropout that ignores eval(), a router's noise)"
         )
     if backward:
-        _check_memory(who, model, saved * len(largest.numbers) / len(one.numbers), first, copies)
+        need = graph * len(largest.numbers) // len(one.numbers)
+        weights = copies * sum(p.numel() * p.element_size() for p in model.parameters())
+        what = f"the graph of one micro-batch, {gib(need)}, and {copies} tensors of the parameters' size, {gib(weights)},"
+        check_room(WHO, need + weights, what, first.device, "pass a smaller micro_batch")
 
 
 def _single(batch: MicroBatch) -> MicroBatch:
@@ -126,14 +126,14 @@ def _single(batch: MicroBatch) -> MicroBatch:
     return batch.part(slice(k, k + 1))
 
 
-def _held(who: str, model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
+def _held(model: nn.Module, batch: MicroBatch, backward: bool) -> tuple[Tensor, int]:
     """Return the output, and the bytes that a backward pass needs."""
     if not backward:  # parameters may be spread over ranks, where there is no memory to look at
         with torch.no_grad():
-            return forward(model, batch, who), 0
+            return forward(model, batch), 0
     saved = CountedGraph(model, keep=True)
     with saved:
-        return forward(model, batch, who).detach(), saved.bytes
+        return forward(model, batch).detach(), saved.bytes
 
 
 class CountedGraph(saved_tensors_hooks):
@@ -159,23 +159,19 @@ class CountedGraph(saved_tensors_hooks):
         return x
 
 
-def _check_buffers(who: str, model: nn.Module, before: dict[str, Tensor]) -> None:
+def check_room(who: str, need: int, what: str, device: torch.device, remedy: str) -> None:
+    """Refuse what takes more bytes than are free on a device."""
+    if need > (free := available_memory(device)):
+        raise OutOfMemoryError(f"{who}: {what} take {gib(need)}, but only {gib(free)} are free on {device}; {remedy}")
+
+
+def _check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:
     now = dict(model.named_buffers())
     changed = [name for name, b in before.items() if name in now and not torch.equal(now[name], b)]
     for name in changed:
         now[name].copy_(before[name])
     if changed:
         raise InputError(
-            f"{who}: a call of the model in evaluation mode changes its buffer {changed[0]!r}, so the loss is not a function of"
+            f"{WHO}: a call of the model in evaluation mode changes its buffer {changed[0]!r}, so the loss is not a function of"
             " the parameters; keep the buffer as it is in forward"
-        )
-
-
-def _check_memory(who: str, model: nn.Module, graph: float, output: Tensor, copies: int) -> None:
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    need, free = int(graph + copies * weights), available_memory(output.device)
-    if need > free:
-        raise OutOfMemoryError(
-            f"{who}: the graph of one micro-batch holds {gib(int(graph))}, and {copies} tensors of the parameters' size "
-            f"{gib(copies * weights)}, but only {gib(free)} are free on {output.device}; pass a smaller micro_batch"
         )

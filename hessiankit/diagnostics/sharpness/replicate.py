@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward, micro_batches
-from hessiankit.diagnostics.sharpness.cotangents import cotangents
+from hessiankit.diagnostics.sharpness.batches import MicroBatch, aligned, check_devices, evaluating, forward, micro_batches
 from hessiankit.diagnostics.sharpness.options import WHO, MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.squares import SquaredGradients
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
+from hessiankit.engine.problem.non_finite import spoiled_at
 from hessiankit.partition import Part
+from hessiankit.partition.part import CHUNK
 from hessiankit.support.errors import InputError
+from hessiankit.support.torch_state import wide
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +64,15 @@ class Replicates:
         """Number of draws of the labels."""
         return int(self.values.shape[1])
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing was drawn."""
+        return self.kind != "fisher-mc"
+
+    def mean(self, picked: Sequence[int]) -> Tensor:
+        """Return the mean of h over the entries of some parts, by their numbers: (micro-batches, draws)."""
+        return self.values[:, :, picked].sum(2) / sum(self.parts[k].size for k in picked)
+
 
 def joined(runs: Sequence[Replicates]) -> Replicates:
     """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
@@ -95,11 +107,7 @@ def _summed(dicts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def replicates(
-    model: nn.Module,
-    data: Any,
-    target: Any = None,
-    own: SharpnessOptions | None = None,
-    **options: Any,
+    model: nn.Module, data: Any, target: Any = None, own: SharpnessOptions | None = None, **options: Any
 ) -> Replicates:
     """Return h on some data by micro-batch, draw and part; the options are those of :class:`SharpnessOptions`."""
     own = own or SharpnessOptions(**options)
@@ -115,51 +123,214 @@ def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> lis
 def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
-    parts, draws = measured_parts(model, own.parts, own.preconditioner), own.label_draws
+    parts = measured_parts(model, own.parts, own.preconditioner)
     weights = list(parts.parameters.values())
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as seen:
-        sums = SquaredGradients(WHO, parts, draws, own.histograms)
+        sums = SquaredGradients(parts, own)
         for batch in batches:
             check_devices(WHO, batch, model)
-        probe(WHO, model, batches, backward=True, copies=1 + own.histograms)
+        probe(model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
-            drawn = cotangents(WHO, output, batch, own)
+            drawn = cotangents(output, batch, own)
             if drawn is None:
                 continue
             sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
             for d, gradient in enumerate(drawn):
-                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=d + 1 < draws, allow_unused=True)
+                more = d + 1 < own.label_draws
+                slopes = torch.autograd.grad(output, weights, gradient, retain_graph=more, allow_unused=True)
                 gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
                 sums.add(d, parts.in_metric(gradients), seen)
                 del slopes, gradients  # the next draw's take their place in memory
-                if own.progress is not None:
-                    own.progress("sharpness: draws", k * draws + d + 1, len(batches) * draws)
+                own.tell(k, d, len(batches))
     if not sums.values:
         raise InputError(f"{WHO}: every label is -100 (not counted); keep at least one")
-    return collected(sums, parts, own, seen, start)
+    return sums.replicates(seen, start)
 
 
-def collected(
-    sums: SquaredGradients, parts: MeasuredParts, own: SharpnessOptions, seen: Mapping[str, Tensor], start: float
-) -> Replicates:
-    """Return sums of squared gradients, and what is known of them, as replicates."""
-    return Replicates(
-        parts=parts.parts,
-        values=torch.stack(sums.values),
-        terms=torch.tensor(sums.terms, device="cpu"),
-        squared_norms=parts.squared_norms(sums.whole),
-        rows=sums.rows,
-        seen={name: mask.cpu() for name, mask in seen.items() if name in sums.rows},
-        entries=sums.entries,
-        sequences=sums.sequences,
-        per=own.per,
-        loss=own.loss,
-        kind=own.kind,
-        seed=own.seed,
-        frozen=parts.frozen,
-        unused=tuple(name for name in parts.parameters if name in sums.unused),
-        seconds=time.perf_counter() - start,
-        unlikely=sums.unlikely,
-        metric=parts.metric,
-    )
+@dataclass(frozen=True, eq=False)
+class Cotangents:
+    """Gradients of sqrt(terms) L in the output of one micro-batch, one for each draw of the labels.
+
+    Attributes:
+        softmax: The part that does not depend on the labels, of the output's shape: scale times the softmax of the logits, 0 in
+            rows without a label; for squared error the output.
+        rows: Rows of the output, flat, that have a label; None for squared error.
+        labels: (draws, rows); for squared error the residuals (draws, *output.shape).
+        terms: How many terms the loss is the mean of; ``scale`` is 1 / sqrt(terms).
+        sequences: How many sequences have a position that counts.
+        unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
+    """
+
+    softmax: Tensor
+    rows: Tensor | None
+    labels: Tensor
+    terms: int
+    sequences: int
+    scale: float
+    unlikely: float = math.inf
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield the gradient of each draw; the next one overwrites it.
+
+        The square of the gradient that it gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
+        """
+        if self.rows is None:
+            for residuals in self.labels:
+                yield (-2.0 * self.scale * residuals).to(self.softmax)
+            return
+        flat = self.softmax.view(-1, self.softmax.shape[-1])
+        for labels in self.labels:
+            before = flat[self.rows, labels]
+            flat[self.rows, labels] = before - self.scale
+            yield self.softmax
+            flat[self.rows, labels] = before
+
+
+@torch.no_grad()
+def cotangents(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Cotangents | None:
+    """Draw labels for a micro-batch and return the gradients of its loss; None where none of its positions counts.
+
+    Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
+    it, f - y = sqrt(1/2) xi, and the mean of the squared gradients is the diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
+    """
+    if output.shape[:1] != (len(batch.numbers),):
+        raise InputError(
+            f"{WHO}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
+            " along axis 0"
+        )
+    target = aligned(WHO, batch, output.shape, options.loss)
+    if (at := spoiled_at(output.detach(), mask=options.loss == "cross_entropy")) is not None:  # -inf masks a class
+        raise InputError(
+            f"{WHO}: the model's output is NaN or infinite, first at {at} (sequence {batch.numbers[at[0]]} of the data);"
+            " clean the input or the weights, or use a wider dtype"
+        )
+    draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
+    data = options.kind == "fisher-empirical"
+    B, classes, z = output.shape[0], output.shape[-1], output.detach()
+    rows: Tensor | None = None
+    if options.loss == "mse":
+        terms, sequences = (output.numel() if by_token else B), B
+        if data:
+            labels = (target - z).unsqueeze(0)
+        else:
+            labels = math.sqrt(0.5) * sample_residuals(output, batch.numbers, draws, seed)
+        scale, softmax, unlikely = 1.0 / math.sqrt(terms), z, math.inf
+    else:
+        counted = (target != IGNORE_INDEX).reshape(B, -1)
+        sequences = int(counted.any(1).sum())
+        terms = int(counted.sum()) if by_token else sequences
+        if terms == 0:
+            return None
+        logits = z.reshape(B, -1, classes)
+        if data:
+            labels = target.reshape(1, -1)
+        else:
+            labels = sample_labels(logits, batch.numbers, draws, seed).reshape(draws, -1)
+        rows = counted.reshape(-1).nonzero()[:, 0]
+        labels, scale = labels[:, rows], 1.0 / math.sqrt(terms)
+        softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
+        softmax.mul_(counted.unsqueeze(-1))
+        unlikely = float(counted.sum() - softmax.amax(-1).double().sum())
+        softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
+        softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
+    if not output.requires_grad:
+        raise InputError(f"{WHO}: the model's output does not depend on its parameters; do not detach it in forward")
+    return Cotangents(softmax, rows, labels, terms, sequences, scale, unlikely)
+
+
+class SquaredGradients:
+    """Sums of squared gradients over micro-batches and draws, so far: what :class:`Replicates` holds in the end, by its names.
+
+    ``whole`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
+    """
+
+    def __init__(
+        self, measured: MeasuredParts, options: SharpnessOptions, whole: Callable[[Tensor], Tensor] = lambda x: x
+    ) -> None:
+        self.measured, self.options, self.whole = measured, options, whole
+        self.values: list[Tensor] = []
+        self.terms: list[int] = []
+        self.sequences, self.unlikely = 0, 0.0
+        self.rows: dict[str, Tensor] = {}
+        self.entries = {name: _zeros(p.detach()) for name, p in measured.parameters.items()} if options.histograms else {}
+        self.unused = set(measured.parameters)
+        self.places: dict[str, list[int]] = {name: [] for name in measured.parameters}
+        for k, part in enumerate(measured.parts):
+            self.places[part.parameter].append(k)
+
+    def begin(self, terms: int, sequences: int, unlikely: float) -> None:
+        """Begin a micro-batch whose loss is a mean over that many terms."""
+        shape = self.options.label_draws, len(self.measured.parts)
+        self.values.append(torch.zeros(shape, dtype=torch.float64, device="cpu"))
+        self.terms.append(terms)
+        self.sequences += sequences
+        self.unlikely += unlikely
+
+    def add(self, draw: int, gradients: Mapping[str, Tensor], embeddings: Container[str]) -> None:
+        """Add the gradients of a draw that an output depends on; ``embeddings`` are looked up by rows."""
+        self.unused -= gradients.keys()
+        squares = [torch.zeros((), device="cpu")] * len(self.measured.parts)
+        for name, own in gradients.items():
+            gradient = self.whole(own)
+            for k in self.places[name]:
+                squares[k] = self.measured.parts[k].squared_norm(gradient)
+            if name in embeddings:
+                none = torch.zeros(self.options.label_draws, len(gradient), dtype=torch.float64, device="cpu")
+                self.rows.setdefault(name, none)[draw] += self.terms[-1] * row_sums(gradient)
+            if (total := self.entries.get(name)) is not None:
+                own = own.to(total.dtype)
+                total.addcmul_(own, own, value=float(self.terms[-1]))
+        self.values[-1][draw] = self._finite(squares)
+
+    def _finite(self, squares: list[Tensor]) -> Tensor:
+        """Return the parts' sums, float64 (parts,) on the CPU, after a check that they are finite."""
+        if len({x.device for x in squares}) > 1:
+            squares = [x.cpu() for x in squares]
+        sums = torch.stack([x.to(wide(x.device)) for x in squares]).cpu().double()
+        bad = ~torch.isfinite(sums)
+        if bool(bad.any()):
+            part = self.measured.parts[int(bad.nonzero()[0])]
+            raise InputError(
+                f"{WHO}: the gradient of {part.name!r} is NaN or infinite, though the output is finite; a derivative "
+                "overflows there (a norm of a constant row, a square root at 0): use a wider dtype or an eps > 0"
+            )
+        return sums
+
+    def replicates(self, seen: Mapping[str, Tensor], start: float) -> Replicates:
+        """Return the sums as replicates of a measurement that began at ``start`` and has ``seen`` rows of embeddings."""
+        own = self.options
+        return Replicates(
+            parts=self.measured.parts,
+            values=torch.stack(self.values),
+            terms=torch.tensor(self.terms, device="cpu"),
+            squared_norms=self.measured.squared_norms(self.whole),
+            rows=self.rows,
+            seen={name: mask.cpu() for name, mask in seen.items() if name in self.rows},
+            entries=self.entries,
+            sequences=self.sequences,
+            per=own.per,
+            loss=own.loss,
+            kind=own.kind,
+            seed=own.seed,
+            frozen=self.measured.frozen,
+            unused=tuple(name for name in self.measured.parameters if name in self.unused),
+            seconds=time.perf_counter() - start,
+            unlikely=self.unlikely,
+            metric=self.measured.metric,
+        )
+
+
+def row_sums(x: Tensor) -> Tensor:
+    """Return the sums of squares along each row of a matrix, float64 (rows,) on the CPU.
+
+    >>> row_sums(torch.tensor([[3.0, 4.0], [0.0, 1.0]])).tolist()
+    [25.0, 1.0]
+    """
+    flat = x.flatten(1)
+    sums = [part.to(wide(x.device)).square().sum(1).cpu() for part in flat.split(max(1, CHUNK // flat.shape[1]))]
+    return torch.cat(sums).double()
+
+
+def _zeros(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=torch.float32 if p.dtype.itemsize < 4 else p.dtype)

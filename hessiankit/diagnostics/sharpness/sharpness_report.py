@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate, as_weights, estimate, ratio
+from hessiankit.diagnostics.sharpness.histogram import Histogram, histogram
 from hessiankit.diagnostics.sharpness.options import WHO
 from hessiankit.diagnostics.sharpness.replicate import Replicates
-from hessiankit.diagnostics.sharpness.squares import Histogram, histogram
 from hessiankit.partition import TYPES, Part
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
@@ -24,7 +24,7 @@ from hessiankit.support.tables import Piece, Printed, table
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
-K = TypeVar("K", bound=Hashable)
+Place: TypeAlias = "tuple[str, int | None]"
 ENOUGH_DRAWS, ENOUGH_LABELS = 4, 10
 """Draws, and labels other than the likeliest ones among all drawn, from which on intervals held 91 % of the time or more."""
 COVERAGE = "see docs/intervals.md"
@@ -111,11 +111,7 @@ class SharpnessReport(Printed, WithDict):
         return text
 
     def ratio(self, type: str, base: str = "Norm") -> SharpnessEstimate:
-        """Return S_base / S_type, with the correlation of the two, which the same draws gave.
-
-        Args:
-            type: A block type.
-            base: Another one.
+        """Return S_base / S_type of two block types, with the correlation of the two, which the same draws gave.
 
         Raises:
             InputError: If the model has no such type.
@@ -124,10 +120,9 @@ class SharpnessReport(Printed, WithDict):
             if name not in self.types:
                 raise InputError(f"{WHO}: no {name!r} among the measured types; pass one of {', '.join(self.types)}")
         own = self.replicates
-        top, bottom = (_mean(own, lambda part, name=name: part.type == name) for name in (base, type))  # type: ignore[misc]
-        weights = as_weights(own.terms)
-        entries = self.types[type].entries
-        return ratio(top, bottom, weights, entries=entries, confidence=self.confidence, exact=not _drawn(own))
+        top, bottom = (own.mean([k for k, part in enumerate(own.parts) if part.type == name]) for name in (base, type))
+        options: dict[str, Any] = {"confidence": self.confidence, "exact": own.is_exact}
+        return ratio(top, bottom, as_weights(own.terms), entries=self.types[type].entries, **options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the replicates as plain Python data, which JSON can hold."""
@@ -139,11 +134,7 @@ class SharpnessReport(Printed, WithDict):
         """Draw S as bars with their intervals, by type and, where the model has several blocks, by layer.
 
         Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
-                it as CSV.
-
-        Raises:
-            InputError: The file cannot be written.
+            path: A file to write, ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV.
         """
         from hessiankit.curvature.plots import row_chart  # only here: Matplotlib
 
@@ -173,33 +164,27 @@ class SharpnessReport(Printed, WithDict):
             numbers = (f"{one.value:.4g}", *one.shown, quotient, f"{self.scale_free[kind].value:.3g}", *zeros)
             yield kind, f"{one.entries:,}", *numbers
 
-    @property
-    def _headers(self) -> tuple[str, ...]:
-        interval = f"{self.confidence:.0%} interval"
-        zeros = ("zeros",) if self.histograms else ()
-        return ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", *zeros)
-
-    def _remarks(self) -> tuple[str, ...]:
-        remarks = [f"from flat to sharp: {self.ordering}"]
+    def _remarks(self) -> Iterator[str]:
+        yield f"from flat to sharp: {self.ordering}"
         if self.draws == 1:
-            remarks.append("n.a.: errors come from the differences between draws of the labels; take two draws or more")
+            yield "n.a.: errors come from the differences between draws of the labels; take two draws or more"
         if 1 < self.draws < ENOUGH_DRAWS:
-            remarks.append(f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more")
+            yield f"{self.draws} draws are too few for sure intervals ({COVERAGE}); take four or more"
         unlikely = self.draws * self.replicates.unlikely
         if self.draws > 1 and unlikely < ENOUGH_LABELS:
             counted = f"{unlikely:.2g} of all labels drawn are expected not to be the likeliest ones"
-            remarks.append(f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences")
+            yield f"{counted}, too few for sure intervals ({COVERAGE}); take more draws or sequences"
         if self.seen_rows is not None:
-            remarks.append(f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}")
-        if self.frozen:
-            remarks.append(f"left out, frozen: {_listing(self.frozen)}")
-        if self.unused:
-            remarks.append(f"no output depends on: {_listing(self.unused)}")
-        return tuple(remarks)
+            yield f"Emb over the {self.seen_rows.entries:,} entries of rows that the data look up: {self.seen_rows}"
+        for what, names in (("left out, frozen", self.frozen), ("no output depends on", self.unused)):
+            if names:
+                yield f"{what}: {', '.join(names[:4])}" + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
-        yield table(self._headers, self._rows(), drop=("zeros", "S |theta|^2/#", "entries", "s.e."))
+        interval, zeros = f"{self.confidence:.0%} interval", ("zeros",) if self.histograms else ()
+        headers = ("type", "entries", "S", "s.e.", interval, "Norm / S", "S |theta|^2/#", *zeros)
+        yield table(headers, self._rows(), drop=("zeros", "S |theta|^2/#", "entries", "s.e."))
         yield from self._remarks()
 
 
@@ -207,25 +192,8 @@ def _count(n: int, what: str, plural: str = "s") -> str:
     return f"{n} {what}{plural if n != 1 else ''}"
 
 
-def _listing(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-
-
-def _drawn(own: Replicates) -> bool:
-    return own.kind == "fisher-mc"
-
-
-def _mean(own: Replicates, chosen: Callable[[Part], bool]) -> Tensor:
-    """Return the replicates (micro-batches, draws) of the mean of h over the entries of some parts."""
-    picked = [k for k, part in enumerate(own.parts) if chosen(part)]
-    return own.values[:, :, picked].sum(2) / sum(own.parts[k].size for k in picked)
-
-
-def _groups(parts: Iterable[Part], key: Callable[[Part], K]) -> dict[K, list[int]]:
-    groups: dict[K, list[int]] = {}
-    for k, part in enumerate(parts):
-        groups.setdefault(key(part), []).append(k)
-    return groups
+COPIED = ("sequences", "per", "kind", "metric", "loss", "seed", "frozen", "unused", "seconds")
+"""Attributes of the report that are those of the replicates."""
 
 
 def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
@@ -234,54 +202,44 @@ def report_of(own: Replicates, *, confidence: float = 0.95) -> SharpnessReport:
         raise InputError(f"{WHO}: confidence={confidence!r}; pass a number between 0 and 1, e.g. 0.95")
     parts, weights = own.parts, as_weights(own.terms)
     sizes = torch.tensor([part.size for part in parts], dtype=torch.float64, device="cpu")
-    exact = not _drawn(own)
 
     def combined(picked: list[int], factors: Tensor) -> SharpnessEstimate:
         """Return the estimate of a weighted sum of the parts' traces."""
-        x = own.values[:, :, picked] @ factors
-        entries = sum(parts[k].size for k in picked)
-        return estimate(x, weights, entries=entries, confidence=confidence, exact=exact)
+        x, entries = own.values[:, :, picked] @ factors, sum(parts[k].size for k in picked)
+        return estimate(x, weights, entries=entries, confidence=confidence, exact=own.is_exact)
 
     def pooled(picked: list[int]) -> SharpnessEstimate:
         return combined(picked, torch.ones(len(picked), dtype=torch.float64, device="cpu") / sizes[picked].sum())
 
-    of_type = _groups(parts, lambda part: part.type)
-    of_type = {kind: of_type[kind] for kind in (*TYPES, *sorted(set(of_type) - set(TYPES))) if kind in of_type}
-    of_layer = _groups(parts, lambda part: part.layer)
-    of_both = _groups(parts, lambda part: (part.type, part.layer))
+    of_type = {kind: picked for (kind, _), picked in _groups(parts, lambda part: (part.type, None))}
     mean_squares = own.squared_norms / sizes
+    copied: dict[str, Any] = {name: getattr(own, name) for name in COPIED}
     return SharpnessReport(
         types={kind: pooled(picked) for kind, picked in of_type.items()},
-        layers={layer: pooled(of_layer[layer]) for layer in sorted(of_layer, key=_layer_first)},
-        type_layers={both: pooled(of_both[both]) for both in sorted(of_both, key=lambda b: (_rank(b[0]), _layer_first(b[1])))},
+        layers={layer: pooled(picked) for (_, layer), picked in _groups(parts, lambda part: ("", part.layer))},
+        type_layers={both: pooled(picked) for both, picked in _groups(parts, lambda part: (part.type, part.layer))},
         tensors={part.name: pooled([k]) for k, part in enumerate(parts)},
         mean_of_tensors={kind: combined(p, 1.0 / (len(p) * sizes[p])) for kind, p in of_type.items()},
         scale_free={kind: combined(p, mean_squares[p] / sizes[p].sum()) for kind, p in of_type.items()},
         seen_rows=_seen_rows(own, confidence),
         histograms=_histograms(own, of_type),
         terms=int(own.terms.sum()),
-        sequences=own.sequences,
         micro_batches=len(own.terms),
-        draws=own.draws if _drawn(own) else 0,
-        per=own.per,
-        kind=own.kind,
-        metric=own.metric,
-        loss=own.loss,
-        seed=own.seed,
+        draws=0 if own.is_exact else own.draws,
         confidence=confidence,
-        frozen=own.frozen,
-        unused=own.unused,
-        seconds=own.seconds,
         replicates=replace(own, entries={}),
+        **copied,
     )
 
 
-def _layer_first(layer: int | None) -> float:
-    return -math.inf if layer is None else layer
-
-
-def _rank(kind: str) -> tuple[int, str]:
-    return (TYPES.index(kind) if kind in TYPES else len(TYPES), kind)
+def _groups(parts: Sequence[Part], key: Callable[[Part], Place]) -> Iterator[tuple[Place, list[int]]]:
+    """Yield each type and layer with the numbers of its parts: types in the order of TYPES, outside the blocks first."""
+    groups: dict[Place, list[int]] = {}
+    for k, part in enumerate(parts):
+        groups.setdefault(key(part), []).append(k)
+    order = {kind: k for k, kind in enumerate(TYPES)}
+    for kind, layer in sorted(groups, key=lambda at: (order.get(at[0], len(order)), at[0], -1 if at[1] is None else at[1])):
+        yield (kind, layer), groups[kind, layer]
 
 
 def _seen_rows(own: Replicates, confidence: float) -> SharpnessEstimate | None:
@@ -295,7 +253,7 @@ def _seen_rows(own: Replicates, confidence: float) -> SharpnessEstimate | None:
     if not entries:
         return None
     one = torch.ones(1, dtype=torch.float64, device="cpu")
-    return estimate(total / entries, one, entries=entries, confidence=confidence, exact=not _drawn(own))
+    return estimate(total / entries, one, entries=entries, confidence=confidence, exact=own.is_exact)
 
 
 def _histograms(own: Replicates, of_type: Mapping[str, list[int]]) -> dict[str, Histogram]:
