@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.verify.problem import Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Progress, Unsupported, in_chunks, typed_line
 from hessiankit.verify.traits import NO_GRAD, traits
 
@@ -157,7 +158,7 @@ def curvlinops(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> t
         from curvlinops import HessianLinearOperator
     except ImportError as error:
         raise Unsupported("curvlinops", "the package is not installed (docs/howto/install.md says how)") from error
-    losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
+    losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORE_INDEX)}
     if not isinstance(problem.loss, str) or problem.target is None:
         raise Unsupported("curvlinops", "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
     known = dict(problem.module.named_parameters())
