@@ -110,8 +110,8 @@ def examine(
     [True, True, False]
     """
     seen = traits(problem)
-    judge = Judge(tuple(problem.params), seen.precision, noise or rounding_noise(problem, results, seen.precision))
-    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision])
+    judge = Judge(noise or rounding_noise(problem, results, seen.precision))
+    comparison = SideBySide(judge, AGREEMENT[seen.precision])
     comparison.add({n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 
@@ -127,7 +127,7 @@ def rounding_noise(
     routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
     routes = routes or {"reverse-over-reverse": REFERENCES["reverse-over-reverse"].products}
     routes |= {} if closed is None else {CLOSED: closed}
-    return RoundingNoise(problem, routes, torch.finfo(precision).eps, along)
+    return RoundingNoise(problem, routes, precision, along)
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,11 @@ class SideBySide:
     """Results of one problem side by side, over one or several sets of directions.
 
     Whole matrices are one set, along all unit vectors. Where no matrix fits, each direction is a set of its own, of which only
-    the largest entries and differences of every cell are kept.
-
-    Args:
-        problem: What was differentiated.
-        judge: Which differences count.
-        tolerance: Relative tolerance of a route without an error estimate.
+    the largest entries and differences of every cell are kept. ``tolerance`` is that of a route without an error estimate.
     """
 
-    def __init__(self, problem: Problem, judge: Judge, tolerance: float) -> None:
-        self.problem, self.judge, self.tolerance = problem, judge, tolerance
+    def __init__(self, judge: Judge, tolerance: float) -> None:
+        self.problem, self.judge, self.tolerance = judge.noise.problem, judge, tolerance
         self._cases: dict[str, Case] = {}
         self._gaps: dict[frozenset[str], list[Gaps]] = defaultdict(list)
 
@@ -180,9 +175,6 @@ class SideBySide:
         """Compare results along the same directions with each other: matrices (P, P), or with ``probes`` products (k, P).
 
         A result with directions of its own, some of these, is compared along those.
-
-        Raises:
-            InputError: A result of the wrong shape.
         """
         alike, apart = dict[str, Outcome](), dict[str, Outcome]()
         for name, result in results.items():

@@ -39,23 +39,18 @@ Rows: TypeAlias = "tuple[list[CheckRow], list[str]]"
 
 @dataclass(frozen=True)
 class SameCall:
-    """Comparisons of one problem's other results with those of the module and of references.
+    """Comparisons of one problem's other results with those of the module and of references."""
 
-    Args:
-        problem: The loss.
-        judge: Which differences count.
-        rtol: The tolerance.
-        groups: Name of a row -> the parameters whose worst it is.
-        healthy: References without an error of their own, and their results.
-        seed: Of directions.
-    """
-
-    problem: Problem
     judge: Judge
     rtol: float
-    groups: Mapping[str, Sequence[str]]
-    healthy: Mapping[str, Outcome]
+    groups: Mapping[str, Sequence[str]]  # name of a row -> the parameters whose worst it is
+    healthy: Mapping[str, Outcome]  # references without an error of their own
     seed: int
+
+    @property
+    def problem(self) -> Problem:
+        """The loss."""
+        return self.judge.noise.problem
 
     def of_matrix(self, closed: Hessian, probes: Probes | None) -> Rows:
         """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""

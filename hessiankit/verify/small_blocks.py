@@ -110,7 +110,7 @@ def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
     problem, exact = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
     probes = probe_directions(problem, 1, seed)
     routes = {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}
-    judge = Judge(tuple(problem.params), torch.float64, RoundingNoise(problem, routes, 2.0**-52))
+    judge = Judge(RoundingNoise(problem, routes, torch.float64))
     mine = probes.V @ exact.matrix
     for name in JUDGES:
         try:
