@@ -223,7 +223,7 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         routes = SideBySide(Judge(rounding_noise(problem, results, seen.precision, closed_form)), AGREEMENT[seen.precision])
         options.progress("agreement of the references", 0, 1)
         mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
-        routes.add({CLOSED: Outcome(mine, None, 0.0), **results}, probes)
+        routes.add({CLOSED: Outcome(mine), **results}, probes)
     judge, health = routes.judge, routes.health(results)
     healthy = [name for name in results if health[name].healthy]
     rows: list[CheckRow] = []
@@ -282,7 +282,7 @@ def _along_each(
         asked = [n for n in names if n not in left_out and (done == len(along) or not REFERENCES[n].many_calls)]
         now = run_references(problem, V, asked)
         left_out |= {name for name, result in now.items() if isinstance(result, Unsupported)}
-        mine = Outcome((operator @ V[0])[None], None, 0.0)
+        mine = Outcome((operator @ V[0])[None])
         routes.add({CLOSED: mine, **now}, Probes(V, (direction.label,)))
         results |= now
         progress("products", done, len(along))

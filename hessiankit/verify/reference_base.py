@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +26,8 @@ FAILURES = (RuntimeError, NotImplementedError, TypeError)
 MEMORY_BUDGET = 2**30
 """Bytes that the directions pushed together may take."""
 
-CHUNK_RANGE = (1, 48)
-"""Fewest and most directions pushed together: wider batches leave the caches and run slower."""
+MOST_TOGETHER = 48
+"""Most directions pushed together: wider batches leave the caches and run slower."""
 
 
 class Unsupported(HessiankitError):
@@ -44,22 +44,17 @@ class Unsupported(HessiankitError):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Result of a reference.
-
-    Args:
-        value: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given.
-        error: The route's own estimate of its error, entry by entry, in the layout of ``value``; None for a route whose
-            only error is rounding.
-        seconds: Wall time.
-        note: Remarks: directions taken one at a time, steps shrunk at a kink.
-        probes: The directions of ``value``, where they are the route's own instead of the given ones.
-    """
+    """Result of a reference: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given."""
 
     value: Tensor
-    error: Tensor | None
-    seconds: float
-    note: str = ""
-    probes: Probes | None = None
+    error: Tensor | None = None  # the route's own estimate, in the layout of ``value``; None: its only error is rounding
+    seconds: float = 0.0
+    note: str = ""  # directions taken one at a time, steps shrunk at a kink
+    probes: Probes | None = None  # the directions of ``value``, where they are the route's own
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Outcome:
+        """Return the outcome with a function applied to value and error."""
+        return replace(self, value=function(self.value), error=None if self.error is None else function(self.error))
 
 
 RouteFunction: TypeAlias = "Callable[[Problem, Tensor, int, Progress], tuple[Tensor, Tensor | None, str]]"
@@ -113,11 +108,10 @@ class Reference:
         except FAILURES as failure:
             hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(failure)), "")
             raise Unsupported(self.name, typed_line(failure) + hint) from failure
-        if V is None:
-            value, error = value.T, None if error is None else error.T
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
-        return Outcome(value.detach(), error, time.perf_counter() - start, note)
+        outcome = Outcome(value.detach(), error, time.perf_counter() - start, note)
+        return outcome.mapped(torch.t) if V is None else outcome
 
     def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
@@ -176,10 +170,9 @@ def typed_line(error: Exception) -> str:
 
 def directions_at_once(problem: Problem) -> int:
     """Return how many directions fit together."""
-    low, high = CHUNK_RANGE
     with problem.at(), plain_formulas():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
-    return max(low, min(high, MEMORY_BUDGET // need))
+    return max(1, min(MOST_TOGETHER, MEMORY_BUDGET // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:

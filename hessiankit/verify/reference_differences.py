@@ -50,7 +50,7 @@ def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tupl
             settled.append(_best_step(problem, unit, precision, noise))
             progress(len(settled), len(V))
     if not settled:
-        return torch.zeros_like(V), torch.zeros_like(V), ""
+        return V, V, ""
     notes, kinks = [], [one.kink for one in settled if one.kink]
     lost = sum(not one.resolved for one in settled)
     if kinks:
@@ -136,10 +136,7 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
 
 def combined(odd: Sequence[Tensor], h: float) -> Tensor:
     """Return the derivative from the differences f(x + k h) - f(x - k h), k = 1 to 4."""
-    total = WEIGHTS[0] * odd[0]
-    for weight, part in zip(WEIGHTS[1:], odd[1:], strict=True):
-        total = total + weight * part
-    return total / h
+    return sum((weight * part for weight, part in zip(WEIGHTS, odd, strict=True)), torch.zeros_like(odd[0])) / h
 
 
 def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:
