@@ -29,7 +29,7 @@ from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
-from hessiankit.verify.probes import Direction, Probes, directions, probe_directions, roles
+from hessiankit.verify.probes import Direction, Probes, directions, normal, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
 from hessiankit.verify.rows import FORMULAS, CheckRow
@@ -334,7 +334,7 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
     first, generator = next(module.parameters()), torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(first)
+        return normal(shape, generator, first)
 
     def integers(high: int, shape: tuple[int, ...]) -> Tensor:
         return torch.randint(high, shape, generator=generator, device="cpu").to(first.device)

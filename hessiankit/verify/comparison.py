@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError
-from hessiankit.verify.probes import Direction
+from hessiankit.verify.probes import Direction, normal
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.rows import ROUNDING, ZERO, CheckRow
 
@@ -41,11 +41,7 @@ RESOLVED = 1e-2
 
 def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Problem:
     """Return the problem at parameters moved by ``ULPS`` units in the last place."""
-
-    def moved(x: Tensor) -> Tensor:
-        return x * (1 + ULPS * eps * torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x))
-
-    return problem.near({n: moved(x) for n, x in problem.params.items()})
+    return problem.near({n: x * (1 + ULPS * eps * normal(x.shape, generator, x)) for n, x in problem.params.items()})
 
 
 def closed_form(problem: Problem, V: Tensor) -> Tensor:

@@ -29,6 +29,12 @@ class Probes(NamedTuple):
         return Probes(self.V[list(rows)], tuple(self.owners[k] for k in rows), rows)
 
 
+def normal(shape: Iterable[int], generator: torch.Generator, like: Tensor | None = None) -> Tensor:
+    """Return normal numbers drawn in float64 on the CPU, of the dtype and on the device of another tensor."""
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn if like is None else drawn.to(like)
+
+
 def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
     """Draw ``per_block`` Gaussian directions (k, P) of unit length for every parameter, zero outside that parameter.
 
@@ -46,7 +52,7 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     rows, owners = [], []
     for name, where in problem.slices.items():
         for _ in range(min(per_block, where.stop - where.start)):
-            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64, device="cpu")
+            drawn = normal((where.stop - where.start,), generator)
             row = torch.zeros(problem.size, dtype=torch.float64, device="cpu")
             row[where] = drawn / drawn.norm()
             rows.append(row)

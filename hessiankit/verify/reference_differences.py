@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.verify.in_place import placed
+from hessiankit.verify.probes import normal
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import Progress, Unsupported
 from hessiankit.verify.traits import traits
@@ -125,7 +126,7 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
     for _ in range(3):
-        direction = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu").to(problem.theta)
+        direction = normal((problem.size,), generator, problem.theta)
         direction /= direction.norm()
         gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):

@@ -16,7 +16,7 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.verify.block_structure import structure_of
 from hessiankit.verify.comparison import Judge, Layout, RoundingNoise, cells_of_labels, closed_form
-from hessiankit.verify.probes import probe_directions
+from hessiankit.verify.probes import normal, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
 from hessiankit.verify.rows import CheckRow
@@ -54,15 +54,11 @@ def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
     It is relative to the largest entry of each block pair; empty where no formulas are written.
     """
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
     eps = float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
-    x, target = draw(TINY["length"], TINY["width"]), draw(TINY["length"], TINY["width"])
+    x, target = (normal((TINY["length"], TINY["width"]), generator) for _ in range(2))
     for p in twin.parameters():
-        p.data = draw(*p.shape) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
+        p.data = normal(p.shape, generator) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
     point = point_of(twin, x)
     if point is None:
         return {}
@@ -94,13 +90,10 @@ def wide_twin(block: TransformerBlock, seed: int) -> tuple[TransformerBlock, tor
     heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if shared else HEADS, "d_k": HEAD, "output_projection": True}
     twin = s.block(WIDTH, HIDDEN, **kinds, **heads).double()
     generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
     for p in twin.parameters():
-        p.data = 0.8 + 0.3 * draw(*p.shape) if p.ndim == 1 else 0.4 * draw(*p.shape)
-    return twin, draw(2, LENGTH, WIDTH), draw(2, LENGTH, WIDTH)
+        p.data = 0.8 + 0.3 * normal(p.shape, generator) if p.ndim == 1 else 0.4 * normal(p.shape, generator)
+    x, target = (normal((2, LENGTH, WIDTH), generator) for _ in range(2))
+    return twin, x, target
 
 
 def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
