@@ -36,19 +36,12 @@ DRAWN = 30  # rows of a picture
 
 @dataclass(frozen=True)
 class LossAt:
-    """The loss of a module at a point, which bounds are computed for.
-
-    Attributes:
-        module: The block, attention or other module, in float64.
-        x: B x L x d, float64.
-        t: Of the output's shape, float64, or labels.
-        loss: ``"mse"`` or ``"cross_entropy"``.
-    """
+    """The loss of a module at a point, in float64, which bounds are computed for."""
 
     module: nn.Module
-    x: Tensor
-    t: Tensor
-    loss: str
+    x: Tensor  # B x L x d
+    t: Tensor  # of the output's shape, or labels
+    loss: str  # "mse" or "cross_entropy"
 
     @cached_property
     def hessian(self) -> Hessian:

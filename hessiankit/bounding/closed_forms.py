@@ -25,14 +25,7 @@ LEAKS = {"relu": 0.0, "leaky_relu": 0.01, "identity": 1.0}
 
 
 def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: NormTable) -> NormTable:
-    """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller.
-
-    Args:
-        module: The attention or block.
-        x: B x L x d.
-        t: B x L x d.
-        prior: Bounds by the rules for any placement.
-    """
+    """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return prior
     whole, pairs = _closed_form(_a_priori_form, module, x, t)
