@@ -17,11 +17,7 @@ Summand: TypeAlias = tuple[int, str, Ids]
 
 
 def summand(number: int, name: str = "") -> frozenset[Summand]:
-    """Return what the result of an operation is the sum of: itself, or a parameter that it added.
-
-    >>> summand(3, "bias")
-    frozenset({(3, 'bias', frozenset())})
-    """
+    """Return what the result of an operation is the sum of: itself, or a parameter that it added."""
     return frozenset({(number, name, frozenset())})
 
 
