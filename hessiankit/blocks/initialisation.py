@@ -19,6 +19,7 @@ from hessiankit.blocks.block import TransformerBlock
 from hessiankit.blocks.embeddings import ClassHead, MeanPoolHead, PatchEmbedding, TokenEmbedding, TokenHead
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.norms import GroupNorm
+from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, unknown
 
 CUT = 3.0
@@ -233,21 +234,17 @@ def profile_admin(model: nn.Module, inputs: Any) -> list[float]:
             f"profile_admin: the {type(model).__name__} has no block with placement='admin'; build it with that placement"
         )
     variances: list[float] = []
-
-    def record(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        variances.append(float(out.var(correction=0)))
-
     branches = [branch for block in blocks for branch in (block.attention, block.feedforward)]
     omegas = [getattr(block, f"omega_{k}") for block in blocks for k in (1, 2)]
-    hooks = [branch.register_forward_hook(record) for branch in branches]
+    hooks = [
+        branch.register_forward_hook(lambda _, __, out: variances.append(float(out.var(correction=0)))) for branch in branches
+    ]
     try:
         with torch.no_grad():
             for omega in omegas:
                 omega.fill_(1.0)
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+            positional, keywords = arguments(inputs)
+            model(*positional, **keywords)
             total, values = 1.0, []
             for omega, variance in zip(omegas, variances, strict=True):
                 values.append(total**0.5)

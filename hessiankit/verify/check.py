@@ -234,13 +234,15 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         rows += judge.rows(gaps, rtol, name, health[name].seconds, cells)
     options.progress("operator and diagonal", 0, 2)
     exact = {n: x for n in healthy if isinstance(x := results[n], Outcome) and not REFERENCES[n].many_calls}
-    same = SameCall(judge, rtol, groups, exact, options.seed)
-    others, remarks = same.of_operator(closed) if isinstance(closed, HessianOperator) else same.of_matrix(closed, probes)
-    if by_products:
-        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(remarks)}"]
-    report = CheckReport((*rows, *others), tuple(health.values()), closed, rtol, comparison)
-    if isinstance(closed, Hessian):
-        report = replace(report, identities=examine_identities(problem, closed.matrix, rtol=rtol))
+    same = SameCall(judge, rtol, groups, exact)
+    if isinstance(closed, HessianOperator):
+        same.of_operator(closed)
+        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(same.remarks)}"]
+        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison)
+    else:
+        same.of_matrix(closed, probes, options.seed)
+        remarks, identities = same.remarks, examine_identities(problem, closed.matrix, rtol=rtol)
+        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison, identities=identities)
         report = _with_formulas(report, module, options)
     moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
     stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""
