@@ -38,13 +38,7 @@ _ATTENTION = {
 def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
     """Return the findings of one run of a model, by parameter name; parameters whose use is not recognised are left out.
 
-    Args:
-        model: Any module; it runs in evaluation mode, and its state is restored.
-        inputs: A tensor, a tuple of positional or a mapping of keyword arguments.
-
-    Raises:
-        InputError: If the model does not run on these inputs.
-        TraceError: If it computes outside of what torch's tracer records.
+    The model runs in evaluation mode, and its state is restored.
 
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, bias=False)
     >>> [(f.role, f.segments) for f in flow(layer, torch.randn(1, 3, 4))["self_attn.in_proj_weight"]]

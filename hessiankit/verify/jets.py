@@ -131,11 +131,7 @@ class FormalFunction:
 
 
 class Variables:
-    """Named arrays of numbers, the same lifted to jets, one variable an entry, and vec_r derivatives of what is built on them.
-
-    Attributes:
-        at: Name -> numbers.
-        jets: Name -> jets.
+    """Named arrays of numbers, ``at``, the same lifted to ``jets``, one variable an entry, and vec_r derivatives in these.
 
     >>> v = Variables({"A": np.array([[2, 3]], dtype=object), "B": np.array([[5], [7]], dtype=object)})
     >>> out = v.jets["A"] @ v.jets["B"]

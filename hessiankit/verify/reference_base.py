@@ -64,35 +64,23 @@ the same shape or None, and a note; ``FAILURES`` may be raised."""
 
 @dataclass(frozen=True)
 class Reference:
-    """A route to the exact Hessian: products H V for a batch of directions, or all columns.
+    """A route to the exact Hessian, by its name in ``against=``: products H V for a batch of directions, or all columns.
 
-    Attributes:
-        name: As in ``against=``.
-        independent_group: Two references of one group share a differentiation path and hence its defects: they count as one
-            witness.
-        route: The function.
-        many_calls: Whether a direction costs dozens of calls of the module, so that a few directions have to do.
+    Two references of one independent group share a differentiation path and hence its defects: they count as one witness.
     """
 
     name: str
     independent_group: str
     route: RouteFunction
-    many_calls: bool = False
+    many_calls: bool = False  # a direction costs dozens of calls of the module, so that a few directions have to do
 
     def measure(
         self, problem: Problem, V: Tensor | None = None, *, chunk: int | None = None, progress: Progress | None = None
     ) -> Outcome:
-        """Return H V, or H where ``V`` is None, with the route's own error estimate and the time taken.
+        """Return H V for directions V, one a row (k, P), or H where V is None; raise Unsupported where the route does not exist.
 
-        Args:
-            problem: The loss to differentiate.
-            V: Directions, one a row: (k, P).
-            chunk: How many directions are pushed together; None: as many as ``MEMORY_BUDGET`` allows.
-            progress: Called with (done, in all) after every chunk.
-
-        Raises:
-            Unsupported: The route does not exist for this problem.
-            InputError: The problem or the directions cannot be used.
+        ``chunk`` directions are pushed together, by default as many as ``MEMORY_BUDGET`` allows; ``progress`` is called with
+        (done, in all) after each.
         """
         directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
         if directions.ndim != 2 or directions.shape[1] != problem.size:

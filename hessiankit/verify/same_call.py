@@ -34,13 +34,8 @@ DIAGONAL = 100_000
 class SameCall:
     """Comparisons of one problem's other results with those of the module and of references.
 
-    ``remarks`` say why rows are missing or failed.
-
-    Args:
-        judge: Which differences count.
-        rtol: The tolerance.
-        groups: Name of a row -> the parameters whose worst it is.
-        healthy: References without an error of their own, and their results.
+    The groups are parameters by the name of the row whose worst counts; ``healthy`` are results of references without an error
+    of their own. The remarks say why rows are missing or failed.
     """
 
     def __init__(self, judge: Judge, rtol: float, groups: Mapping[str, Sequence[str]], healthy: Mapping[str, Outcome]) -> None:
