@@ -32,9 +32,9 @@ from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import Direction, Probes, directions, normal, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
-from hessiankit.verify.rows import FORMULAS, CheckRow
+from hessiankit.verify.rows import CheckRow
 from hessiankit.verify.same_call import SameCall, by_operator
-from hessiankit.verify.small_blocks import formula_errors, twin_rows
+from hessiankit.verify.small_blocks import formula_rows, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
@@ -297,11 +297,7 @@ def _with_formulas(report: CheckReport, module: nn.Module, options: _Options) ->
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
             options.progress("formulas, and a wider block", 1, 2)
-            before = time.perf_counter()
-            errors = formula_errors(module, options.seed)
-            rows += twin_rows(module, options.seed)
-            seconds = time.perf_counter() - before
-            rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
+            rows += [*twin_rows(module, options.seed), *formula_rows(module, options.seed)]
         exact = check_exact_blocks(module, seed=options.seed) if options.exact else ()
     return replace(report, rows=(*report.rows, *rows), exact=exact)
 

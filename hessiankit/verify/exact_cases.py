@@ -1,6 +1,6 @@
 """The cases of the exact check, chapter by chapter: each closed form, the jet formula that it must equal, and the sizes.
 
-The formulas index entries, head by head and row by row (``JetBlock``), and know nothing of commutations or Kronecker products.
+The formulas go head by head and row by row (``JetBlock``), and know nothing of commutations or Kronecker products.
 Attention, the feed-forward layer and the norms have all their dimensions different, so that a swapped index or a turned
 commutation shows. Blocks and compositions, which are made of them, keep the widths small.
 """
@@ -70,15 +70,12 @@ def linear(X: Array, W: Array, b: Array | None = None) -> Array:
 
 def by_head(X: Array, heads: int, repeat: int = 1) -> Array:
     """Return the rows (head, copy, token) of an L x (heads width) array."""
-    width = X.shape[1] // heads
-    rows = [[X[t, h * width + k] for k in range(width)] for h in range(heads) for _ in range(repeat) for t in range(len(X))]
-    return np.array(rows, dtype=object)
+    return np.concatenate([head for head in np.split(X, heads, 1) for _ in range(repeat)])
 
 
 def by_token(X: Array, heads: int) -> Array:
     """Return the heads of one token side by side."""
-    length = len(X) // heads
-    return np.array([[x for h in range(heads) for x in X[h * length + t]] for t in range(length)], dtype=object)
+    return np.concatenate(np.split(X, heads), 1)
 
 
 def turned(X: Array, length: int) -> Array:
@@ -91,13 +88,8 @@ def head_product(heads: int, kind: str, P: Shape, R: Shape) -> Build:
     """Compare the scores or mixtures of some heads."""
 
     def formula(P: Array, R: Array) -> Array:
-        rows = []
-        for n, p in enumerate(P):
-            h = n // (len(P) // heads)
-            of_head = R[h * (len(R) // heads) : (h + 1) * (len(R) // heads)]
-            others = of_head if kind == "scores" else of_head.T
-            rows.append([sum(x * y for x, y in zip(p, other, strict=True)) * SCALE for other in others])
-        return np.array(rows, dtype=object)
+        pairs = zip(np.split(P, heads), np.split(R, heads), strict=True)
+        return np.concatenate([p @ (r.T if kind == "scores" else r) * SCALE for p, r in pairs])
 
     return operation(lambda P, R: HeadProductAt(P, R, heads, kind, SCALE), formula, P=P, R=R)  # type: ignore[arg-type]
 
