@@ -32,32 +32,32 @@ Pair: TypeAlias = "tuple[str, str]"
 Key = TypeVar("Key")
 
 
-class Table(dict[Key, float]):
+class Magnitudes(dict[Key, float]):
     """Numbers by parameter or by pair of parameters, with sums and multiples; what is missing is 0.
 
-    >>> 2.0 * Table(a=1.0) + Table(a=1.0, b=3.0)
+    >>> 2.0 * Magnitudes(a=1.0) + Magnitudes(a=1.0, b=3.0)
     {'a': 3.0, 'b': 3.0}
     """
 
-    def __add__(self, other: Mapping[Key, float]) -> Table[Key]:
-        return Table({key: self.get(key, 0.0) + other.get(key, 0.0) for key in {**self, **other}})
+    def __add__(self, other: Mapping[Key, float]) -> Magnitudes[Key]:
+        return Magnitudes({key: self.get(key, 0.0) + other.get(key, 0.0) for key in {**self, **other}})
 
-    def __rmul__(self, c: float) -> Table[Key]:
-        return Table({key: c * value for key, value in self.items()})
+    def __rmul__(self, c: float) -> Magnitudes[Key]:
+        return Magnitudes({key: c * value for key, value in self.items()})
 
 
-def symmetric(table: Table[Pair]) -> Table[Pair]:
+def symmetric(table: Magnitudes[Pair]) -> Magnitudes[Pair]:
     """Return the table plus its transpose.
 
-    >>> symmetric(Table({("a", "b"): 1.0, ("a", "a"): 2.0}))
+    >>> symmetric(Magnitudes({("a", "b"): 1.0, ("a", "a"): 2.0}))
     {('a', 'b'): 1.0, ('a', 'a'): 4.0, ('b', 'a'): 1.0}
     """
     return table + {(j, i): value for (i, j), value in table.items()}
 
 
-def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1.0) -> Table[Pair]:
+def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1.0) -> Magnitudes[Pair]:
     """Return c left_i right_j for all pairs."""
-    return Table({(i, j): c * g * h for i, g in left.items() for j, h in right.items()})
+    return Magnitudes({(i, j): c * g * h for i, g in left.items() for j, h in right.items()})
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ class Bounded:
     spectral: float
     frobenius: float
     row: float
-    jacobian: Table[str]
-    hessian_row: Table[Pair]
-    hessian_all: Table[Pair]
+    jacobian: Magnitudes[str]
+    hessian_row: Magnitudes[Pair]
+    hessian_all: Magnitudes[Pair]
     drift: float = 0.0  # bound on |Y - centre|_F
     diameter: float = math.inf  # bound on the distance of two rows, where another than that from the norms is known
     jacobian_row: Mapping[str, float] = field(default_factory=dict)  # of a row of dY/dtheta_i, where better than ``jacobian``
@@ -91,9 +91,9 @@ class Bounded:
         """Bound on the distance of two rows; a variance of rows is at most its square over 4, in any direction."""
         return min(self.diameter, 2 * self.row, math.sqrt(2) * self.spectral)
 
-    def row_jacobians(self) -> Table[str]:
+    def row_jacobians(self) -> Magnitudes[str]:
         """Return bounds on a row of dY/dtheta_i for every i."""
-        return Table({i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()})
+        return Magnitudes({i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()})
 
     def __add__(self, other: Bounded) -> Bounded:
         """Return the sum: everything adds up."""
@@ -181,7 +181,7 @@ class BoundedParameter:
 def constant(X: Tensor) -> Bounded:
     """Return an input: it does not move."""
     norms = spectral_norm(X), float(X.norm()), float(X.norm(dim=1).max())
-    return Bounded(X, *norms, Table(), Table(), Table(), diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
+    return Bounded(X, *norms, Magnitudes(), Magnitudes(), Magnitudes(), diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
 
 
 def spectral_norm(A: Tensor) -> float:
@@ -352,7 +352,7 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
     around_v, around_k = V.range, K.range
     to_v, by_rows = math.sqrt(Q.length) * g, math.sqrt(Q.length * heads)
     to_q, to_k = c * around_v * around_k / 4, c * around_v * q / root * g
-    along_v = Table({i: min(to_v * jacobian, by_rows * V.row_jacobians()[i]) for i, jacobian in V.jacobian.items()})
+    along_v = Magnitudes({i: min(to_v * jacobian, by_rows * V.row_jacobians()[i]) for i, jacobian in V.jacobian.items()})
     by_row = (
         products(Q.jacobian, Q.jacobian, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4))
         + products(K.jacobian, K.jacobian, c * c * min(sharp * v, around_v / 2) * q * q * g * g)

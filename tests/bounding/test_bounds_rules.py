@@ -16,7 +16,7 @@ from hessiankit.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.bounding.rules import (
     Bounded,
     BoundedParameter,
-    Table,
+    Magnitudes,
     activation,
     affine,
     constant,
@@ -50,9 +50,11 @@ def parameter(name: str, values: object, radius: float = 0.0) -> BoundedParamete
 
 def itself(name: str, centre: Tensor) -> Bounded:
     """A value that is a parameter: its Jacobian in itself is the identity, its second derivative zero."""
-    one = Table({name: 1.0})
+    one = Magnitudes({name: 1.0})
     sizes = float(torch.linalg.matrix_norm(centre, 2)), float(centre.norm()), float(centre.norm(dim=1).max())
-    return Bounded(centre, *sizes, one, Table(), Table(), diameter=float(torch.cdist(centre, centre).max()), jacobian_row=one)
+    return Bounded(
+        centre, *sizes, one, Magnitudes(), Magnitudes(), diameter=float(torch.cdist(centre, centre).max()), jacobian_row=one
+    )
 
 
 def context(Q: Tensor, K: Tensor, V: Tensor, c: float, heads: int, groups: int) -> Tensor:
