@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from derivations.bounds import STEEPNESS
+from derivations.bounds.block_norms import BlockNorms
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
@@ -65,29 +66,10 @@ def in_float64(module: Block) -> Block:
     return wide.double()
 
 
-@dataclass(frozen=True)
-class NormTable:
-    """Bounds on the norms of the blocks of a Hessian, (n, n) in the order of the names."""
-
-    names: tuple[str, ...]
-    norms: Tensor
-    lipschitz: float  # bound on the norm of the gradient over the ball
-    spectral: float = math.inf  # another bound on the whole, where there is one
-
-    @property
-    def whole(self) -> float:
-        """Bound on the norm of the whole Hessian: the norm of the matrix of block norms, or ``spectral``."""
-        return min(float(torch.linalg.eigvalsh(self.norms)[-1]) * (1 + 1e-10), self.spectral)
-
-    def __getitem__(self, pair: tuple[str, str]) -> float:
-        i, j = (self.names.index(name) for name in pair)
-        return float(self.norms[i, j])
-
-
 def a_priori(
     block: TransformerBlock | Attention, X: Tensor, target: Any, *, loss: str = "mse", radius: float | Mapping[str, float] = 0.0
-) -> NormTable:
-    """Return a-priori bounds of a block's loss Hessian.
+) -> BlockNorms:
+    """Return a-priori bounds of a block's loss Hessian, and among the parts ``lipschitz``, a bound on its gradient over the ball.
 
     Args:
         block: A block of any placement, or an attention on its own; one of a narrower dtype is bounded in float64.
@@ -111,7 +93,7 @@ def a_priori(
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
     gradient = whole * math.hypot(*Z.jacobian.values())
-    return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
+    return BlockNorms(names, torch.maximum(norms, norms.T) * (1 + 1e-10), {"lipschitz": gradient})
 
 
 def _matrix(names: Sequence[str], entry: Callable[[str, str], float]) -> Tensor:

@@ -14,7 +14,6 @@ from derivations.bounds.block_bounds import PostBlockNorms, post_block_a_priori
 from derivations.bounds.block_norms import BlockNorms
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable
 from hessiankit.bounding.structured import ROUNDING, SLACK, Structured
 from hessiankit.formulas.block_at import causal_mask, is_the_papers
 
@@ -24,17 +23,17 @@ LEAKS = {"relu": 0.0, "leaky_relu": 0.01, "identity": 1.0}
 """The activations of the closed forms for a post-norm block, and their slopes below 0."""
 
 
-def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: NormTable) -> NormTable:
+def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: BlockNorms) -> BlockNorms:
     """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return prior
     whole, pairs = _closed_form(_a_priori_form, module, x, t)
-    norms = prior.norms.clone()
+    norms = prior.matrix.clone()
     for (i, j), value in pairs.items():
         a, b = prior.names.index(i), prior.names.index(j)
         norms[a, b] = min(float(norms[a, b]), value + ROUNDING * float(norms[a, b]))
     spectral = whole + ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
-    return NormTable(prior.names, norms, prior.lipschitz, spectral)
+    return BlockNorms(prior.names, norms, prior.parts, spectral)
 
 
 def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, own: Structured) -> Structured:

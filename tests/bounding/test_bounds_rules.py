@@ -297,7 +297,7 @@ def test_without_a_residual_only_the_gauss_newton_term_is_left(options):
     torch.manual_seed(0)
     block = hk.TransformerBlock(8, 3, 2, "pre", activation="gelu", **options).double()
     x = draw(3, 8)
-    norms = a_priori(block, x, block(x).detach()).norms
+    norms = a_priori(block, x, block(x).detach()).matrix
     torch.testing.assert_close(norms.square(), torch.outer(norms.diagonal(), norms.diagonal()), rtol=1e-6, atol=0.0)
 
 
