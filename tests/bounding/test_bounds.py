@@ -186,9 +186,8 @@ def test_an_a_priori_bound_of_one_token_is_attained(radius):
     """One token attends to itself, so the output is x W_V: the block of W_V is 2/N x x^T (x) I over the whole ball."""
     attention, x, t = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64), normal(1, 2)
     table = a_priori(attention, x, t, radius=radius)
-    assert table["W_V", "W_V"] == pytest.approx(2 / 2 * 25, rel=1e-9)
-    matrix = torch.tensor([[table[i, j] for j in table.names] for i in table.names], dtype=torch.float64)
-    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-9)
+    assert table.block("W_V", "W_V") == pytest.approx(2 / 2 * 25, rel=1e-9)
+    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(table.matrix, 2)), rel=1e-9)
     residual = float((x @ attention.W_V - t).norm().detach())
     if radius == 0:
         assert table.parts["lipschitz"] == pytest.approx(residual * 5, rel=1e-9)  # the gradient 2/N x^T R itself
@@ -203,7 +202,7 @@ def test_an_a_priori_bound_of_cross_entropy_is_attained_between_two_classes():
         attention.W_V.zero_()
     table = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
     true = hk.hessian(attention, x.unsqueeze(0), torch.tensor([[1]]), loss="cross_entropy").spectral_norm("W_V")
-    assert table["W_V", "W_V"] == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
+    assert table.block("W_V", "W_V") == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
     with torch.no_grad():
         attention.W_V.copy_(torch.tensor([[10.0, -10.0], [10.0, -10.0]]))
     loss = nn.functional.cross_entropy(attention(x), torch.tensor([1]))
