@@ -102,7 +102,7 @@ class RoundingNoise:
             here, *there = (self._products(route, point, V) for point in points)
             for after in there:
                 if here is not None and after is not None:
-                    change = torch.maximum(change, largest_by_parameter(self.problem, after - here).to(change))
+                    change = torch.maximum(change, self.problem.largest(after - here).to(change))
         self._columns |= {label: SAFETY * change[:, at] for at, label in enumerate(labels)}
 
     @staticmethod
@@ -111,11 +111,6 @@ class RoundingNoise:
             return route(problem, V)
         except HessiankitError:  # the point itself is compared without this route's remainder, which is stricter
             return None
-
-
-def largest_by_parameter(problem: Problem, products: Tensor) -> Tensor:
-    """Return the largest absolute entry of each product (k, P) in each parameter, (n, k)."""
-    return torch.stack([products[:, where].abs().amax(1) for where in problem.slices.values()])
 
 
 @dataclass(frozen=True)
@@ -181,7 +176,7 @@ class Layout:
 
     def largest(self, products: Tensor) -> Tensor:
         """Return the largest absolute entry of every cell, (n, labels)."""
-        return self._over(largest_by_parameter(self.problem, products))
+        return self._over(self.problem.largest(products))
 
     def gaps(self, a: Tensor, b: Tensor, *errors: Tensor | None) -> Gaps:
         """Return two results side by side, with the largest of their own errors in every cell, (n, labels)."""

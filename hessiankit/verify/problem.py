@@ -135,6 +135,10 @@ class Problem:
         """Cut a flat vector into named parameters."""
         return {name: theta[self.slices[name]].reshape(value.shape) for name, value in self.params.items()}
 
+    def largest(self, vectors: Tensor) -> Tensor:
+        """Return the largest absolute entry of vectors (..., P) in each parameter, (n, ...)."""
+        return torch.stack([vectors[..., where].abs().amax(-1) for where in self.slices.values()])
+
     # The user's own call -----------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -87,13 +87,13 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
         h /= 2
         odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
         fine = combined(odd, h)
-        error = torch.maximum(_per_block(problem, coarse - fine), noise / h)
+        error = torch.maximum(problem.largest(coarse - fine), noise / h)
         for where, better in zip(problem.slices.values(), (error < known).tolist(), strict=True):
             if better:
                 best[where] = fine[where]
         known = torch.minimum(known, error)
 
-        size = _per_block(problem, fine)
+        size = problem.largest(fine)
         relative = float((error / size.clamp_min(1e-4 * float(size.amax())).clamp_min(tiny)).amax())
         rounding = bool((error <= 8 * noise / h).all())
         # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
@@ -107,11 +107,6 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
         resolved = not lowest > UNRESOLVED
     spread = [e.expand(where.stop - where.start) for e, where in zip(known, problem.slices.values(), strict=True)]
     return _Settled(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
-
-
-def _per_block(problem: Problem, row: Tensor) -> Tensor:
-    """Return the largest absolute entry of every parameter's part, (n)."""
-    return torch.stack([row[where].abs().amax() for where in problem.slices.values()])
 
 
 def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
@@ -131,7 +126,7 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
         gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):
             gradients = gradients[1:] - gradients[:-1]
-        samples.append(_per_block(problem, gradients[0]) / 924**0.5)
+        samples.append(problem.largest(gradients[0]) / 924**0.5)
     return torch.stack(samples).sort(dim=0).values[(len(samples) - 1) // 2]  # the median, which is not deterministic on CUDA
 
 
