@@ -27,7 +27,7 @@ def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: BlockNorm
     """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return prior
-    whole, pairs = _closed_form(_a_priori_form, module, x, t)
+    whole, pairs = _closed_form(module, x, t, structured=False)
     norms = prior.matrix.clone()
     for (i, j), value in pairs.items():
         a, b = prior.names.index(i), prior.names.index(j)
@@ -40,7 +40,7 @@ def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, own: Structure
     """Return structured bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return own
-    whole, pairs = _closed_form(_structured_form, module, x, t)
+    whole, pairs = _closed_form(module, x, t, structured=True)
     floor = ROUNDING * own.whole
     table = {pair: min(value, pairs.get(pair, value) * SLACK + floor) for pair, value in own.pairs.items()}
     return Structured(min(own.whole, whole * SLACK + floor) if pairs.keys() == own.pairs.keys() else own.whole, table, own.sites)
@@ -60,30 +60,25 @@ def has_bare_layernorms(block: TransformerBlock) -> bool:
     return all(isinstance(norm, nn.LayerNorm) and norm.weight is None for norm in (block.norm_1, block.norm_2))
 
 
-Form: TypeAlias = Callable[[nn.Module, Tensor, Tensor], BlockNorms]
-
-
-def _closed_form(form: Form, module: nn.Module, x: Tensor, t: Tensor) -> tuple[float, Pairs]:
+def _closed_form(module: nn.Module, x: Tensor, t: Tensor, *, structured: bool) -> tuple[float, Pairs]:
     """Return the means over the samples of the bounds on the whole and on each block, by the parameters' full names."""
-    samples = [form(module, X.detach().double(), T.detach().double()) for X, T in zip(x, t, strict=True)]
+    samples = [_of_sample(module, X.detach().double(), T.detach().double(), structured) for X, T in zip(x, t, strict=True)]
     full = {name.rsplit(".", 1)[-1]: name for name, _ in module.named_parameters()}
     names, matrix = [full[name] for name in samples[0].names], torch.stack([one.matrix for one in samples]).mean(0)
     pairs = {(i, j): float(matrix[a, b]) for a, i in enumerate(names) for b, j in enumerate(names)}
     return sum(one.whole for one in samples) / len(samples), pairs
 
 
-def _a_priori_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
+def _of_sample(module: nn.Module, X: Tensor, T: Tensor, structured: bool) -> BlockNorms:
     point = _point_of(module, X)
+    if structured:
+        form: Callable[..., BlockNorms] = attention_structured if isinstance(module, Attention) else post_block_structured
+        return form(target=T, **point)
     if isinstance(module, Attention):
         del point["mask"]
         return attention_a_priori(AttentionNorms.measured(target=T, **point))
     kind = point.pop("activation")
     return post_block_a_priori(PostBlockNorms.measured(target=T, leak=LEAKS[kind], **point), activation=kind)
-
-
-def _structured_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    form: Callable[..., BlockNorms] = attention_structured if isinstance(module, Attention) else post_block_structured
-    return form(target=T, **_point_of(module, X))
 
 
 def _point_of(module: nn.Module, X: Tensor) -> dict[str, Any]:
