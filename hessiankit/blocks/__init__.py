@@ -30,28 +30,10 @@ _NAMES = {
     "transformer": "Transformer VisionTransformer",
 }
 __all__ = [
-    "ACTIVATIONS",
-    "GATED",
-    "NORMS",
-    "PLACEMENTS",
-    "SCHEMES",
-    "Attention",
-    "ClassHead",
-    "FeedForward",
-    "GroupNorm",
-    "MeanPoolHead",
-    "PatchEmbedding",
-    "Placement",
-    "Scale",
-    "TokenEmbedding",
-    "TokenHead",
-    "Transformer",
-    "TransformerBlock",
-    "VisionTransformer",
-    "initialise",
-    "profile_admin",
-    "register",
-]
+    "ACTIVATIONS", "GATED", "NORMS", "PLACEMENTS", "SCHEMES", "Attention", "ClassHead", "FeedForward", "GroupNorm",
+    "MeanPoolHead", "PatchEmbedding", "Placement", "Scale", "TokenEmbedding", "TokenHead", "Transformer", "TransformerBlock",
+    "VisionTransformer", "initialise", "profile_admin", "register",
+]  # fmt: skip  # written out, since type checkers read it
 
 if not TYPE_CHECKING:
     __getattr__ = on_demand(__name__, _NAMES)

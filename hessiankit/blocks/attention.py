@@ -51,21 +51,14 @@ class Attention(nn.Module):
     Args:
         d_model: Width of a token, d_V in the papers.
         n_heads: Number of heads; W_Q, W_K, W_V hold the heads side by side in their columns.
-        d_k: Width of a query and a key per head; ``d_model / n_heads`` by default.
-        d_v: Width of a value per head; ``d_model / n_heads`` by default.
-        n_kv_heads: Number of heads of keys and values, a divisor of ``n_heads`` (and its default); query head h reads
-            key head h // (n_heads / n_kv_heads).
+        n_kv_heads: Number of heads of keys and values; query head h reads key head h // (n_heads / n_kv_heads).
         output_projection: Whether W_O follows. The papers' single head has none.
         bias: Whether queries, keys, values (and the output) have biases.
-        causal: Whether a token attends to itself and earlier tokens only.
-        rotary: Whether queries and keys are rotated by their position, half-split (see ``hessiankit.blocks.attention``).
-        rotary_theta: Base of the rotary frequencies.
         norms: Which of q, k, v, c have a norm, such as ``"qkv"``.
-        norm: ``"layernorm"`` or ``"rmsnorm"``, the kind of these norms.
         norm_scope: ``"head"``: over each head by itself, with one gain of the head's width that all heads share (HybridNorm,
             Qwen3); ``"full"``: over all heads side by side, with a gain for each (OLMo 2).
-        eps: Added to the variance in these norms.
-        affine: Whether these norms have a gain (and, for LayerNorm, a bias).
+
+    The other options are those of :class:`hessiankit.TransformerBlock`.
 
     Raises:
         InputError: If heads or groups of heads do not divide what they split, or a name is not known.
@@ -171,15 +164,13 @@ class Attention(nn.Module):
             c = c @ self.W_O  # (..., L, d_model)
         return c if self.b_O is None else c + self.b_O
 
-    def _heads(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None = None, heads: int | None = None
-    ) -> Tensor:
+    def _heads(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.Module | None, heads: int) -> Tensor:
         """Project tokens and split them into heads, normalised before or after; a single head is left without an axis."""
         y = linear(x, weight, bias)  # (..., L, heads * width)
         if norm is not None and self.norm_scope == "full":
             y = norm(y)
         if self.n_heads > 1:
-            y = y.unflatten(-1, (heads or self.n_heads, -1)).transpose(-3, -2)  # (..., heads, L, width)
+            y = y.unflatten(-1, (heads, -1)).transpose(-3, -2)  # (..., heads, L, width)
         return norm(y) if norm is not None and self.norm_scope == "head" else y
 
     def _hidden(self, x: Tensor, key_padding_mask: Tensor | None) -> Tensor | None:

@@ -123,9 +123,8 @@ class TransformerBlock(nn.Module):
         )
         self.norm_1 = make() if 1 in own.norms else None
         self.feedforward = FeedForward(d_model, d_ff, activation=activation, bias=bias)
-        self.norm_2 = make() if 2 in own.norms else None
-        self.norm_3 = make() if 3 in own.norms else None
-        self.norm_4 = make() if 4 in own.norms else None
+        for k in (2, 3, 4):
+            setattr(self, f"norm_{k}", make() if k in own.norms else None)
         for scale in own.scales:
             initial = scale.initial(layer, n_layers) if scale_init is None else scale_init
             for k in (1, 2):

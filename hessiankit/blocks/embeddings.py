@@ -100,19 +100,11 @@ class TokenHead(nn.Module):
 
     def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map tokens ``(..., L, d_model)`` to logits ``(..., L, vocab_size)``; padded tokens get logits like any other."""
-        return z @ self._matrix
-
-    @property
-    def _matrix(self) -> Tensor:
-        """The matrix (d_model, vocab_size) that tokens are multiplied with."""
-        if self.W_C is not None:
-            return self.W_C
-        assert self.W_E is not None
-        return self.W_E.T
+        return z @ (self.W_E.T if self.W_C is None else self.W_C)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
         """Return the words of ``print(head)`` beside the class name."""
-        return _sizes(self.W_C) if self.W_C is not None else f"{_sizes(self._matrix)}, tied"
+        return f"{_sizes(self.W_E.T)}, tied" if self.W_C is None else _sizes(self.W_C)  # type: ignore[union-attr]
 
 
 class _ClassLogits(nn.Module):

@@ -19,6 +19,7 @@ from hessiankit.blocks.block import TransformerBlock
 from hessiankit.blocks.embeddings import ClassHead, MeanPoolHead, PatchEmbedding, TokenEmbedding, TokenHead
 from hessiankit.blocks.feedforward import FeedForward
 from hessiankit.blocks.norms import GroupNorm
+from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, unknown
 
 CUT = 3.0
@@ -29,23 +30,14 @@ _OWNERS = (Attention, FeedForward, PatchEmbedding, TokenEmbedding, TokenHead, Me
 
 @dataclass(frozen=True)
 class WeightPlace:
-    """The place of a weight in a model: its letter, its shape, and the layer of its block.
+    """The place of a weight in a model: its letter, its shape, and the layer of its block."""
 
-    Args:
-        letter: ``"W_Q"``, ``"W_E"``, ...
-        rows: Its fan-in, except for the rows of an embedding.
-        columns: Its fan-out.
-        layer: Index of its block from 1; 1 outside the blocks.
-        n_layers: Number of blocks.
-        std: Overrides 1 / sqrt(2.5 d) in ``normal`` and the schemes made from it.
-    """
-
-    letter: str
-    rows: int
+    letter: str  # "W_Q", "W_E", ...
+    rows: int  # its fan-in, except for the rows of an embedding
     columns: int
-    layer: int
+    layer: int  # from 1; 1 outside the blocks
     n_layers: int
-    std: float | None = None
+    std: float | None = None  # in place of 1 / sqrt(2.5 d) in ``normal`` and the schemes made from it
 
     @property
     def d_model(self) -> int:
@@ -181,8 +173,6 @@ def initialise(
         generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for owner, letter, p, layer, depth in list(_parameters(module)):
-            if isinstance(owner, TransformerBlock):
-                continue
             if isinstance(owner, _NORMS):
                 p.fill_(float(letter == "weight"))
             elif letter.startswith("b_"):
@@ -197,7 +187,7 @@ def initialise(
 
 
 def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, int, int]]:
-    """Every parameter once, with its owner, its letter, and the layer and depth of its block."""
+    """Every weight, bias and gain once, with its owner, its letter, and the layer and depth of its block."""
     blocks = {prefix: m for prefix, m in module.named_modules() if isinstance(m, TransformerBlock)}
     depth = max((block.n_layers for block in blocks.values()), default=1)
     seen = set[int]()
@@ -212,7 +202,8 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
                     "transformer is not known; initialise hessiankit's own modules, and this one yourself"
                 )
             seen.add(id(p))
-            yield owner, letter, p, around.layer if around else 1, around.n_layers if around else depth
+            if not isinstance(owner, TransformerBlock):
+                yield owner, letter, p, around.layer if around else 1, around.n_layers if around else depth
 
 
 def profile_admin(model: nn.Module, inputs: Any) -> list[float]:
@@ -243,21 +234,17 @@ def profile_admin(model: nn.Module, inputs: Any) -> list[float]:
             f"profile_admin: the {type(model).__name__} has no block with placement='admin'; build it with that placement"
         )
     variances: list[float] = []
-
-    def record(_module: nn.Module, _args: Any, out: Tensor) -> None:
-        variances.append(float(out.var(correction=0)))
-
     branches = [branch for block in blocks for branch in (block.attention, block.feedforward)]
     omegas = [getattr(block, f"omega_{k}") for block in blocks for k in (1, 2)]
-    hooks = [branch.register_forward_hook(record) for branch in branches]
+    hooks = [
+        branch.register_forward_hook(lambda _, __, out: variances.append(float(out.var(correction=0)))) for branch in branches
+    ]
     try:
         with torch.no_grad():
             for omega in omegas:
                 omega.fill_(1.0)
-            if isinstance(inputs, dict):
-                model(**inputs)
-            else:
-                model(*(inputs if isinstance(inputs, tuple) else (inputs,)))
+            positional, keywords = arguments(inputs)
+            model(*positional, **keywords)
             total, values = 1.0, []
             for omega, variance in zip(omegas, variances, strict=True):
                 values.append(total**0.5)

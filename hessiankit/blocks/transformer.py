@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,15 +31,17 @@ class _Stack(nn.Module):
         self.blocks = nn.ModuleList(
             TransformerBlock(d_model, d_ff, layer=layer, n_layers=n_layers, **block) for layer in range(1, n_layers + 1)
         )
-        options = {"eps": block.get("eps", 1e-5), "affine": block.get("affine", True)}
-        groups = block.get("groups", 2) if placement.grouped else None
-
-        def norm(wanted: bool) -> nn.Module | None:
-            kind = block.get("norm", "layernorm")
-            return make_norm(type(self).__name__, kind, d_model, groups=groups, **options) if wanted else None
-
-        self.embedding_norm = norm(placement.embedding_norm)
-        self.final_norm = norm(placement.final_norm if final_norm is None else final_norm)
+        norm = partial(
+            make_norm,
+            type(self).__name__,
+            block.get("norm", "layernorm"),
+            d_model,
+            eps=block.get("eps", 1e-5),
+            affine=block.get("affine", True),
+            groups=block.get("groups", 2) if placement.grouped else None,
+        )
+        self.embedding_norm = norm() if placement.embedding_norm else None
+        self.final_norm = norm() if (placement.final_norm if final_norm is None else final_norm) else None
 
     def forward(self, inputs: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
         """Map inputs to logits, or to tokens where there is no head.
@@ -125,14 +128,12 @@ class Transformer(_Stack):
             raise InputError(f"Transformer: head={head!r} {needs}{'' if n_classes is None else n_classes}")
         self.embedding = TokenEmbedding(vocab_size, d_model, max_len=max_len)
         self._stack(d_model, d_ff, n_layers, final_norm=final_norm, n_heads=n_heads, placement=placement, **block)
+        self.head = None
         if head == "token":
             self.head = TokenHead(d_model, vocab_size, tied_to=self.embedding.W_E if tied else None)
-        elif head == "mean":
-            self.head = MeanPoolHead(d_model, n_classes or 0)
-        elif head == "class":
-            self.head = ClassHead(d_model, n_classes or 0, last=block.get("causal", False))
-        else:
-            self.head = None
+        elif n_classes is not None:
+            causal = block.get("causal", False)
+            self.head = MeanPoolHead(d_model, n_classes) if head == "mean" else ClassHead(d_model, n_classes, last=causal)
         if initialisation is not None:
             initialise(self, initialisation, seed=seed)
 

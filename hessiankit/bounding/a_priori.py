@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from derivations.bounds import STEEPNESS
+from derivations.bounds.block_norms import BlockNorms
 from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
@@ -65,36 +66,10 @@ def in_float64(module: Block) -> Block:
     return wide.double()
 
 
-@dataclass(frozen=True)
-class NormTable:
-    """Bounds on the norms of the blocks of a Hessian.
-
-    Attributes:
-        names: The parameters.
-        norms: The bounds, in the order of the names.
-        lipschitz: Bound on the norm of the gradient over the ball.
-        spectral: Another bound on the whole, where there is one.
-    """
-
-    names: tuple[str, ...]
-    norms: Tensor
-    lipschitz: float
-    spectral: float = math.inf
-
-    @property
-    def whole(self) -> float:
-        """Bound on the norm of the whole Hessian: the norm of the matrix of block norms, or ``spectral``."""
-        return min(float(torch.linalg.eigvalsh(self.norms)[-1]) * (1 + 1e-10), self.spectral)
-
-    def __getitem__(self, pair: tuple[str, str]) -> float:
-        i, j = (self.names.index(name) for name in pair)
-        return float(self.norms[i, j])
-
-
 def a_priori(
     block: TransformerBlock | Attention, X: Tensor, target: Any, *, loss: str = "mse", radius: float | Mapping[str, float] = 0.0
-) -> NormTable:
-    """Return a-priori bounds of a block's loss Hessian.
+) -> BlockNorms:
+    """Return a-priori bounds of a block's loss Hessian, and among the parts ``lipschitz``, a bound on its gradient over the ball.
 
     Args:
         block: A block of any placement, or an attention on its own; one of a narrower dtype is bounded in float64.
@@ -112,34 +87,31 @@ def a_priori(
     except ZeroScaleError as error:
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
-    outer, row, whole, first = _loss(Z, target, loss)
+    outer, row, whole = _loss(Z, target, loss)
     norms = _matrix(names, lambda i, j: outer * Z.jacobian.get(i, 0.0) * Z.jacobian.get(j, 0.0) + Z.hessian(i, j, row, whole))
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
-    gradient = first * math.hypot(*Z.jacobian.values())
-    return NormTable(names, torch.maximum(norms, norms.T) * (1 + 1e-10), gradient)
+    gradient = whole * math.hypot(*Z.jacobian.values())
+    return BlockNorms(names, torch.maximum(norms, norms.T) * (1 + 1e-10), {"lipschitz": gradient})
 
 
 def _matrix(names: Sequence[str], entry: Callable[[str, str], float]) -> Tensor:
     return torch.tensor([[entry(i, j) for j in names] for i in names], dtype=torch.float64, device="cpu")
 
 
-def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float, float]:
-    """Return bounds on: the loss's second derivative, its gradient's rows, the gradient, and the gradient again."""
+def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float]:
+    """Return bounds on the loss's second derivative, on the rows of its gradient, and on the gradient."""
     if loss == "mse":
-        T = target.detach().double()
-        n = Z.centre.numel()
-        row = Z.row + float(T.norm(dim=1).max())
-        residual = Z.frobenius + float(T.norm())
-        near = Z.centre - T  # the residual at the centre, moved by at most the drift
-        row = min(row, float(near.norm(dim=1).max()) + Z.drift) if Z.drift == 0 else row
-        residual = min(residual, float(near.norm()) + Z.drift) if Z.drift == 0 else residual
-        return 2 / n, 2 / n * row, 2 / n * residual, 2 / n * residual
+        T, n = target.detach().double(), Z.centre.numel()
+        row, residual = Z.row + float(T.norm(dim=1).max()), Z.frobenius + float(T.norm())
+        if Z.drift == 0:  # the residual is that at the centre
+            row, residual = min(row, float((Z.centre - T).norm(dim=1).max())), min(residual, float((Z.centre - T).norm()))
+        return 2 / n, 2 / n * row, 2 / n * residual
     if loss == "cross_entropy":
         # softmax minus one-hot has length at most sqrt(2); the Hessian diag(p) - p p^T at most 1/2
         count = known_count(loss, target) or math.inf  # without labels that count there is no loss
-        return 0.5 / count, math.sqrt(2) / count, math.sqrt(2 / count), math.sqrt(2 / count)
+        return 0.5 / count, math.sqrt(2) / count, math.sqrt(2 / count)
     raise InputError(f"bounds: no a-priori bound for loss={loss!r}; pass 'mse' or 'cross_entropy'")
 
 
@@ -194,11 +166,7 @@ class _BoundedParts(BlockParts):
     def affine(self, X: Bounded, prefix: str, letter: str) -> Bounded:
         return affine(X, self.arrays[f"{prefix}W_{letter}"], self.arrays.get(f"{prefix}b_{letter}"))
 
-    def split(self, X: Bounded, heads: int) -> Bounded:
-        return split(X, heads)
-
-    def merge(self, X: Bounded, heads: int) -> Bounded:
-        return merge(X, heads)
+    split, merge = staticmethod(split), staticmethod(merge)
 
     def norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
         self.at = name

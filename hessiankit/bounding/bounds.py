@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from derivations.bounds.block_norms import BlockNorms
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable, a_priori, in_float64
+from hessiankit.bounding.a_priori import a_priori, in_float64
 from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.closed_forms import sharpened_a_priori, sharpened_structured
 from hessiankit.bounding.structured import structured
@@ -36,19 +37,12 @@ DRAWN = 30  # rows of a picture
 
 @dataclass(frozen=True)
 class LossAt:
-    """The loss of a module at a point, which bounds are computed for.
-
-    Attributes:
-        module: The block, attention or other module, in float64.
-        x: B x L x d, float64.
-        t: Of the output's shape, float64, or labels.
-        loss: ``"mse"`` or ``"cross_entropy"``.
-    """
+    """The loss of a module at a point, in float64, which bounds are computed for."""
 
     module: nn.Module
-    x: Tensor
-    t: Tensor
-    loss: str
+    x: Tensor  # B x L x d
+    t: Tensor  # of the output's shape, or labels
+    loss: str  # "mse" or "cross_entropy"
 
     @cached_property
     def hessian(self) -> Hessian:
@@ -140,10 +134,10 @@ def from_norms(at: LossAt) -> Norms:
     each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
     counts = [known_count(at.loss, t) or 0.0 for t in at.t]
     shares = [count / sum(counts) for count in counts]  # the Hessian of a mean is the mean of the Hessians
-    norms = torch.stack([share * one.norms for share, one in zip(shares, each, strict=True)]).sum(0)
-    prior = NormTable(each[0].names, norms, sum(share * one.lipschitz for share, one in zip(shares, each, strict=True)))
+    norms = torch.stack([share * one.matrix for share, one in zip(shares, each, strict=True)]).sum(0)
+    prior = BlockNorms(each[0].names, norms)
     prior = sharpened_a_priori(at.module, at.x, at.t, prior) if at.loss == "mse" else prior
-    return prior.whole, {(i, j): prior[i, j] for i in prior.names for j in prior.names}
+    return prior.whole, {(i, j): prior.block(i, j) for i in prior.names for j in prior.names}
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,27 +32,15 @@ LARGE = 512
 """Rows from which on the largest eigenvalue of a symmetric matrix is left to Lanczos's method, and proved by Cholesky's."""
 
 
-@dataclass(frozen=True)
-class CertifiedInterval:
+class CertifiedInterval(NamedTuple):
     """Two numbers that a quantity lies between."""
 
     lower: float
     upper: float
 
-    @property
-    def width(self) -> float:
-        """Relative width (upper - lower) / upper; 0 for a point."""
-        return 0.0 if self.upper == self.lower else (self.upper - self.lower) / self.upper
 
-    def __contains__(self, value: float) -> bool:
-        return self.lower <= value <= self.upper
-
-    def __str__(self) -> str:
-        return f"[{self.lower:.6g}, {self.upper:.6g}]"
-
-
-def growth(n: int, dtype: torch.dtype = torch.float64) -> float:
-    """Return g_n = n u / (1 - n u), the relative error of a sum of n products.
+def growth(n: int) -> float:
+    """Return g_n = n u / (1 - n u), the relative error of a sum of n products in float64.
 
     Raises:
         InputError: If n u is not below 1/2, where nothing can be certified.
@@ -58,9 +48,9 @@ def growth(n: int, dtype: torch.dtype = torch.float64) -> float:
     >>> growth(10) < 1.2e-15
     True
     """
-    u = torch.finfo(dtype).eps / 2
+    u = torch.finfo(torch.float64).eps / 2
     if not n * u < 0.5:
-        raise InputError(f"certified: sums of {n} terms in {dtype} have no digits left; convert the matrix to float64")
+        raise InputError(f"certified: sums of {n} terms have no digits left in float64; certify a smaller matrix")
     return n * u / (1 - n * u)
 
 
@@ -257,21 +247,15 @@ def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
 class Certificate:
     """Certified norms of a symmetric matrix and of its blocks.
 
-    Attributes:
-        whole: Interval of ||H||_2.
-        pairs: Interval of the norm of each block, by its two names.
-        bounds: Upper bounds on ||H||_2 by the way in which they were found: "cholesky" (None: it failed), "norm matrix" (the
-            norm of the matrix of block norms), "schatten" (None: Cholesky's is as good and costs less), "gershgorin",
-            "frobenius".
-        norm: ||H||_2 in floating point.
-        norms: The norm of each block in floating point.
+    ``bounds`` are upper bounds on ||H||_2 by the way in which they were found: "cholesky" (None: it failed), "norm matrix" (the
+    norm of the matrix of block norms), "schatten" (None: Cholesky's is as good and costs less), "gershgorin", "frobenius".
     """
 
     whole: CertifiedInterval
     pairs: Mapping[tuple[str, str], CertifiedInterval]
     bounds: Mapping[str, float | None]
-    norm: float
-    norms: Mapping[tuple[str, str], float]
+    norm: float  # ||H||_2 in floating point
+    norms: Mapping[tuple[str, str], float]  # and that of each block
 
 
 def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
@@ -288,18 +272,15 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
         raise InputError(f"certify: expected a square float64 matrix, got {H.dtype} {tuple(H.shape)}")
     if not bool(torch.isfinite(H).all()):
         raise InputError("certify: the matrix holds NaN or infinite entries")
-    names = list(slices)
     pairs: dict[tuple[str, str], CertifiedInterval] = {}
     norms: dict[tuple[str, str], float] = {}
-    for a, i in enumerate(names):
-        for j in names[a:]:
-            block = H[slices[i], slices[j]]
-            norm, lower, proved = _norm(block, symmetric=i == j)
-            bounds_of_block = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block)]
-            upper = min(bounds_of_block if proved is None else [*bounds_of_block, proved])
-            pairs[i, j] = pairs[j, i] = CertifiedInterval(lower, upper)
-            norms[i, j] = norms[j, i] = norm
-    table = torch.tensor([[pairs[i, j].upper for j in names] for i in names], dtype=torch.float64, device="cpu")
+    for i, j in combinations_with_replacement(slices, 2):
+        block = H[slices[i], slices[j]]
+        norm, lower, proved = _norm(block, symmetric=i == j)
+        uppers = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block), proved]
+        pairs[i, j] = pairs[j, i] = CertifiedInterval(lower, min(upper for upper in uppers if upper is not None))
+        norms[i, j] = norms[j, i] = norm
+    table = torch.tensor([[pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64, device="cpu")
     norm, lower, proved = _norm(H, symmetric=True)
     bounds: dict[str, float | None] = {
         "cholesky": proved,

@@ -14,7 +14,6 @@ from derivations.bounds.block_bounds import PostBlockNorms, post_block_a_priori
 from derivations.bounds.block_norms import BlockNorms
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import NormTable
 from hessiankit.bounding.structured import ROUNDING, SLACK, Structured
 from hessiankit.formulas.block_at import causal_mask, is_the_papers
 
@@ -24,31 +23,24 @@ LEAKS = {"relu": 0.0, "leaky_relu": 0.01, "identity": 1.0}
 """The activations of the closed forms for a post-norm block, and their slopes below 0."""
 
 
-def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: NormTable) -> NormTable:
-    """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller.
-
-    Args:
-        module: The attention or block.
-        x: B x L x d.
-        t: B x L x d.
-        prior: Bounds by the rules for any placement.
-    """
+def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: BlockNorms) -> BlockNorms:
+    """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return prior
-    whole, pairs = _closed_form(_a_priori_form, module, x, t)
-    norms = prior.norms.clone()
+    whole, pairs = _closed_form(module, x, t, structured=False)
+    norms = prior.matrix.clone()
     for (i, j), value in pairs.items():
         a, b = prior.names.index(i), prior.names.index(j)
         norms[a, b] = min(float(norms[a, b]), value + ROUNDING * float(norms[a, b]))
     spectral = whole + ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
-    return NormTable(prior.names, norms, prior.lipschitz, spectral)
+    return BlockNorms(prior.names, norms, prior.parts, spectral)
 
 
 def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, own: Structured) -> Structured:
     """Return structured bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return own
-    whole, pairs = _closed_form(_structured_form, module, x, t)
+    whole, pairs = _closed_form(module, x, t, structured=True)
     floor = ROUNDING * own.whole
     table = {pair: min(value, pairs.get(pair, value) * SLACK + floor) for pair, value in own.pairs.items()}
     return Structured(min(own.whole, whole * SLACK + floor) if pairs.keys() == own.pairs.keys() else own.whole, table, own.sites)
@@ -68,30 +60,25 @@ def has_bare_layernorms(block: TransformerBlock) -> bool:
     return all(isinstance(norm, nn.LayerNorm) and norm.weight is None for norm in (block.norm_1, block.norm_2))
 
 
-Form: TypeAlias = Callable[[nn.Module, Tensor, Tensor], BlockNorms]
-
-
-def _closed_form(form: Form, module: nn.Module, x: Tensor, t: Tensor) -> tuple[float, Pairs]:
+def _closed_form(module: nn.Module, x: Tensor, t: Tensor, *, structured: bool) -> tuple[float, Pairs]:
     """Return the means over the samples of the bounds on the whole and on each block, by the parameters' full names."""
-    samples = [form(module, X.detach().double(), T.detach().double()) for X, T in zip(x, t, strict=True)]
+    samples = [_of_sample(module, X.detach().double(), T.detach().double(), structured) for X, T in zip(x, t, strict=True)]
     full = {name.rsplit(".", 1)[-1]: name for name, _ in module.named_parameters()}
     names, matrix = [full[name] for name in samples[0].names], torch.stack([one.matrix for one in samples]).mean(0)
     pairs = {(i, j): float(matrix[a, b]) for a, i in enumerate(names) for b, j in enumerate(names)}
     return sum(one.whole for one in samples) / len(samples), pairs
 
 
-def _a_priori_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
+def _of_sample(module: nn.Module, X: Tensor, T: Tensor, structured: bool) -> BlockNorms:
     point = _point_of(module, X)
+    if structured:
+        form: Callable[..., BlockNorms] = attention_structured if isinstance(module, Attention) else post_block_structured
+        return form(target=T, **point)
     if isinstance(module, Attention):
         del point["mask"]
         return attention_a_priori(AttentionNorms.measured(target=T, **point))
     kind = point.pop("activation")
     return post_block_a_priori(PostBlockNorms.measured(target=T, leak=LEAKS[kind], **point), activation=kind)
-
-
-def _structured_form(module: nn.Module, X: Tensor, T: Tensor) -> BlockNorms:
-    form: Callable[..., BlockNorms] = attention_structured if isinstance(module, Attention) else post_block_structured
-    return form(target=T, **_point_of(module, X))
 
 
 def _point_of(module: nn.Module, X: Tensor) -> dict[str, Any]:

@@ -32,30 +32,49 @@ Pair: TypeAlias = "tuple[str, str]"
 Key = TypeVar("Key")
 
 
-@dataclass(frozen=True)
-class Bounded:
-    """A value, at the centre of the ball, with bounds over the whole ball; see the module's formulas.
+class Magnitudes(dict[Key, float]):
+    """Numbers by parameter or by pair of parameters, with sums and multiples; what is missing is 0.
 
-    Attributes:
-        centre: The value at the centre, L x d.
-        spectral: Bound on its spectral norm over the ball, and so on.
-        drift: Bound on |Y - centre|_F over the ball.
-        diameter: Bound on the distance of two rows over the ball, infinite if none but that from the norms is known.
-        jacobian_row: Bounds on a row of dY/dtheta_i, where they are better than ``jacobian``.
-        sphere: The norm's input, if this is the output of a norm without gain and shift.
+    >>> 2.0 * Magnitudes(a=1.0) + Magnitudes(a=1.0, b=3.0)
+    {'a': 3.0, 'b': 3.0}
     """
 
-    centre: Tensor
+    def __add__(self, other: Mapping[Key, float]) -> Magnitudes[Key]:
+        return Magnitudes({key: self.get(key, 0.0) + other.get(key, 0.0) for key in {**self, **other}})
+
+    def __rmul__(self, c: float) -> Magnitudes[Key]:
+        return Magnitudes({key: c * value for key, value in self.items()})
+
+
+def symmetric(table: Magnitudes[Pair]) -> Magnitudes[Pair]:
+    """Return the table plus its transpose.
+
+    >>> symmetric(Magnitudes({("a", "b"): 1.0, ("a", "a"): 2.0}))
+    {('a', 'b'): 1.0, ('a', 'a'): 4.0, ('b', 'a'): 1.0}
+    """
+    return table + {(j, i): value for (i, j), value in table.items()}
+
+
+def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1.0) -> Magnitudes[Pair]:
+    """Return c left_i right_j for all pairs."""
+    return Magnitudes({(i, j): c * g * h for i, g in left.items() for j, h in right.items()})
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A value, at the centre of the ball, with bounds over the whole ball; see the module's formulas."""
+
+    centre: Tensor  # L x d
     spectral: float
     frobenius: float
     row: float
-    jacobian: Mapping[str, float]
-    hessian_row: Mapping[Pair, float]
-    hessian_all: Mapping[Pair, float]
-    drift: float = 0.0
-    diameter: float = math.inf
-    jacobian_row: Mapping[str, float] = field(default_factory=dict)
-    sphere: Sphere | None = None
+    jacobian: Magnitudes[str]
+    hessian_row: Magnitudes[Pair]
+    hessian_all: Magnitudes[Pair]
+    drift: float = 0.0  # bound on |Y - centre|_F
+    diameter: float = math.inf  # bound on the distance of two rows, where another than that from the norms is known
+    jacobian_row: Mapping[str, float] = field(default_factory=dict)  # of a row of dY/dtheta_i, where better than ``jacobian``
+    sphere: Sphere | None = None  # the norm's input, if this is the output of a norm without gain and shift
 
     @property
     def length(self) -> int:
@@ -72,9 +91,9 @@ class Bounded:
         """Bound on the distance of two rows; a variance of rows is at most its square over 4, in any direction."""
         return min(self.diameter, 2 * self.row, math.sqrt(2) * self.spectral)
 
-    def row_jacobians(self) -> dict[str, float]:
+    def row_jacobians(self) -> Magnitudes[str]:
         """Return bounds on a row of dY/dtheta_i for every i."""
-        return {i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()}
+        return Magnitudes({i: min(g, self.jacobian_row.get(i, math.inf)) for i, g in self.jacobian.items()})
 
     def __add__(self, other: Bounded) -> Bounded:
         """Return the sum: everything adds up."""
@@ -83,12 +102,12 @@ class Bounded:
             self.spectral + other.spectral,
             self.frobenius + other.frobenius,
             self.row + other.row,
-            added(self.jacobian, other.jacobian),
-            added(self.hessian_row, other.hessian_row),
-            added(self.hessian_all, other.hessian_all),
+            self.jacobian + other.jacobian,
+            self.hessian_row + other.hessian_row,
+            self.hessian_all + other.hessian_all,
             self.drift + other.drift,
             self.range + other.range,
-            added(self.row_jacobians(), other.row_jacobians()),
+            self.row_jacobians() + other.row_jacobians(),
         )
 
     def __rmul__(self, c: float) -> Bounded:
@@ -102,15 +121,15 @@ class Bounded:
     def __mul__(self, factor: BoundedParameter) -> Bounded:
         """Return Y times a scale, a number or one for each feature, that is itself a parameter of the ball."""
         norm = factor.largest
-        one = {(factor.name, i): g for i, g in self.jacobian.items()}  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
+        one = products({factor.name: 1.0}, self.jacobian)  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
         grown = self._times(norm, self.centre * factor.centre)
         # dY/dv = diag(vec Y) (1 (x) I) for a vector: its norm is the largest column norm, at most |Y|_2; |Y|_F for a number
         own = self.spectral if factor.centre.numel() > 1 else self.frobenius
         return replace(
             grown,
-            jacobian=added(grown.jacobian, {factor.name: own}),
-            jacobian_row=added(grown.jacobian_row, {factor.name: self.row}),
-            hessian_all=added(grown.hessian_all, symmetric(one)),
+            jacobian=grown.jacobian + {factor.name: own},
+            jacobian_row={**grown.jacobian_row, factor.name: self.row},
+            hessian_all=grown.hessian_all + symmetric(one),
             drift=self.drift * norm + factor.radius * self.frobenius,
         )
 
@@ -120,30 +139,23 @@ class Bounded:
             c * self.spectral,
             c * self.frobenius,
             c * self.row,
-            scaled(c, self.jacobian),
-            scaled(c, self.hessian_row),
-            scaled(c, self.hessian_all),
+            c * self.jacobian,
+            c * self.hessian_row,
+            c * self.hessian_all,
             c * self.drift,
             c * self.diameter if c else 0.0,
-            scaled(c, self.row_jacobians()),
+            c * self.row_jacobians(),
         )
 
 
 @dataclass(frozen=True)
 class Sphere:
-    """The input of a norm without gain and shift, whose output has rows on a sphere, but for eps.
-
-    Attributes:
-        before: The norm's input.
-        scale: A lower bound of every row scale sqrt(var + eps) over the ball.
-        eps: What the norm adds to the variance.
-        centred: Whether the norm takes the mean away.
-    """
+    """The input of a norm without gain and shift, whose output has rows on a sphere, but for eps."""
 
     before: Bounded
-    scale: float
+    scale: float  # a lower bound of every row scale sqrt(var + eps) over the ball
     eps: float
-    centred: bool
+    centred: bool  # whether the norm takes the mean away
 
 
 @dataclass(frozen=True)
@@ -169,7 +181,7 @@ class BoundedParameter:
 def constant(X: Tensor) -> Bounded:
     """Return an input: it does not move."""
     norms = spectral_norm(X), float(X.norm()), float(X.norm(dim=1).max())
-    return Bounded(X, *norms, {}, {}, {}, diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
+    return Bounded(X, *norms, Magnitudes(), Magnitudes(), Magnitudes(), diameter=float(torch.cdist(X, X).max()) * (1 + 1e-12))
 
 
 def spectral_norm(A: Tensor) -> float:
@@ -177,60 +189,21 @@ def spectral_norm(A: Tensor) -> float:
     return float(torch.linalg.matrix_norm(A.double(), 2)) * (1 + 1e-12)
 
 
-def added(*tables: Mapping[Key, float]) -> dict[Key, float]:
-    """Return the sum of tables entry by entry."""
-    total: dict[Key, float] = {}
-    for table in tables:
-        for key, value in table.items():
-            total[key] = total.get(key, 0.0) + value
-    return total
-
-
-def scaled(c: float, table: Mapping[Key, float]) -> dict[Key, float]:
-    """Return a table times a number."""
-    return {key: c * value for key, value in table.items()}
-
-
-def symmetric(table: Mapping[Pair, float]) -> dict[Pair, float]:
-    """Return the table with (j, i) for every (i, j); entries given both ways add up.
-
-    >>> symmetric({("a", "b"): 1.0, ("a", "a"): 2.0})
-    {('a', 'b'): 1.0, ('a', 'a'): 4.0, ('b', 'a'): 1.0}
-    """
-    turned = {(j, i): value for (i, j), value in table.items()}
-    return added(table, turned)
-
-
-def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1.0) -> dict[Pair, float]:
-    """Return c left_i right_j for all pairs.
-
-    >>> products({"a": 2.0}, {"b": 3.0})
-    {('a', 'b'): 6.0}
-    """
-    return {(i, j): c * g * h for i, g in left.items() for j, h in right.items()}
-
-
-def pushed(X: Bounded, jacobian: float) -> tuple[dict[str, float], dict[Pair, float], dict[Pair, float]]:
-    """Return the bounds after a map of rows whose Jacobian has norm ``jacobian``, without its own second derivative."""
-    return scaled(jacobian, X.jacobian), scaled(jacobian, X.hessian_row), scaled(jacobian, X.hessian_all)
-
-
 def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -> Bounded:
     """Return X W + 1 b^T: Jacobian norm |X|_2 in W, sqrt(L) in b, and a mixed second derivative in W and X."""
     w = W.norm
-    jacobian, hessian_row, hessian_all = pushed(X, w)
     cross = symmetric(products({W.name: 1.0}, X.jacobian))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
     out = Bounded(
         X.centre @ W.centre,
         X.spectral * w,
         X.frobenius * w,
         X.row * w,
-        added(jacobian, {W.name: X.spectral}),
-        hessian_row,
-        added(hessian_all, cross),
+        w * X.jacobian + {W.name: X.spectral},
+        w * X.hessian_row,
+        w * X.hessian_all + cross,
         X.drift * w + W.radius * spectral_norm(X.centre),
         X.diameter * w if w else 0.0,
-        added(scaled(w, X.row_jacobians()), {W.name: X.row}),
+        w * X.row_jacobians() + {W.name: X.row},
     )
     return out if b is None else shifted(out, b)
 
@@ -244,8 +217,8 @@ def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
         spectral=X.spectral + root * beta,
         frobenius=X.frobenius + root * beta,
         row=X.row + beta,
-        jacobian=added(X.jacobian, {b.name: root}),
-        jacobian_row=added(X.jacobian_row, {b.name: 1.0}),
+        jacobian=X.jacobian + {b.name: root},
+        jacobian_row={**X.jacobian_row, b.name: 1.0},
         drift=X.drift + root * b.radius,
         sphere=None,
     )
@@ -254,21 +227,19 @@ def shifted(X: Bounded, b: BoundedParameter) -> Bounded:
 def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     """Return sigma(X), entry by entry."""
     sigma = STEEPNESS[kind]
-    first, second = sigma.slope, sigma.second
-    jacobian, hessian_row, hessian_all = pushed(X, first)
     # |sigma(x)| <= chord |x|, so |sigma(X)|_F <= chord |X|_F; the spectral norm has no such bound
     frobenius = sigma.chord * X.frobenius
-    own = products(X.jacobian, X.jacobian, second)  # max |Lambda_ij| <= the largest row norm
+    own = products(X.jacobian, X.jacobian, sigma.second)  # max |Lambda_ij| <= the largest row norm
     return Bounded(
         value,
         frobenius,
         frobenius,
         sigma.chord * X.row,
-        jacobian,
-        added(hessian_row, own),
-        hessian_all,
-        first * X.drift,
-        first * X.range,
+        sigma.slope * X.jacobian,
+        sigma.slope * X.hessian_row + own,
+        sigma.slope * X.hessian_all,
+        sigma.slope * X.drift,
+        sigma.slope * X.range,
     )
 
 
@@ -276,15 +247,14 @@ def hadamard(X: Bounded, Y: Bounded) -> Bounded:
     """Return X o Y, entry by entry: |X o Y|_F <= max |X_ij| |Y|_F."""
     cross = symmetric(products(X.jacobian, Y.jacobian))
     frobenius = min(X.row * Y.frobenius, Y.row * X.frobenius)
-    left, right = pushed(X, Y.row), pushed(Y, X.row)
     return Bounded(
         X.centre * Y.centre,
         frobenius,
         frobenius,
         X.row * Y.row,
-        added(left[0], right[0]),
-        added(left[1], right[1], cross),
-        added(left[2], right[2]),
+        Y.row * X.jacobian + X.row * Y.jacobian,
+        Y.row * X.hessian_row + X.row * Y.hessian_row + cross,
+        Y.row * X.hessian_all + X.row * Y.hessian_all,
         X.drift * Y.row + Y.drift * X.row,
     )
 
@@ -305,16 +275,15 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     s = float((lowest**2 + eps).sqrt().min())
     if s == 0:
         raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
-    jacobian, hessian_row, hessian_all = pushed(X, 1 / s)
     own = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
     return Bounded(
         X.centre,
         math.sqrt(length * d),
         math.sqrt(length * d),
         math.sqrt(d),
-        jacobian,
-        added(hessian_row, own),
-        hessian_all,
+        1 / s * X.jacobian,
+        1 / s * X.hessian_row + own,
+        1 / s * X.hessian_all,
         X.drift / s,
         2 * math.sqrt(d),
         sphere=Sphere(X, s, eps, layernorm),
@@ -345,9 +314,7 @@ def split(X: Bounded, heads: int) -> Bounded:
     root = math.sqrt(heads)
     centre = X.centre.reshape(X.length * heads, -1)
     # a row of Lambda is at most sqrt(H) times the longest of its heads
-    return replace(
-        X, centre=centre, spectral=X.frobenius, hessian_row=scaled(root, X.hessian_row), diameter=math.inf, sphere=None
-    )
+    return replace(X, centre=centre, spectral=X.frobenius, hessian_row=root * X.hessian_row, diameter=math.inf, sphere=None)
 
 
 def merge(X: Bounded, heads: int) -> Bounded:
@@ -385,17 +352,16 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
     around_v, around_k = V.range, K.range
     to_v, by_rows = math.sqrt(Q.length) * g, math.sqrt(Q.length * heads)
     to_q, to_k = c * around_v * around_k / 4, c * around_v * q / root * g
-    along_v = {i: min(to_v * jacobian, by_rows * V.row_jacobians()[i]) for i, jacobian in V.jacobian.items()}
-    jacobian = added(along_v, scaled(to_q, Q.jacobian), scaled(to_k, K.jacobian))
-    by_row = added(
-        products(Q.jacobian, Q.jacobian, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4)),
-        products(K.jacobian, K.jacobian, c * c * min(sharp * v, around_v / 2) * q * q * g * g),
-        symmetric(products(Q.jacobian, K.jacobian, c * c * min(sharp * v * k, around_v * around_k / root) * q * g)),
+    along_v = Magnitudes({i: min(to_v * jacobian, by_rows * V.row_jacobians()[i]) for i, jacobian in V.jacobian.items()})
+    by_row = (
+        products(Q.jacobian, Q.jacobian, c * c * min(sharp * v * k * k, around_v * around_k**2 / 4))
+        + products(K.jacobian, K.jacobian, c * c * min(sharp * v, around_v / 2) * q * q * g * g)
+        + symmetric(products(Q.jacobian, K.jacobian, c * c * min(sharp * v * k, around_v * around_k / root) * q * g))
     )
-    by_all = added(
-        symmetric(products(Q.jacobian, K.jacobian, c * around_v / root)),
-        symmetric(products(V.jacobian, Q.jacobian, c * around_k / root)),
-        symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g)),
+    by_all = (
+        symmetric(products(Q.jacobian, K.jacobian, c * around_v / root))
+        + symmetric(products(V.jacobian, Q.jacobian, c * around_k / root))
+        + symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g))
     )
     row = min(math.sqrt(heads) * V.row, g * V.frobenius)
     whole = math.sqrt(Q.length) * row
@@ -404,14 +370,9 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         whole,
         whole,
         row,
-        jacobian,
-        added(by_row, scaled(to_q, Q.hessian_row)),
-        added(
-            by_all,
-            scaled(to_q, Q.hessian_all),
-            scaled(to_k, added(K.hessian_row, K.hessian_all)),
-            scaled(to_v, added(V.hessian_row, V.hessian_all)),
-        ),
+        along_v + to_q * Q.jacobian + to_k * K.jacobian,
+        by_row + to_q * Q.hessian_row,
+        by_all + to_q * Q.hessian_all + to_k * (K.hessian_row + K.hessian_all) + to_v * (V.hessian_row + V.hessian_all),
         to_v * V.drift + to_q * Q.drift + to_k * K.drift,
         math.sqrt(heads) * V.range,  # within a head, contexts lie in the convex hull of the values
     )

@@ -64,36 +64,28 @@ class SiteRoots:
 
 
 def sites(task: Task) -> list[SiteRoots]:
-    """Return the sites of a loss, whose shares add up to its Hessian.
-
-    Raises:
-        InputError: If a site is too large to be written out.
-    """
+    """Return the sites of a loss, whose shares add up to its Hessian."""
     traced = loss_trace(task, normalizer_of(task)).trace
-    steps = _steps(traced)
+    adjoints = traced.adjoints()
+    steps = [(a, traced.moving_inputs(a), adjoints[a.output]) for a in traced.applications if a.output in adjoints]
     tail = _tail(traced, steps)
-    tangents = _tangents(traced, task)
+    eye = torch.eye(task.size, dtype=task.dtype, device=task.device)
+    tangents = {  # of the parameters, (P, *shape) each
+        traced.parameters[name]: eye[:, task.slices[name]].reshape(task.size, *value.shape)
+        for name, value in task.parameters.items()
+    }
     roots: list[SiteRoots] = []
-    for k, (a, ids, adjoint) in enumerate(steps):
-        if k == len(steps) - len(tail):
-            roots.append(_tail_site(traced, tail, tangents))
-            break
+    for a, ids, adjoint in steps[: len(steps) - len(tail)]:
         entering = [None if at is None else tangents[at] for at in ids]
         if not a.primitive.is_linear:
             site = _site(traced, a, entering, adjoint)
-            if site is not None:
-                roots.append(site)
+            roots += [] if site is None else [site]
         tangents[a.output] = a.primitive.jvp(traced.gather(a), entering)  # type: ignore[arg-type]
-    return roots
+    return [*roots, _tail_site(traced, tail, tangents)] if tail else roots
 
 
 Step = tuple[Application, tuple[int | None, ...], Tensor]
-
-
-def _steps(trace: Trace) -> list[Step]:
-    """The applications on the way to the loss, with the ids of their moving inputs and their adjoints."""
-    adjoints = trace.adjoints()
-    return [(a, trace.moving_inputs(a), adjoints[a.output]) for a in trace.applications if a.output in adjoints]
+"""An application on the way to the loss, the ids of its moving inputs, and its adjoint."""
 
 
 def _tail(trace: Trace, steps: list[Step]) -> list[Step]:
@@ -107,16 +99,6 @@ def _tail(trace: Trace, steps: list[Step]) -> list[Step]:
             break
         tail.insert(0, step)
     return tail
-
-
-def _tangents(trace: Trace, task: Task) -> dict[int, Tensor]:
-    """The unit tangents of the parameters, (P, *shape) each."""
-    like = next(iter(task.parameters.values()))
-    eye = torch.eye(task.size, dtype=like.dtype, device=like.device)
-    return {
-        trace.parameters[name]: eye[:, task.slices[name]].reshape(task.size, *value.shape)
-        for name, value in task.parameters.items()
-    }
 
 
 def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
@@ -264,17 +246,11 @@ that n is at most 8e6 and 9e3. Bounds proved to the last bit are ``certified``."
 
 @dataclass(frozen=True)
 class Structured:
-    """Bounds on the norms of a Hessian and of its blocks.
-
-    Attributes:
-        whole: Bound on ||H||_2.
-        pairs: Bound on each block, by its two names.
-        sites: The sites that were kept apart.
-    """
+    """Bounds on the norms of a Hessian and of its blocks."""
 
     whole: float
     pairs: Mapping[tuple[str, str], float]
-    sites: tuple[str, ...]
+    sites: tuple[str, ...]  # that were kept apart
 
 
 def structured(task: Task) -> Structured:
@@ -295,7 +271,11 @@ def structured(task: Task) -> Structured:
     pairs = list(combinations_with_replacement(slices, 2))
     for i, j in sorted(pairs, key=lambda pair: pair[0] != pair[1]):  # the signs of a block need those of two diagonal ones
         rows, columns = slices[i], slices[j]
-        shares = [_share(site, rows, columns) for site in roots if site.reads[rows].any() and site.reads[columns].any()]
+        shares = [  # the two halves of each site's share of the block
+            (site.plus[:, rows].T @ site.plus[:, columns], site.minus[:, rows].T @ site.minus[:, columns])
+            for site in roots
+            if site.reads[rows].any() and site.reads[columns].any()
+        ]
         for k, half in enumerate((plus, minus)):
             for share in shares:
                 half[rows, columns] += share[k]
@@ -304,7 +284,11 @@ def structured(task: Task) -> Structured:
         if i == j:
             own[i] = largest_eigenvalue(plus[rows, rows]), largest_eigenvalue(minus[rows, rows])
         signs = max(own[i]) if i == j else sum(p**0.5 * q**0.5 for p, q in zip(own[i], own[j], strict=True))
-        smaller[i, j] = min(_sum_of_norms(shares, signs), signs)
+        smaller[i, j] = 0.0
+        for up, down in shares:
+            if smaller[i, j] <= signs:
+                smaller[i, j] += spectral_norm(up - down)
+        smaller[i, j] = min(smaller[i, j], signs)
     by_sign = max(largest_eigenvalue(plus), largest_eigenvalue(minus))
     bounds: dict[tuple[str, str], float] = {}
     for i, j in pairs:
@@ -313,21 +297,6 @@ def structured(task: Task) -> Structured:
     rounding = _rounding(roots, by_sign, slice(None), slice(None))
     whole = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
     return Structured(whole, bounds, tuple(site.name for site in roots))
-
-
-def _share(site: SiteRoots, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-    """The two halves of one site's share of a block."""
-    return site.plus[:, rows].T @ site.plus[:, columns], site.minus[:, rows].T @ site.minus[:, columns]
-
-
-def _sum_of_norms(shares: list[tuple[Tensor, Tensor]], enough: float) -> float:
-    """The sum of the norms of the sites' shares of a block, as far as it is below ``enough``."""
-    total = 0.0
-    for plus, minus in shares:
-        total += spectral_norm(plus - minus)
-        if total > enough:
-            break
-    return total
 
 
 def _rounding(roots: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:

@@ -18,12 +18,10 @@ _OF_OUTPUTS = ("lora_B", "lora_magnitude_vector", "ia3_l", "vera_lambda_b")
 
 @dataclass(frozen=True)
 class Adapted:
-    """What a parameter of an adapter adapts.
+    """What a parameter of an adapter adapts: a weight, or a bias, of the model without adapters.
 
-    Attributes:
-        parameter: The weight, or the bias, of the model without adapters.
-        kind: ``"copy"``: it takes the place of that parameter. ``"outputs"``: its first axis is that of the weight's outputs.
-            ``"bias"``: the same, of a vector that is added. ``"other"``: every entry acts on all outputs.
+    Its kind is ``"copy"`` where it takes the place of that parameter, ``"outputs"`` where its first axis is that of the weight's
+    outputs, ``"bias"`` the same of a vector that is added, and ``"other"`` where every entry acts on all outputs.
     """
 
     parameter: Tensor

@@ -80,17 +80,11 @@ def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
     layer = getattr(module, "c_attn", None)
     if not isinstance(layer, nn.Linear) or id(layer.weight) in unit.roles or layer.out_features != 3 * layer.in_features:
         return
-    width = layer.in_features
+    width, why = layer.in_features, "third of c_attn, as in GPT-2"
     for leaf, p in layer.named_parameters(recurse=False):
+        suffix = "" if leaf == "weight" else " bias"
         unit.roles[id(p)] = [
-            Finding(
-                TYPE_OF_ROLE[role],
-                role if leaf == "weight" else f"{role} bias",
-                "third of c_attn, as in GPT-2",
-                0,
-                ((k * width, (k + 1) * width),),
-                certain=False,
-            )
+            Finding(TYPE_OF_ROLE[role], role + suffix, why, 0, ((k * width, (k + 1) * width),), certain=False)
             for k, role in enumerate(("query", "key", "value"))
         ]
 

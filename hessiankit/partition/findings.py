@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, product
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,12 @@ TYPE_OF_ROLE = {
     "attention sink": "Other",
 }
 """Block type by role. A latent shared by keys and values, and a router, are none of the paper's types."""
+
+
+def type_of(roles: Iterable[str]) -> str:
+    """Return the block type of what has several roles: Other where they are of several types."""
+    types = {TYPE_OF_ROLE[role] for role in roles}
+    return types.pop() if len(types) == 1 else "Other"
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Owner:
     @property
     def name(self) -> str:
         """The parameter's name through this owner."""
-        return f"{self.path}.{self.leaf}" if self.path else self.leaf
+        return child_path(self.path, self.leaf)
 
 
 def owners(model: nn.Module) -> dict[str, list[Owner]]:
@@ -86,11 +93,7 @@ def is_within(path: str, root: str) -> bool:
 
 
 def child_path(path: str, leaf: str) -> str:
-    """Return the path of a child.
-
-    >>> child_path("", "h"), child_path("h", "0")
-    ('h', 'h.0')
-    """
+    """Return the path of a child."""
     return f"{path}.{leaf}" if path else leaf
 
 
@@ -116,7 +119,7 @@ def uncovered_segments(findings: list[Finding], p: Tensor) -> tuple[tuple[int, i
     if findings[0].axis is None:
         return ()
     free = torch.ones(p.shape[findings[0].axis], dtype=torch.bool, device="cpu")
-    for first, after in (segment for f in findings for segment in f.segments):
+    for first, after in chain.from_iterable(f.segments for f in findings):
         free[first:after] = False
     return tuple(segments_of(free))
 
@@ -144,23 +147,19 @@ def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list
         return _whole(flowing, structural, p)
     if not flowing[0].certain:
         return structural
-    for one in structural:
-        for other in flowing:
-            if one.type != other.type and _overlap(one, other):
-                said = other.reason.removeprefix("flow: ")
-                both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({said})"
-                return [Finding(CONFLICT, one.role, both)]
+    for one, other in product(structural, flowing):
+        if one.type != other.type and _overlap(one, other):
+            said = other.reason.removeprefix("flow: ")
+            both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({said})"
+            return [Finding(CONFLICT, one.role, both)]
     return [replace(f, reason=f"{f.reason}; the flow of data agrees") for f in structural]
 
 
 def _whole(findings: list[Finding], rest: list[Finding], p: Tensor) -> list[Finding]:
     """Return findings that cover the whole parameter: the uncovered segments by ``rest``, or as type ``"?"``."""
-    if not findings or findings[0].axis is None:
-        return findings
-    free = uncovered_segments(findings, p)
+    free, axis = uncovered_segments(findings, p), findings[0].axis
     if not free:
         return findings
-    axis = findings[0].axis
     if rest and rest[0].axis is None:
         return [*findings, replace(rest[0], axis=axis, segments=free)]
     return [*findings, Finding(UNKNOWN, "", "what the flow of data leaves of it", axis, free)]
@@ -172,20 +171,18 @@ def _overlap(one: Finding, other: Finding) -> bool:
     return any(a < d and c < b for a, b in one.segments for c, d in other.segments)
 
 
-_CHOICES = {"biases": ("layer", "Other"), "final_norm": ("Norm", "Other", "Head"), "tied": ("Emb", "Head")}
-
-
 @dataclass(frozen=True)
 class Policy:
     """The options of :func:`hessiankit.partition.model_parts`."""
 
-    biases: str = "layer"
-    final_norm: str = "Norm"
-    tied: str = "Emb"
+    biases: str
+    final_norm: str
+    tied: str
 
     def __post_init__(self) -> None:
-        for option, choices in _CHOICES.items():
-            check_name("model_parts", option, getattr(self, option), choices)
+        check_name("model_parts", "biases", self.biases, ("layer", "Other"))
+        check_name("model_parts", "final_norm", self.final_norm, ("Norm", "Other", "Head"))
+        check_name("model_parts", "tied", self.tied, ("Emb", "Head"))
 
     def of_tie(self, findings: list[Finding]) -> list[Finding]:
         """Return the finding that applies to a parameter that is both an embedding and a head."""
@@ -207,22 +204,13 @@ class Policy:
 
 
 def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tuple[Part, ...]:
-    """Return the parts with the types of the user's overrides.
-
-    Args:
-        parts: The parts; one that is not recognised may have any type.
-        overrides: Regular expression to type. Each is searched (``re.search``) in the part's name and in its parameter's.
-
-    Raises:
-        InputError: If a type is none, an expression is none or finds nothing, or two give one part different types.
+    """Return the parts with the types of the user's overrides: regular expressions, searched in the part's and parameter's name.
 
     >>> part = Part("a.weight", "FFN", "up", 0, "...", 4)
     >>> override([part], {r"^a\\.": "VO"})[0].type
     'VO'
     """
-    if not overrides:
-        return tuple(parts)
-    compiled = {}
+    compiled, overrides = dict[str, re.Pattern[str]](), overrides or {}
     for pattern, block_type in overrides.items():
         if block_type not in TYPES:
             raise InputError(f"model_parts: overrides[{pattern!r}] is {block_type!r}; expected one of {', '.join(TYPES)}")

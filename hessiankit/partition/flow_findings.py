@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from hessiankit.partition.findings import TYPE_OF_ROLE, UNKNOWN, Finding, segments_of, uncovered_segments
+from hessiankit.partition.findings import TYPE_OF_ROLE, UNKNOWN, Finding, segments_of, type_of, uncovered_segments
 from hessiankit.partition.flow_reader import Run
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
@@ -37,13 +38,7 @@ _ATTENTION = {
 def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
     """Return the findings of one run of a model, by parameter name; parameters whose use is not recognised are left out.
 
-    Args:
-        model: Any module; it runs in evaluation mode, and its state is restored.
-        inputs: A tensor, a tuple of positional or a mapping of keyword arguments.
-
-    Raises:
-        InputError: If the model does not run on these inputs.
-        TraceError: If it computes outside of what torch's tracer records.
+    The model runs in evaluation mode, and its state is restored.
 
     >>> layer = nn.TransformerEncoderLayer(4, 2, 6, batch_first=True, bias=False)
     >>> [(f.role, f.segments) for f in flow(layer, torch.randn(1, 3, 4))["self_attn.in_proj_weight"]]
@@ -66,7 +61,9 @@ def flow(model: nn.Module, inputs: Any) -> dict[str, list[Finding]]:
             f"model_parts: the model does not run on inputs= ({reason}); pass a tensor, a tuple of positional or a mapping of "
             "keyword arguments that the model takes, or leave inputs= out"
         ) from error
-    return _FlowFindings(run, parameters).findings
+    reader = _FlowFindings(run)
+    findings = {name: list(reader.of(name, p)) for name, p in parameters.items()}
+    return {name: said for name, said in findings.items() if said}
 
 
 def _main_output(outputs: Any) -> Tensor:
@@ -84,21 +81,17 @@ def _main_output(outputs: Any) -> Tensor:
 class _FlowFindings:
     """The findings that one run supports."""
 
-    def __init__(self, run: Run, parameters: dict[str, Tensor]) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self.consumers: dict[int, set[int]] = {}
+        self.weights = {name for m in run.multiplications.values() for name in m.weight}
+        self.consumers: dict[int, set[int]] = defaultdict(set)
         for number, m in run.multiplications.items():
             for source in m.read.sources - run.residual:
-                self.consumers.setdefault(source, set()).add(number)
-        weights = {name for m in run.multiplications.values() for name in m.weight}
-        self.findings: dict[str, list[Finding]] = {}
-        for name, p in parameters.items():
-            findings = list(self._of(name, p, name in weights, name in run.biases))
-            if findings:
-                self.findings[name] = findings
+                self.consumers[source].add(number)
 
-    def _of(self, name: str, p: Tensor, is_weight: bool, is_bias: bool) -> Iterator[Finding]:
-        uses = self.run.uses.get(name, set())
+    def of(self, name: str, p: Tensor) -> Iterator[Finding]:
+        """Yield the findings on one parameter."""
+        is_weight, is_bias, uses = name in self.weights, name in self.run.biases, self.run.uses.get(name, set())
         if "chosen" in uses and "of an expert" not in uses:
             uses = uses | {"lookup"}
         if not is_weight and not is_bias:
@@ -145,9 +138,8 @@ class _FlowFindings:
         results = [self._made(reader) for reader in readers]
         if results and all(results):
             roles = sorted(frozenset().union(*results), key=list(_ATTENTION).index)
-            types = {TYPE_OF_ROLE[role] for role in roles}
             role = roles[0] if len(roles) == 1 else "latent"
-            return (types.pop() if len(types) == 1 else "Other"), role, f"it feeds weights that make {' and '.join(roles)}", False
+            return type_of(roles), role, f"it feeds weights that make {' and '.join(roles)}", False
         if readers and number not in run.product_factors and all(self._is_down(n) for n in readers):
             return "FFN", "up", "what it makes goes to a weight whose output goes to the residual", False
         return None
@@ -175,9 +167,8 @@ def _slices(p: Tensor, masks: dict[str, Tensor], suffix: str) -> Iterator[Findin
                 yield Finding(TYPE_OF_ROLE[role], role + suffix, why, axis, tuple(segments_of(line)))
             return
     roles = sorted(masks, key=list(_ATTENTION).index)
-    types = {TYPE_OF_ROLE[role] for role in roles}
     why = "flow: " + ", and ".join(_ATTENTION[role] for role in roles)
-    yield Finding(types.pop() if len(types) == 1 else "Other", " and ".join(roles) + suffix, why)
+    yield Finding(type_of(roles), " and ".join(roles) + suffix, why)
 
 
 def _along(mask: Tensor, axis: int) -> Tensor:

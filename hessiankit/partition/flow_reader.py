@@ -142,13 +142,7 @@ class Multiplication:
 
 
 class Run:
-    """Uses of the parameters in one recorded run.
-
-    Args:
-        recording: Of a function of the parameters, then the data (:func:`hessiankit.tracing.recording.record`).
-        parameters: Their values by name, in that order.
-        data: The other arguments.
-    """
+    """Uses of the parameters in one recorded run, of a function of the parameters, then the data."""
 
     output: FlowValue  # provenance of the model's output
     residual: set[int]  # multiplications whose output is added to other activations
@@ -260,20 +254,15 @@ class Run:
         self.operands[number] = (self.known[first], self.known[second])
         self._run(node, cut=[first, second])
         self._read(a, b)
-        weighted, products = a.weighted or b.weighted, frozenset({number})
+        one = frozenset({number})
+        value = FlowValue(Rank.DATA, products=one, summands=summand(number), weighted=a.weighted or b.weighted)
         if bool(a.probs) is not bool(b.probs):
             self._mask("value", self.known[second if a.probs else first])
             self.contexts.add(number)
-            value = FlowValue(Rank.DATA, products=products, context=products, summands=summand(number), weighted=weighted)
+            value = replace(value, context=one)
         else:
             self.product_factors |= a.sources | b.sources
-            value = FlowValue(
-                Rank.DATA,
-                products=products | a.products | b.products,
-                scores=products | a.scores | b.scores,
-                summands=summand(number),
-                weighted=weighted,
-            )
+            value = replace(value, products=one | a.products | b.products, scores=one | a.scores | b.scores)
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
         return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
 

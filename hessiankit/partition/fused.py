@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor, nn
 
@@ -134,9 +134,9 @@ def _by_group(heads: int, groups: int, head_dim: int) -> Layout:
 
 def _fused(module: nn.Module) -> Iterator[Fused]:
     if isinstance(module, nn.MultiheadAttention):
-        layout = _by_role(module.num_heads, module.num_heads, module.head_dim)
-        yield from _of_parameter(module.in_proj_weight, "weight", 0, layout)
-        yield from _of_parameter(module.in_proj_bias, "bias", 0, layout)
+        yield from _of_both(
+            module.in_proj_weight, module.in_proj_bias, _by_role(module.num_heads, module.num_heads, module.head_dim)
+        )
         return
     heads, head_dim = _count(module, _HEADS), _count(module, _HEAD_DIM)
     key_heads = _count(module, _KEY_HEADS) or heads
@@ -162,16 +162,14 @@ def _c_attn(module: nn.Module, layer: nn.Module, heads: int, head_dim: int) -> I
         cross = width == 2 * weight.shape[0]  # cross-attention: the queries have a layer of their own
         size, rest = divmod(width, (2 if cross else 3) * heads)
         if rest == 0 and width in (2 * weight.shape[0], 3 * weight.shape[0]):
-            layout = _by_role(0 if cross else heads, heads, size)
-            yield from _of_parameter(weight, "weight", 1, layout)
-            yield from _of_parameter(getattr(layer, "bias", None), "bias", 0, layout)
+            yield from _of_both(weight, getattr(layer, "bias", None), _by_role(0 if cross else heads, heads, size), 1)
     elif isinstance(multi_query := getattr(module, "multi_query", None), bool) and heads and head_dim:
         layout = _by_role(heads, 1, head_dim) if multi_query else _by_group(heads, heads, head_dim)
         if not getattr(module, "is_cross_attention", False):
             yield from _of_linear(layer, layout)
-    elif _own(module, ("n_head",)) and (n_embd := _own(module, ("n_embd",))):
-        heads = _own(module, ("n_head",))
-        if n_embd % heads == 0:
+    else:
+        heads, n_embd = _own(module, ("n_head",)), _own(module, ("n_embd",))
+        if heads and n_embd and n_embd % heads == 0:
             yield from _of_linear(layer, _by_role(heads, heads, n_embd // heads))
 
 
@@ -216,33 +214,29 @@ def _gate_up(module: nn.Module) -> Iterator[Fused]:
 def _separate(module: nn.Module) -> Iterator[Fused]:
     """The heads of queries, keys and values that have a layer, or a parameter, each."""
     if isinstance(module, Attention):
-        for letter, role in zip("QKV", _ROLES, strict=True):
-            weight, heads = getattr(module, f"W_{letter}"), module.n_heads if letter == "Q" else module.n_kv_heads
-            layout = _equal(role, heads, weight.shape[1])
-            yield from _of_parameter(weight, "weight", 1, layout)
-            yield from _of_parameter(getattr(module, f"b_{letter}"), "bias", 0, layout)
+        for role, heads in zip(_ROLES, (module.n_heads, module.n_kv_heads, module.n_kv_heads), strict=True):
+            weight, bias = (getattr(module, f"{kind}_{role[0].upper()}") for kind in "Wb")
+            yield from _of_both(weight, bias, _equal(role, heads, weight.shape[1]), 1)
     elif isinstance(module, nn.MultiheadAttention):
-        for letter, role in zip("qkv", _ROLES, strict=True):
-            layout = _equal(role, module.num_heads, module.embed_dim)
-            yield from _of_parameter(getattr(module, f"{letter}_proj_weight"), "weight", 0, layout)
+        for role in _ROLES:
+            weight = getattr(module, f"{role[0]}_proj_weight")
+            yield from _of_parameter(weight, "weight", 0, _equal(role, module.num_heads, module.embed_dim))
     else:
         for names in _SEPARATE:
-            layers = [layer for name in names if isinstance(layer := getattr(module, name, None), nn.Linear)]
-            if len(layers) == len(names):
-                yield from _grouped_heads(module, layers)
+            layers = [getattr(module, name, None) for name in names]
+            if all(isinstance(layer, nn.Linear) for layer in layers):
+                yield from _grouped_heads(module, layers)  # type: ignore[arg-type]
 
 
 def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[Fused]:
-    widths = [layer.out_features for layer in layers]
-    heads = _count(module, _HEADS)
+    widths, heads = [layer.out_features for layer in layers], _count(module, _HEADS)
     if not heads or widths[0] % heads:
         return
     head_dim = _count(module, _HEAD_DIM) or widths[0] // heads
     key_heads = _count(module, _KEY_HEADS) or widths[1] // head_dim
-    if not key_heads or heads % key_heads:
-        return
-    if widths == [heads * head_dim, key_heads * head_dim, key_heads * head_dim]:
-        for layer, role, count in zip(layers, _ROLES, (heads, key_heads, key_heads), strict=True):
+    counts = (heads, key_heads, key_heads)
+    if key_heads and heads % key_heads == 0 and widths == [count * head_dim for count in counts]:
+        for layer, role, count in zip(layers, _ROLES, counts, strict=True):
             yield from _of_linear(layer, _equal(role, count, layer.out_features))
 
 
@@ -252,8 +246,12 @@ def _equal(role: str, heads: int, width: int) -> Layout:
 
 def _of_linear(layer: object, layout: Layout) -> Iterator[Fused]:
     if isinstance(layer, nn.Linear):
-        yield from _of_parameter(layer.weight, "weight", 0, layout)
-        yield from _of_parameter(layer.bias, "bias", 0, layout)
+        yield from _of_both(layer.weight, layer.bias, layout)
+
+
+def _of_both(weight: object, bias: object, layout: Layout, axis: int = 0) -> Iterator[Fused]:
+    yield from _of_parameter(weight, "weight", axis, layout)
+    yield from _of_parameter(bias, "bias", 0, layout)
 
 
 def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> Iterator[Fused]:
@@ -263,18 +261,16 @@ def _of_parameter(parameter: object, kind: str, axis: int, layout: Layout) -> It
         yield parameter, kind, axis, layout
 
 
-def _own(module: nn.Module, names: tuple[str, ...]) -> int:
+def _own(module: object, names: tuple[str, ...]) -> int:
     """Return the first of these attributes that is a positive integer, or 0."""
-    values = (_attribute(module, name) for name in names)
-    return next((v for v in values if isinstance(v, int) and not isinstance(v, bool) and v > 0), 0)
-
-
-def _attribute(x: object, name: str) -> Any:
-    """Return an attribute; None without it, or where a config raises because its layers differ in it."""
-    try:
-        return getattr(x, name, None)
-    except Exception:
-        return None
+    for name in names:
+        try:
+            value = getattr(module, name, None)
+        except Exception:  # a config may raise because its layers differ in it
+            continue
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return 0
 
 
 def _count(module: nn.Module, names: tuple[str, ...]) -> int:

@@ -84,12 +84,8 @@ def _is_block(path: str, module: nn.Module, units: list[AttentionUnit], complete
     if not inside or not complete:
         return bool(inside)
     # the feed-forward layers lie outside the attention
-    for child, layer in module.named_modules():
-        at = child_path(path, child) if child else path
-        outside = not any(is_within(at, unit.root) for unit in inside)
-        if outside and (is_linear(layer) or any(p.ndim >= 2 for p in layer.parameters(recurse=False))):
-            return True
-    return False
+    outside = [layer for at, layer in module.named_modules(prefix=path) if not any(is_within(at, u.root) for u in inside)]
+    return any(is_linear(layer) or any(p.ndim >= 2 for p in layer.parameters(recurse=False)) for layer in outside)
 
 
 _EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts", "n_experts")
@@ -207,8 +203,8 @@ class _PlaceReader:
         children = set()
         for block in self.layers.paths:
             if any(is_within(unit.path, block) for unit in self.units):
-                children |= {self._limb(f"{block}.{child}") for child, _ in self.model.get_submodule(block).named_children()}
-                children.add(self._limb(block))
+                within = (f"{block}.{child}" for child, _ in self.model.get_submodule(block).named_children())
+                children |= {self._limb(at) for at in (block, *within)}
         return children
 
     def _is_router(self, owner: Owner) -> bool:
@@ -229,11 +225,9 @@ class _PlaceReader:
 
 def _width(model: nn.Module, layers: Layers) -> int:
     """Return the width of the residual stream: the size of the first norm of the first block, or 0."""
-    for block in layers.paths[:1]:
-        for module in model.get_submodule(block).modules():
-            if is_norm(module):
-                return next((p.shape[0] for p in module.parameters()), 0)
-    return 0
+    norms = (m for block in layers.paths[:1] for m in model.get_submodule(block).modules() if is_norm(m))
+    first = next(norms, None)
+    return 0 if first is None else next((p.shape[0] for p in first.parameters()), 0)
 
 
 def _role(role: str, owner: Owner) -> str:

@@ -17,20 +17,12 @@ Summand: TypeAlias = tuple[int, str, Ids]
 
 
 def summand(number: int, name: str = "") -> frozenset[Summand]:
-    """Return what the result of an operation is the sum of: itself, or a parameter that it added.
-
-    >>> summand(3, "bias")
-    frozenset({(3, 'bias', frozenset())})
-    """
+    """Return what the result of an operation is the sum of: itself, or a parameter that it added."""
     return frozenset({(number, name, frozenset())})
 
 
 class Sums:
     """The sums that something else than an addition reads.
-
-    Attributes:
-        joins: Of the number of a concatenation: the summands of what it joins.
-        sources: Of the number of an operation: the multiplications by weights that its result comes from.
 
     A stream x, to which W x + b is added, and U (x + W x + b) after that, as long as something reads each of them:
 
@@ -46,8 +38,8 @@ class Sums:
     """
 
     def __init__(self) -> None:
-        self.joins: dict[int, frozenset[Summand]] = {}
-        self.sources: dict[int, Ids] = {}
+        self.joins: dict[int, frozenset[Summand]] = {}  # by the number of a concatenation: the summands of what it joins
+        self.sources: dict[int, Ids] = {}  # by that of an operation: the multiplications by weights that its result comes from
         self._read: dict[frozenset[Summand], None] = {}
 
     def read(self, members: frozenset[Summand]) -> None:

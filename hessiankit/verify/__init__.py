@@ -9,16 +9,6 @@ from hessiankit.verify.references import REFERENCES, Unsupported, run_references
 from hessiankit.verify.rows import CheckRow
 
 __all__ = [
-    "REFERENCES",
-    "CheckReport",
-    "CheckRow",
-    "ExactRow",
-    "Health",
-    "Problem",
-    "Unsupported",
-    "check",
-    "check_exact",
-    "check_exact_blocks",
-    "examine",
-    "run_references",
-]
+    "REFERENCES", "CheckReport", "CheckRow", "ExactRow", "Health", "Problem", "Unsupported", "check", "check_exact",
+    "check_exact_blocks", "examine", "run_references",
+]  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.blocks.placements import ALPHA, Placement, placement_of_layer
 
 FACTOR = Fraction(3, 2)
@@ -90,12 +90,11 @@ def structure_of(block: TransformerBlock) -> BlockStructure:
     """
     part, network = block.attention, block.feedforward
     norms = [m for m in block.modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm, GroupNorm))]
-    kinds = {m.kind if isinstance(m, GroupNorm) else "layernorm" if isinstance(m, nn.LayerNorm) else "rmsnorm" for m in norms}
     many = part.n_heads > 1
     inner = any(getattr(part, f"norm_{letter}") is not None for letter in "qkvc")
     return BlockStructure(
         block.placement,
-        norm="rmsnorm" if "rmsnorm" in kinds else "layernorm",
+        norm="rmsnorm" if any(norm_of(m)[0] == "rmsnorm" for m in norms) else "layernorm",
         activation="swiglu" if network.W_G is not None else network.activation,
         n_heads=2 if many else 1,
         n_kv_heads=2 if many and part.n_kv_heads == part.n_heads else 1,

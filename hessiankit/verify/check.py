@@ -29,12 +29,12 @@ from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import examine_identities
 from hessiankit.verify.in_place import converted, preserved
-from hessiankit.verify.probes import Direction, Probes, directions, probe_directions, roles
+from hessiankit.verify.probes import Direction, Probes, directions, normal, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
-from hessiankit.verify.rows import FORMULAS, CheckRow
+from hessiankit.verify.rows import CheckRow
 from hessiankit.verify.same_call import SameCall, by_operator
-from hessiankit.verify.small_blocks import formula_errors, twin_rows
+from hessiankit.verify.small_blocks import formula_rows, twin_rows
 from hessiankit.verify.traits import STOPPED, traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
@@ -129,7 +129,7 @@ def check(
         inputs, target = (ordinary(part) for part in next(pairs))
 
     def report_in(dtype: torch.dtype | None) -> CheckReport:
-        bar = progress_bar() if progress is None else nullcontext(progress)
+        start, bar = time.perf_counter(), progress_bar() if progress is None else nullcontext(progress)
         with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
             data, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
             if dtype is not None:
@@ -137,8 +137,8 @@ def check(
             options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
             kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
-            kind = method_of(next(block_or_module.parameters()).dtype)
-            return replace(report, asked=f"{kinds}, {kind}, seed {seed}{drawn}")
+            asked = f"{kinds}, {method_of(next(block_or_module.parameters()).dtype)}, seed {seed}{drawn}"
+        return replace(report, asked=asked, seconds=time.perf_counter() - start)
 
     try:
         return report_in(dtype)
@@ -184,52 +184,47 @@ class _Options(NamedTuple):
 
 def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> CheckReport:
     """Compare the closed form of a module in the dtype of the check: its matrix, or products where P x P is too large."""
-    start, chosen = time.perf_counter(), select("check", module, options.params)
-    size = sum(p.numel() for p in chosen.values())
+    size = sum(p.numel() for p in select("check", module, options.params).values())
     by_products = size > (PRODUCTS if options.directions is None else MATRIX) and options.directions != 0
     entries = sum(x.numel() for x in torch.utils._pytree.tree_leaves(inputs) if isinstance(x, Tensor))
     with one_thread() if size <= PRODUCTS and entries <= ENTRIES else nullcontext():
-        report = _compared(module, inputs, target, list(chosen), options, by_products=by_products)
-    return replace(report, seconds=time.perf_counter() - start)
+        return _compared(module, inputs, target, options, by_products=by_products)
 
 
-def _compared(
-    module: nn.Module, inputs: Any, target: Any, params: list[str], options: _Options, *, by_products: bool
-) -> CheckReport:
+def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *, by_products: bool) -> CheckReport:
     """Compare the matrix, or products; say what stopped a reference or lowered the tolerance."""
-    common: dict[str, Any] = {"loss": options.loss, "handshake": False}  # loss and gradient are rows of the report
+    common: dict[str, Any] = {"loss": options.loss, "params": options.params, "handshake": False}  # loss and gradient are rows
     closed: Hessian | HessianOperator
     if by_products:
-        closed = hessian_operator(module, inputs, target, params=params, block_size=1, **common)
+        closed = hessian_operator(module, inputs, target, block_size=1, **common)
     else:
-        tell = partial(options.progress, "closed form")
-        closed = hessian(module, inputs, target, params=options.params, progress=tell, **common)
+        closed = hessian(module, inputs, target, progress=partial(options.progress, "closed form"), **common)
     known = dict(module.named_parameters())
     problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
     seen = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
     own = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
     names = list(options.against) if options.against is not None else list(AGAINST if own else INDEPENDENT)
+    probes = None
     if isinstance(closed, HessianOperator):
         groups, per_group = roles(problem.params), options.directions or 1
         along = directions(groups, per_group, options.seed)
         comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
         labels = {direction.label: direction for direction in reversed(along)}
-        judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, names, seen.precision, by_operator, labels))
-        routes = SideBySide(problem, judge, rtol)
-        probes, results = None, _along_each(problem, closed, names, along, routes, options.progress)
+        routes = SideBySide(Judge(rounding_noise(problem, names, seen.precision, by_operator, labels)), rtol)
+        results = _along_each(problem, closed, names, along, routes, options.progress)
     else:
         groups, comparison = {name: (name,) for name in problem.params}, "every entry"
-        probes = _probes(problem, options)
-        if probes is not None:
+        if options.directions or (options.directions is None and problem.size > WHOLE):
+            probes = probe_directions(problem, options.directions or 4, options.seed)
             comparison = f"{options.directions or 4} generic directions a parameter"
-        results = _all_at_once(problem, names, probes, options, more=options.against is None and not own)
-        judge = Judge(tuple(problem.params), seen.precision, rounding_noise(problem, results, seen.precision, closed_form))
-        routes = SideBySide(problem, judge, AGREEMENT[seen.precision])
+        more = ["torch.func.hessian"] if options.against is None and not own else []
+        results = _all_at_once(problem, names, more, probes, options)
+        routes = SideBySide(Judge(rounding_noise(problem, results, seen.precision, closed_form)), AGREEMENT[seen.precision])
         options.progress("agreement of the references", 0, 1)
         mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
-        routes.add({CLOSED: Outcome(mine, None, 0.0), **results}, probes)
-    health = routes.health(results)
+        routes.add({CLOSED: Outcome(mine), **results}, probes)
+    judge, health = routes.judge, routes.health(results)
     healthy = [name for name in results if health[name].healthy]
     rows: list[CheckRow] = []
     for done, name in enumerate(healthy):
@@ -239,16 +234,16 @@ def _compared(
         rows += judge.rows(gaps, rtol, name, health[name].seconds, cells)
     options.progress("operator and diagonal", 0, 2)
     exact = {n: x for n in healthy if isinstance(x := results[n], Outcome) and not REFERENCES[n].many_calls}
-    same = SameCall(problem, judge, rtol, groups, exact, options.seed)
-    others, remarks = same.of_operator(closed) if isinstance(closed, HessianOperator) else same.of_matrix(closed, probes)
-    if by_products:
-        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(remarks)}"]
-    rows += others
-    report = CheckReport(tuple(rows), tuple(health.values()), closed, rtol, comparison)
-    if isinstance(closed, Hessian):
-        report = _with_formulas(
-            replace(report, identities=examine_identities(problem, closed.matrix, rtol=rtol)), module, options
-        )
+    same = SameCall(judge, rtol, groups, exact)
+    if isinstance(closed, HessianOperator):
+        same.of_operator(closed)
+        remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(same.remarks)}"]
+        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison)
+    else:
+        same.of_matrix(closed, probes, options.seed)
+        remarks, identities = same.remarks, examine_identities(problem, closed.matrix, rtol=rtol)
+        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison, identities=identities)
+        report = _with_formulas(report, module, options)
     moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
     stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""
     return replace(
@@ -258,19 +253,12 @@ def _compared(
     )
 
 
-def _probes(problem: Problem, options: _Options) -> Probes | None:
-    """Return the directions on each parameter along which the matrix is compared; None for every entry."""
-    if options.directions or (options.directions is None and problem.size > WHOLE):
-        return probe_directions(problem, options.directions or 4, options.seed)
-    return None
-
-
 def _all_at_once(
-    problem: Problem, names: list[str], probes: Probes | None, options: _Options, *, more: bool
+    problem: Problem, names: list[str], more: list[str], probes: Probes | None, options: _Options
 ) -> dict[str, Outcome | Unsupported]:
     """Return matrices, or products along ``probes``; those of central differences along a direction on each parameter.
 
-    With ``more``, another forward mode takes part where torch has none of the gradient.
+    The references ``more`` take part where torch has no forward mode of the gradient.
     """
     few = None  # each of their directions costs dozens of calls
     if options.directions is None:
@@ -278,7 +266,7 @@ def _all_at_once(
     V = None if probes is None else probes.V
     results = run_references(problem, V, names, probes=few, progress=options.progress)
     if more and isinstance(results["jvp(grad)"], Unsupported):
-        results |= run_references(problem, V, ["torch.func.hessian"], progress=options.progress)
+        results |= run_references(problem, V, more, progress=options.progress)
     return results
 
 
@@ -296,7 +284,7 @@ def _along_each(
         asked = [n for n in names if n not in left_out and (done == len(along) or not REFERENCES[n].many_calls)]
         now = run_references(problem, V, asked)
         left_out |= {name for name, result in now.items() if isinstance(result, Unsupported)}
-        mine = Outcome((operator @ V[0])[None], None, 0.0)
+        mine = Outcome((operator @ V[0])[None])
         routes.add({CLOSED: mine, **now}, Probes(V, (direction.label,)))
         results |= now
         progress("products", done, len(along))
@@ -309,11 +297,7 @@ def _with_formulas(report: CheckReport, module: nn.Module, options: _Options) ->
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
             options.progress("formulas, and a wider block", 1, 2)
-            before = time.perf_counter()
-            errors = formula_errors(module, options.seed)
-            rows += twin_rows(module, options.seed)
-            seconds = time.perf_counter() - before
-            rows += [CheckRow(name, FORMULAS, error, error <= 1e-10, seconds) for name, error in errors.items()]
+            rows += [*twin_rows(module, options.seed), *formula_rows(module, options.seed)]
         exact = check_exact_blocks(module, seed=options.seed) if options.exact else ()
     return replace(report, rows=(*report.rows, *rows), exact=exact)
 
@@ -345,25 +329,21 @@ def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, T
         raise InputError(f"check: the inputs of a {type(module).__name__} are not known; pass inputs=... and target=...")
     if not isinstance(loss, str):
         raise InputError("check: with a loss of your own, pass inputs=... and target=...")
-    first = next(module.parameters())
-    generator = torch.Generator().manual_seed(seed)
+    first, generator = next(module.parameters()), torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu").to(first)
+        return normal(shape, generator, first)
+
+    def integers(high: int, shape: tuple[int, ...]) -> Tensor:
+        return torch.randint(high, shape, generator=generator, device="cpu").to(first.device)
 
     if isinstance(module, VisionTransformer):
-        inputs = draw(3, *(int(n) for n in (module.embedding.P.shape[0], module.embedding.W_E.shape[0])))
-        shape: tuple[int, ...] = (3, int(module.head.W_C.shape[1]))
+        inputs = draw(3, module.embedding.P.shape[0], module.embedding.W_E.shape[0])
     elif isinstance(module, Transformer):
         vocabulary, positions = module.embedding.W_E.shape[0], module.embedding.P
-        length = 3 if positions is None else min(3, positions.shape[0])
-        inputs = torch.randint(vocabulary, (2, length), generator=generator, device="cpu").to(first.device)
-        with torch.no_grad():
-            shape = tuple(module(inputs).shape)
+        inputs = integers(vocabulary, (2, 3 if positions is None else min(3, positions.shape[0])))
     else:
-        length = next(n for n in (3, 5, 7) if n not in {module.d_model, module.attention.d_k})
-        inputs = draw(2, length, module.d_model)
-        shape = tuple(inputs.shape)
-    if loss == "mse":
-        return inputs, draw(*shape)
-    return inputs, torch.randint(shape[-1], shape[:-1], generator=generator, device="cpu").to(first.device)
+        inputs = draw(2, next(n for n in (3, 5, 7) if n not in {module.d_model, module.attention.d_k}), module.d_model)
+    with torch.no_grad():
+        shape = tuple(module(inputs).shape)
+    return inputs, draw(*shape) if loss == "mse" else integers(shape[-1], shape[:-1])

@@ -97,6 +97,7 @@ class CheckReport(Printed, WithDict):
     @property
     def verdict(self) -> str:
         """The result in one line."""
+        tolerance = f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
         if len(self.healthy_groups) < 2:
             unconfirmed = ", ".join(h.reference for h in self.health if h.alone)
             seen = f"{unconfirmed} alone" if unconfirmed else f"only {len(self.healthy_groups)} independent healthy reference(s)"
@@ -109,7 +110,7 @@ class CheckReport(Printed, WithDict):
         if failed:
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
-            said = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {self._tolerance})"
+            said = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {tolerance})"
             return said + "".join(f". Note: {r}" for r in self.remarks)
         if not self.identities:
             return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
@@ -119,14 +120,10 @@ class CheckReport(Printed, WithDict):
                 f"FAILED: the references agree, but a formula is wrong in exact arithmetic. {unequal[0].name}: {unequal[0].note}"
             )
         return (
-            f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {self._tolerance}, {self.comparison})"
+            f"PASSED: {len(self.rows)} rows; largest error {self._agreement()} (tolerance {tolerance}, {self.comparison})"
             + (f"; {len(self.identities.rows)} identities to {self.identities.max_rel_error:.1e}" if self.identities.rows else "")
             + (f"; {sum(row.entries for row in self.exact)} entries equal in exact arithmetic" if self.exact else "")
         )
-
-    @property
-    def _tolerance(self) -> str:
-        return f"{self.rtol:.0e}{f', as {self.lowered}' if self.lowered else ''}"
 
     def _agreement(self) -> str:
         """Return how far each reference agrees, and which of them resolve less than the tolerance by their own estimate."""
@@ -201,10 +198,8 @@ class CheckReport(Printed, WithDict):
 
     def health_lines(self) -> list[str]:
         """Return one line a reference: healthy or not, why, and its time."""
-        lines = [
-            f"{h.reference}: {h.state if h.healthy or h.alone else 'UNHEALTHY'}: {h.reason} ({h.seconds:.1f} s)"
-            for h in self.health
-        ]
+        states = [h.state if h.healthy or h.alone else "UNHEALTHY" for h in self.health]
+        lines = [f"{h.reference}: {state}: {h.reason} ({h.seconds:.1f} s)" for h, state in zip(self.health, states, strict=True)]
         lines += [f"note: {remark}" for remark in self.remarks]
         for kind, words in SAME_CALL.items():
             rows = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
@@ -244,11 +239,9 @@ class CheckReport(Printed, WithDict):
                 for row in self.exact
             ]
             yield Detail(table(headers, rows, left=2, prose=headers[:1]))
-        for line in (
-            "references:",
-            *(f"  {line}" for line in self.health_lines()),
-        ):  # the cause of a failure is on the first screen
-            yield line if line.startswith("  note: ") and not self.passed else Detail(line)
+        yield Detail("references:")
+        for line in self.health_lines():  # the cause of a failure is on the first screen
+            yield f"  {line}" if line.startswith("note: ") and not self.passed else Detail(f"  {line}")
         unhealthy = [h.reference for h in self.health if not h.healthy and not h.alone]
         if unhealthy:
             yield f"UNHEALTHY, and not counted: {', '.join(unhealthy)}"

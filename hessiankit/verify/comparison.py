@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError
-from hessiankit.verify.probes import Direction
+from hessiankit.verify.probes import Direction, normal
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.rows import ROUNDING, ZERO, CheckRow
 
@@ -41,11 +41,7 @@ RESOLVED = 1e-2
 
 def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Problem:
     """Return the problem at parameters moved by ``ULPS`` units in the last place."""
-
-    def moved(x: Tensor) -> Tensor:
-        return x * (1 + ULPS * eps * torch.randn(x.shape, generator=generator, dtype=torch.float64, device="cpu").to(x))
-
-    return problem.near({n: moved(x) for n, x in problem.params.items()})
+    return problem.near({n: x * (1 + ULPS * eps * normal(x.shape, generator, x)) for n, x in problem.params.items()})
 
 
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
@@ -66,15 +62,20 @@ class RoundingNoise:
     Args:
         problem: The loss.
         routes: The routes whose products are compared; each leaves a remainder of its own.
-        eps: Of the lowest precision that the module computes in.
+        precision: The lowest floating type that the module computes in.
         along: A direction of each label; None: on each parameter.
     """
 
     problem: Problem
     routes: Mapping[str, Route]
-    eps: float
+    precision: torch.dtype
     along: Mapping[str, Direction] | None = None
     _columns: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def eps(self) -> float:
+        """Of the precision."""
+        return float(torch.finfo(self.precision).eps)
 
     def floor(self, labels: Sequence[str]) -> Tensor:
         """Return the noise of the derivative of parameter i's gradient along a label, (n, labels).
@@ -82,18 +83,17 @@ class RoundingNoise:
         It is symmetric where the labels are the parameters.
         """
         missing = [label for label in labels if label not in self._columns]
-        for labels_at_once in (
-            [missing] if self.along is None else [[label] for label in missing]
-        ):  # of a large model one vector at a time
-            self._measure(labels_at_once)
+        if self.along is None and missing:
+            self._measure(missing)
+        elif self.along is not None:
+            for label in missing:  # of a large model one vector at a time
+                self._measure([label])
         columns = torch.stack([self._columns[label] for label in labels], 1)
         symmetric = tuple(labels) == tuple(self.problem.params)
         return torch.maximum(columns, columns.T) if symmetric else columns
 
     def _measure(self, labels: Sequence[str]) -> None:
         """Measure the noise along some labels: every route once at each point."""
-        if not labels:
-            return
         along = [self.along[label] if self.along is not None else Direction(label, (label,), 1) for label in labels]
         V, generator = torch.stack([direction.vector(self.problem) for direction in along]), torch.Generator().manual_seed(0)
         points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
@@ -102,9 +102,7 @@ class RoundingNoise:
             here, *there = (self._products(route, point, V) for point in points)
             for after in there:
                 if here is not None and after is not None:
-                    gaps = (after - here).abs().to(change)
-                    seen = torch.stack([gaps[:, where].amax(1) for where in self.problem.slices.values()])
-                    change = torch.maximum(change, seen)
+                    change = torch.maximum(change, self.problem.largest(after - here).to(change))
         self._columns |= {label: SAFETY * change[:, at] for at, label in enumerate(labels)}
 
     @staticmethod
@@ -117,17 +115,11 @@ class RoundingNoise:
 
 @dataclass(frozen=True)
 class Worst:
-    """The largest disagreement over all cells.
+    """The largest disagreement over all cells."""
 
-    Args:
-        error: Largest difference relative to the largest entry of that cell.
-        share: Largest difference anywhere relative to the largest entry of the whole.
-        pair: (i, j): the derivative of parameter i's gradient along j, where ``error`` occurs.
-    """
-
-    error: float
-    share: float
-    pair: tuple[str, str] | None
+    error: float  # relative to the largest entry of its cell
+    share: float  # the largest difference anywhere, relative to the largest entry of the whole
+    pair: tuple[str, str] | None  # (i, j) of the error: the derivative of parameter i's gradient along j
 
     def __str__(self) -> str:
         where = f", block {self.pair[0]} x {self.pair[1]}" if self.pair else ""
@@ -138,20 +130,13 @@ NOTHING = Worst(math.nan, math.nan, None)
 
 
 class Gaps(NamedTuple):
-    """Two results side by side: (n, labels) each.
-
-    Attributes:
-        labels: Of the columns.
-        gap: Largest difference in a cell.
-        first, second: Largest entry of the one and of the other.
-        slack: The two routes' own estimates of their errors, added up.
-    """
+    """Two results side by side, cell by cell: (n, labels) each."""
 
     labels: tuple[str, ...]
-    gap: Tensor
-    first: Tensor
-    second: Tensor
-    slack: Tensor
+    gap: Tensor  # largest difference
+    first: Tensor  # largest entry of the one
+    second: Tensor  # and of the other
+    slack: Tensor  # the two routes' own estimates of their errors, added up
 
     @property
     def scale(self) -> Tensor:
@@ -175,7 +160,7 @@ def joined(parts: Sequence[Gaps]) -> Gaps:
 
 
 class Layout:
-    """Maxima of products (k, P) over cells: rows are directions, columns gradient entries.
+    """Maxima of products (k, P) over cells.
 
     Args:
         problem: Gives the parameters and their slices.
@@ -183,15 +168,15 @@ class Layout:
     """
 
     def __init__(self, problem: Problem, owners: Sequence[str] | None = None) -> None:
-        self._slices, device = list(problem.slices.values()), problem.device
-        every = [name for name, where in problem.slices.items() for _ in range(where.stop - where.start)]
-        self.owners = every if owners is None else list(owners)
-        self.labels = tuple(dict.fromkeys(self.owners))
-        self._rows = [torch.tensor([k for k, o in enumerate(self.owners) if o == x], device=device) for x in self.labels]
+        self.problem = problem
+        owners = owners or [name for name, x in problem.params.items() for _ in range(x.numel())]
+        self.labels = tuple(dict.fromkeys(owners))
+        places = ([k for k, owner in enumerate(owners) if owner == label] for label in self.labels)
+        self._rows = [torch.tensor(rows, device=problem.device) for rows in places]
 
     def largest(self, products: Tensor) -> Tensor:
         """Return the largest absolute entry of every cell, (n, labels)."""
-        return self._over(torch.stack([products[:, where].abs().amax(1) for where in self._slices]))
+        return self._over(self.problem.largest(products))
 
     def gaps(self, a: Tensor, b: Tensor, *errors: Tensor | None) -> Gaps:
         """Return two results side by side, with the largest of their own errors in every cell, (n, labels)."""
@@ -213,8 +198,8 @@ class Layout:
             forms = V.to(products) @ products.T  # (k, k), entry v_k^T H v_l
             gaps = (forms - forms.T).abs()
             gap = self._over(torch.stack([gaps[rows].amax(0) for rows in self._rows]))
-            scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self._slices]))
-            sizes = torch.tensor([where.stop - where.start for where in self._slices], device="cpu").to(products)
+            scale = self._over(torch.stack([products[:, where].norm(dim=1) for where in self.problem.slices.values()]))
+            sizes = torch.tensor([x.numel() for x in self.problem.params.values()], device="cpu").to(products)
             own = own * sizes.sqrt()[:, None]  # |error_i| <= sqrt(n_i) times its largest entry
         return Gaps(self.labels, gap, scale, scale.T, own + own.T)
 
@@ -222,7 +207,6 @@ class Layout:
         return torch.stack([per_direction[:, rows].amax(1) for rows in self._rows], dim=1)
 
 
-@dataclass(frozen=True)
 class Judge:
     """Which differences of two results count.
 
@@ -230,21 +214,10 @@ class Judge:
     rounding leaves of it, of which a relative error has no meaning: a difference counts as zero in a cell below ``FLOOR * eps``
     of the largest entry of the whole, if it is no larger than ``noise`` says that rounding is in this very cell. A small block
     that is wrong is thus not mistaken for one.
-
-    Args:
-        names: The parameters.
-        precision: The lowest floating type that the module computes in.
-        noise: The rounding errors of each cell; None: as much as ``FLOOR`` allows.
     """
 
-    names: tuple[str, ...]
-    precision: torch.dtype
-    noise: RoundingNoise | None = None
-
-    @property
-    def eps(self) -> float:
-        """Of the precision."""
-        return float(torch.finfo(self.precision).eps)
+    def __init__(self, noise: RoundingNoise) -> None:
+        self.noise, self.names, self.precision, self.eps = noise, tuple(noise.problem.params), noise.precision, noise.eps
 
     @property
     def small(self) -> float:
@@ -264,7 +237,7 @@ class Judge:
         unresolved = within & (slack > RESOLVED * gaps.scale) & (slack <= few)
         vanishing = within & (gaps.scale <= floor)
         asked = (vanishing & ~unresolved & (gaps.gap > 0)).any(0)
-        if self.noise is not None and bool(asked.any()):
+        if bool(asked.any()):
             symmetric = gaps.labels == self.names
             labels = [label for label, ask in zip(gaps.labels, asked.tolist(), strict=True) if symmetric or ask]
             noise = torch.zeros_like(gaps.gap)
@@ -296,15 +269,7 @@ class Judge:
     def rows(
         self, gaps: Gaps, rtol: float, reference: str, seconds: float, cells: Mapping[str, Sequence[tuple[int, int]]]
     ) -> Iterator[CheckRow]:
-        """Yield the rows of a report: the closed form, the first of the two, against a reference.
-
-        Args:
-            gaps: The two side by side.
-            rtol: The tolerance.
-            reference: Its name.
-            seconds: Its time.
-            cells: Name of a row -> the cells whose worst it is.
-        """
+        """Yield the rows of a report: the closed form, the first of the two, against a reference, by the cells of each row."""
         relative = self.relative(gaps, admitted=False)
         passed = relative <= rtol + gaps.own
         floor = FLOOR * self.eps * gaps.scale.amax()

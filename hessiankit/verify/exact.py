@@ -15,7 +15,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.support.errors import InputError
 from hessiankit.verify.block_structure import structure_of
 from hessiankit.verify.exact_blocks import placement_case
-from hessiankit.verify.exact_case import Draw, ExactCase
+from hessiankit.verify.exact_case import Draw, ExactCase, formal_activation
 from hessiankit.verify.exact_cases import CASES
 from hessiankit.verify.residues import VALUES
 
@@ -109,10 +109,12 @@ def run_case(case: ExactCase, seed: int = 0) -> ExactRow:
     """Run one case and report it; a closed form that raises fails its row and does not hide the others."""
     start, failures, blocks, entries, degree = time.perf_counter(), list[str](), 0, 0, 0
     try:
-        for comparison in case.build(Draw(f"{seed}/{case.chapter}/{case.name}")):
-            mismatch, of_block = comparison.mismatch()
-            blocks, entries, degree = blocks + 1, entries + comparison.expected.size, max(degree, of_block)
-            failures += [] if mismatch is None else [mismatch]
+        draw = Draw(f"{seed}/{case.chapter}/{case.name}")
+        with formal_activation(draw.smooth):
+            for comparison in case.build(draw):
+                mismatch, of_block = comparison.mismatch()
+                blocks, entries, degree = blocks + 1, entries + comparison.expected.size, max(degree, of_block)
+                failures += [] if mismatch is None else [mismatch]
     except Exception as error:  # reported in the row: the closed form under test may raise anything
         failures.append(f"{type(error).__name__}: {error}")
     if not blocks and not failures:

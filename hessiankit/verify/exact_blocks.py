@@ -13,7 +13,6 @@ multiples of p.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from derivations.activation import KINDS
 from derivations.arrays import Array
 from derivations.matrix import Dense, Matrix, Named
 from derivations.stage import leaf
@@ -31,7 +29,7 @@ from hessiankit.blocks.parts import BlockParts
 from hessiankit.formulas.block_at import BlockAt, Exact, block_stage
 from hessiankit.verify.block_structure import BlockStructure
 from hessiankit.verify.exact_case import EXACT, Comparison, Draw, ExactCase, against
-from hessiankit.verify.jets import FormalFunction, Jet, Variables, values
+from hessiankit.verify.jets import Jet, Variables, values
 
 SCALE = Fraction(2, 3)
 """A rational factor of attention logits, in place of 1/sqrt(d_K)."""
@@ -59,13 +57,7 @@ class JetBlock(BlockParts):
     """A block at arrays of jets, under the names that equations use; its ``factor`` must be rational.
 
     It records the numbers in place of roots and exponentials (eps of each row that was normalised, ``stacked`` attention
-    weights), so that closed forms are evaluated at the same point.
-
-    Args:
-        block: Whose structure is taken: its kinds of norms, heads, masks.
-        arrays: Its parameters by their dotted names, as jets.
-        draw: The source of exponentials, of activations that are not piecewise linear, and of the roots of norms.
-        choose: (mean square of a row) -> the eps added to it, in place of ``draw.eps``.
+    weights), so that closed forms are evaluated at the same point. ``choose`` replaces ``draw.eps``.
     """
 
     scale = SCALE
@@ -111,30 +103,11 @@ class JetBlock(BlockParts):
         return np.array([eps for (part, _), eps in self._eps.items() if part is norm], dtype=object)
 
     def eps_at(self, norm: nn.Module, X: Array) -> Array:
-        """Return the eps that the rows of X, or its groups of features row by row, had in this norm.
-
-        Raises:
-            ValueError: if this norm has not had such a row, so that the closed form has another value in front of it.
-        """
+        """Return the eps that the rows of X, or its groups of features row by row, had in this norm."""
         keys = [(norm, tuple(row)) for row in X.reshape(-1, norm.size if isinstance(norm, GroupNorm) else X.shape[1])]
         if any(key not in self._eps for key in keys):
             raise ValueError(f"the closed form normalises rows that the block does not: {norm} of {tuple(X.shape)}")
         return np.array([self._eps[key] for key in keys], dtype=object)
-
-
-@contextmanager
-def formal_activation(function: FormalFunction) -> Iterator[None]:
-    """Teach the activation chapter a kind "formal" whose value and derivatives are those of a drawn function."""
-
-    def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
-        taylor: Any = np.frompyfunc(function.taylor, 1, 3)(x)
-        return taylor[0], taylor[1], taylor[2]
-
-    KINDS["formal"] = derivatives
-    try:
-        yield
-    finally:
-        del KINDS["formal"]
 
 
 # The placements -----------------------------------------------------------------------------------------------------------
@@ -157,12 +130,10 @@ VARIANTS = (
 def structures() -> Iterator[BlockStructure]:
     """Yield a structure for every placement, and for the last layer too where layers differ."""
     for n, (name, placement) in enumerate(PLACEMENTS.items()):
-        dealt = replace(VARIANTS[n % len(VARIANTS)], placement=name)
-        if placement.rule is None:
-            yield dealt
-        else:
-            yield replace(dealt, layer=1, n_layers=4)
-            yield replace(VARIANTS[(n + 3) % len(VARIANTS)], placement=name, layer=4, n_layers=4)
+        first, last = (replace(VARIANTS[(n + k) % len(VARIANTS)], placement=name) for k in (0, 3))
+        yield first if placement.rule is None else replace(first, layer=1, n_layers=4)
+        if placement.rule is not None:
+            yield replace(last, layer=4, n_layers=4)
 
 
 def placement_case(structure: BlockStructure) -> ExactCase:
@@ -174,34 +145,24 @@ def placement_case(structure: BlockStructure) -> ExactCase:
 
 
 def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Comparison]:
-    """Build a block's value, all its Jacobians and all its second derivatives, X among the arguments.
-
-    The block's ``factor``, if it has one, must be rational.
-    """
+    """Build a block's value, all its Jacobians and all its second derivatives, X among the arguments."""
     at = {name: draw.array(*p.shape) for name, p in block.named_parameters()}
     X = draw.array(LENGTH, block.d_model)
     symbols = BlockAt(block, at).symbols
     point = Variables({"X": X, **{symbols[name]: value for name, value in at.items()}})
     jets = JetBlock(block, {n: point.jets[symbols[n]] for n in at}, draw)
-    output = jets(point.jets["X"])
-    with formal_activation(draw.smooth):
-        Z = block_stage(BlockAt(block, at, exact=_exact(block, jets)), leaf("X", X))
-        written = _Written()
-        for comparison in against(Z, point, output):
-            yield replace(comparison, closed=written(comparison.closed))
-
-
-def _exact(block: TransformerBlock, jets: JetBlock) -> Exact:
-    """Return what the closed forms take from the jets' point in place of roots and exponentials."""
-    part, network = block.attention, block.feedforward
-    smooth = network.W_G is not None or network.activation not in PIECEWISE
-    return Exact(
+    output, network = jets(point.jets["X"]), block.feedforward
+    exact = Exact(  # what the closed forms take from the jets' point in place of roots and exponentials
         eps=lambda _, X, norm: jets.eps_at(norm, X),
         weights=jets.stacked,
         scale=SCALE,
-        turns=rational_turns(LENGTH, part.d_k // 2) if part.rotary else None,
-        activation="formal" if smooth else None,
+        turns=rational_turns(LENGTH, block.attention.d_k // 2) if block.attention.rotary else None,
+        activation="formal" if network.W_G is not None or network.activation not in PIECEWISE else None,
     )
+    Z = block_stage(BlockAt(block, at, exact=exact), leaf("X", X))
+    written = _Written()
+    for comparison in against(Z, point, output):
+        yield replace(comparison, closed=written(comparison.closed))
 
 
 class _Written:
@@ -210,12 +171,11 @@ class _Written:
     def __init__(self) -> None:
         self._known: dict[int, tuple[Matrix, Matrix]] = {}
 
-    def __call__(self, closed: Matrix | Array) -> Matrix | Array:
-        return closed if isinstance(closed, np.ndarray) else self._written(closed)
-
-    def _written(self, matrix: Matrix) -> Matrix:
+    def __call__(self, matrix: Matrix | Array) -> Matrix | Array:
+        if not isinstance(matrix, Matrix):
+            return matrix
         for child in (matrix.matrix,) if isinstance(matrix, Named) else matrix.children():
-            self._written(child)
+            self(child)
         if isinstance(matrix, Named):
             original = matrix.matrix
             if id(original) not in self._known:

@@ -1,6 +1,6 @@
 """The cases of the exact check, chapter by chapter: each closed form, the jet formula that it must equal, and the sizes.
 
-The formulas index entries, head by head and row by row (``JetBlock``), and know nothing of commutations or Kronecker products.
+The formulas go head by head and row by row (``JetBlock``), and know nothing of commutations or Kronecker products.
 Attention, the feed-forward layer and the norms have all their dimensions different, so that a swapped index or a turned
 commutation shows. Blocks and compositions, which are made of them, keep the widths small.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -37,9 +38,9 @@ from derivations.transformer import PostNormBlockAt
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
 from hessiankit.formulas.symbols import symbol_of
-from hessiankit.verify.exact_blocks import PLACEMENT_CASES, SCALE, JetBlock, formal_activation, rational_turns
+from hessiankit.verify.exact_blocks import PLACEMENT_CASES, SCALE, JetBlock, rational_turns
 from hessiankit.verify.exact_case import Comparison, Draw, ExactCase, against
-from hessiankit.verify.jets import FormalExponential, Jet, Variables, values
+from hessiankit.verify.jets import FormalFunction, Jet, Variables, values
 
 Build = Callable[[Draw], Iterator[Comparison]]
 
@@ -69,15 +70,12 @@ def linear(X: Array, W: Array, b: Array | None = None) -> Array:
 
 def by_head(X: Array, heads: int, repeat: int = 1) -> Array:
     """Return the rows (head, copy, token) of an L x (heads width) array."""
-    width = X.shape[1] // heads
-    rows = [[X[t, h * width + k] for k in range(width)] for h in range(heads) for _ in range(repeat) for t in range(len(X))]
-    return np.array(rows, dtype=object)
+    return np.concatenate([head for head in np.split(X, heads, 1) for _ in range(repeat)])
 
 
 def by_token(X: Array, heads: int) -> Array:
     """Return the heads of one token side by side."""
-    length = len(X) // heads
-    return np.array([[x for h in range(heads) for x in X[h * length + t]] for t in range(length)], dtype=object)
+    return np.concatenate(np.split(X, heads), 1)
 
 
 def turned(X: Array, length: int) -> Array:
@@ -90,13 +88,8 @@ def head_product(heads: int, kind: str, P: Shape, R: Shape) -> Build:
     """Compare the scores or mixtures of some heads."""
 
     def formula(P: Array, R: Array) -> Array:
-        rows = []
-        for n, p in enumerate(P):
-            h = n // (len(P) // heads)
-            of_head = R[h * (len(R) // heads) : (h + 1) * (len(R) // heads)]
-            others = of_head if kind == "scores" else of_head.T
-            rows.append([sum(x * y for x, y in zip(p, other, strict=True)) * SCALE for other in others])
-        return np.array(rows, dtype=object)
+        pairs = zip(np.split(P, heads), np.split(R, heads), strict=True)
+        return np.concatenate([p @ (r.T if kind == "scores" else r) * SCALE for p, r in pairs])
 
     return operation(lambda P, R: HeadProductAt(P, R, heads, kind, SCALE), formula, P=P, R=R)  # type: ignore[arg-type]
 
@@ -139,7 +132,7 @@ def layer_norm_theorems(draw: Draw) -> Iterator[Comparison]:
     yield Comparison("theorem3_hessian", theorem3_hessian(p.at["X"]), p.hessian(output, "X", "X"))
 
 
-def weights_of(T: Array, exp: FormalExponential, mask: Array | None = None) -> Array:
+def weights_of(T: Array, exp: FormalFunction, mask: Array | None = None) -> Array:
     """Return the row softmax of T; where ``mask`` is False the weight is exactly 0."""
     weights = np.frompyfunc(exp, 1, 1)(T)
     weights = weights if mask is None else np.where(mask, weights, 0)
@@ -240,9 +233,8 @@ def feed_forward(*biases: str, residual: bool = True, smooth: bool = False) -> B
     def build(draw: Draw) -> Iterator[Comparison]:
         p = draw.point(**{name: shapes[name] for name in ("Y", "W_1", "W_2", *biases)})
         branch = JetBlock(block, {f"feedforward.{name}": x for name, x in p.jets.items()}, draw).feedforward(p.jets["Y"])
-        with formal_activation(draw.smooth):
-            at = FeedForwardAt(**p.at, residual=residual, activation="formal" if smooth else "relu")
-            yield from against(at, p, p.jets["Y"] + branch if residual else branch)
+        at = FeedForwardAt(**p.at, residual=residual, activation="formal" if smooth else "relu")
+        yield from against(at, p, p.jets["Y"] + branch if residual else branch)
 
     return build
 
@@ -253,17 +245,15 @@ def composition(draw: Draw) -> Iterator[Comparison]:
     dotted = {"feedforward.W_1": "W_1", "feedforward.W_2": "W_2", "norm_1.weight": "gamma"}
     jets = JetBlock(block, {name: p.jets[letter] for name, letter in dotted.items()}, draw)
     output, at = jets.norm_1(p.jets["X"] + jets.feedforward(p.jets["X"])), p.at
-    with formal_activation(draw.smooth):
-        branch = FeedForwardAt(at["X"], at["W_1"], at["W_2"], activation="formal", residual=False)
-        residual = Total(Variable("X", at["X"]), Renamed(branch, {"Y": "X"}))
-        model = Composite(LayerNormAt(residual.value, at["gamma"], eps=jets.eps_of(block.norm_1)), {"X": residual})
-        yield from against(model, p, output)
-        target = draw.array(2, 3)
-        loss = squared_error(output, target)
-        for i in at:
-            for j in at:
-                total = gauss_newton(MeanSquaredErrorAt(model.value, target), model, i, j).total
-                yield Comparison(f"gauss_newton({i!r}, {j!r})", total, p.hessian(loss, i, j))
+    branch = FeedForwardAt(at["X"], at["W_1"], at["W_2"], activation="formal", residual=False)
+    residual = Total(Variable("X", at["X"]), Renamed(branch, {"Y": "X"}))
+    model = Composite(LayerNormAt(residual.value, at["gamma"], eps=jets.eps_of(block.norm_1)), {"X": residual})
+    yield from against(model, p, output)
+    target = draw.array(2, 3)
+    loss = squared_error(output, target)
+    for i, j in product(at, repeat=2):
+        total = gauss_newton(MeanSquaredErrorAt(model.value, target), model, i, j).total
+        yield Comparison(f"gauss_newton({i!r}, {j!r})", total, p.hessian(loss, i, j))
 
 
 WEIGHTS = ("W_Q", "W_K", "W_V", "W_1", "W_2")
@@ -283,25 +273,23 @@ def post_norm_block(*extra: str, causal: bool = False, smooth: bool = False, los
         p = draw.point(X=(2, 3), **{name: shapes[name] for name in (*WEIGHTS, *extra)})
         jets = JetBlock(block, {dotted: p.jets[name] for dotted, name in letters.items() if name in p.jets}, draw)
         output = jets(p.jets["X"])
-        with formal_activation(draw.smooth):
-            at = PostNormBlockAt(
-                **p.at,
-                eps=(jets.eps_of(block.norm_1), jets.eps_of(block.norm_2)),
-                scale=SCALE,
-                weights=jets.stacked,
-                mask=lower_triangle(2) if causal else None,
-                activation="formal" if smooth else "relu",
-            )
-            yield from _loss_blocks(at, p, output, draw.array(2, 3)) if loss else against(at, p, output)
+        at = PostNormBlockAt(
+            **p.at,
+            eps=(jets.eps_of(block.norm_1), jets.eps_of(block.norm_2)),
+            scale=SCALE,
+            weights=jets.stacked,
+            mask=lower_triangle(2) if causal else None,
+            activation="formal" if smooth else "relu",
+        )
+        if not loss:
+            yield from against(at, p, output)
+            return
+        target = draw.array(2, 3)
+        of_jets = squared_error(output, target)
+        for i, j in product(WEIGHTS, repeat=2):
+            yield Comparison(f"loss_hessian({i!r}, {j!r})", at.loss_hessian(target, i, j).total, p.hessian(of_jets, i, j))
 
     return build
-
-
-def _loss_blocks(block: PostNormBlockAt, p: Variables, output: Array, target: Array) -> Iterator[Comparison]:
-    loss = squared_error(output, target)
-    for i in WEIGHTS:
-        for j in WEIGHTS:
-            yield Comparison(f"loss_hessian({i!r}, {j!r})", block.loss_hessian(target, i, j).total, p.hessian(loss, i, j))
 
 
 # The rules of the calculus ----------------------------------------------------------------------------------------------

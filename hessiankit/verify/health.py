@@ -110,9 +110,9 @@ def examine(
     [True, True, False]
     """
     seen = traits(problem)
-    judge = Judge(tuple(problem.params), seen.precision, noise or rounding_noise(problem, results, seen.precision))
-    comparison = SideBySide(problem, judge, AGREEMENT[seen.precision])
-    comparison.add({n: Outcome(x, None, math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
+    judge = Judge(noise or rounding_noise(problem, results, seen.precision))
+    comparison = SideBySide(judge, AGREEMENT[seen.precision])
+    comparison.add({n: Outcome(x, seconds=math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 
 
@@ -127,7 +127,7 @@ def rounding_noise(
     routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
     routes = routes or {"reverse-over-reverse": REFERENCES["reverse-over-reverse"].products}
     routes |= {} if closed is None else {CLOSED: closed}
-    return RoundingNoise(problem, routes, torch.finfo(precision).eps, along)
+    return RoundingNoise(problem, routes, precision, along)
 
 
 @dataclass(frozen=True)
@@ -163,16 +163,11 @@ class SideBySide:
     """Results of one problem side by side, over one or several sets of directions.
 
     Whole matrices are one set, along all unit vectors. Where no matrix fits, each direction is a set of its own, of which only
-    the largest entries and differences of every cell are kept.
-
-    Args:
-        problem: What was differentiated.
-        judge: Which differences count.
-        tolerance: Relative tolerance of a route without an error estimate.
+    the largest entries and differences of every cell are kept. ``tolerance`` is that of a route without an error estimate.
     """
 
-    def __init__(self, problem: Problem, judge: Judge, tolerance: float) -> None:
-        self.problem, self.judge, self.tolerance = problem, judge, tolerance
+    def __init__(self, judge: Judge, tolerance: float) -> None:
+        self.problem, self.judge, self.tolerance = judge.noise.problem, judge, tolerance
         self._cases: dict[str, Case] = {}
         self._gaps: dict[frozenset[str], list[Gaps]] = defaultdict(list)
 
@@ -180,9 +175,6 @@ class SideBySide:
         """Compare results along the same directions with each other: matrices (P, P), or with ``probes`` products (k, P).
 
         A result with directions of its own, some of these, is compared along those.
-
-        Raises:
-            InputError: A result of the wrong shape.
         """
         alike, apart = dict[str, Outcome](), dict[str, Outcome]()
         for name, result in results.items():
@@ -194,7 +186,7 @@ class SideBySide:
             if tuple(result.value.shape) != expected:
                 raise InputError(f"examine: '{name}' has shape {tuple(result.value.shape)}; expected {expected}.")
             where = alike if own is probes else apart
-            where[name] = result if own is not None else _transposed(result)
+            where[name] = result if own is not None else result.mapped(torch.t)  # products, one a row
         self._compare({}, alike, probes)
         for name, result in apart.items():
             assert result.probes is not None
@@ -207,18 +199,15 @@ class SideBySide:
         for (a, first), (b, second) in [*product(known.items(), new.items()), *combinations(new.items(), 2)]:
             self._gaps[frozenset((a, b))].append(layout.gaps(first.value, second.value, errors[a], errors[b]))
         for name, result in new.items():
-            error = errors[name]
+            case, error = self._cases.get(name), errors[name]
+            if case is None:
+                case = Case(name, self.tolerance, self.tolerance, note=result.note, symmetric=True)
+                if name != CLOSED and layout.labels == self.judge.names:  # the directions lie on every parameter
+                    pairs = layout.asymmetry(result.value, error, None if probes is None else probes.V)
+                    symmetric = self.judge.within(pairs, self.tolerance)
+                    case = replace(case, symmetry=self.judge.worst(pairs), symmetric=symmetric)
             own = 0.0 if error is None else self.judge.attainable(error, layout.largest(result.value))
-            case = self._cases.get(name) or self._first(name, result, layout, probes, error)
             self._cases[name] = replace(case, attainable=max(case.attainable, own), seconds=case.seconds + result.seconds)
-
-    def _first(self, name: str, result: Outcome, layout: Layout, probes: Probes | None, error: Tensor | None) -> Case:
-        """Return the case of a result: with its asymmetry where the directions lie on every parameter."""
-        case = Case(name, self.tolerance, self.tolerance, note=result.note)
-        if name == CLOSED or layout.labels != self.judge.names:
-            return replace(case, symmetric=True)
-        asymmetry = layout.asymmetry(result.value, error, None if probes is None else probes.V)
-        return replace(case, symmetry=self.judge.worst(asymmetry), symmetric=self.judge.within(asymmetry, self.tolerance))
 
     def gaps(self, a: str, b: str) -> Gaps:
         """Return two results side by side; the one that was added first is first."""
@@ -241,10 +230,11 @@ class SideBySide:
         # The most precise witness tells most about this one: a coarse one adds its own error to the deviation.
         nearest = min(others, key=lambda name: witnesses[name].attainable, default=None)
         deviation = NOTHING if nearest is None else judge.worst(compared[nearest])
-        symmetry = (
-            case.symmetry if nearest is None else _turned(case.symmetry, judge.relative(compared[nearest], admitted=False), judge)
-        )
-        defect = known_defect(case.group, seen)
+        symmetry, defect = case.symmetry, known_defect(case.group, seen)
+        if nearest is not None and symmetry.pair is not None:  # let it name the wrong block and not its transpose
+            errors, pair = judge.relative(compared[nearest], admitted=False), [judge.names.index(n) for n in symmetry.pair]
+            if float(errors[pair[0], pair[1]]) < float(errors[pair[1], pair[0]]):
+                symmetry = replace(symmetry, pair=symmetry.pair[::-1])
         tail = f"; {defect}" if defect else ""
         alone = case.name in witnesses and all(other.group == case.group for other in witnesses.values())
         if case.failed:
@@ -266,15 +256,20 @@ class SideBySide:
             reason = f"agrees with {nearest} to {deviation.error:.1e}{floor}"
         if agrees and case.note:
             reason += f"; {case.note}"
-        pair = (deviation if others else case.symmetry).pair
-        healthy = agrees and case.symmetric and case.resolves
-        errors = (case.symmetry.error, pair[0] if pair else "", deviation.error, pair, case.attainable)
-        return Health(case.name, case.group, *errors, healthy, case.seconds, reason, alone)
-
-
-def _transposed(result: Outcome) -> Outcome:
-    """Return a matrix as products, one a row."""
-    return replace(result, value=result.value.T, error=None if result.error is None else result.error.T)
+        worst = (deviation if others else case.symmetry).pair
+        return Health(
+            case.name,
+            case.group,
+            symmetry_error=case.symmetry.error,
+            worst_parameter=worst[0] if worst else "",
+            deviation=deviation.error,
+            worst_pair=worst,
+            attainable=case.attainable,
+            healthy=agrees and case.symmetric and case.resolves,
+            seconds=case.seconds,
+            reason=reason,
+            alone=alone,
+        )
 
 
 def _along(result: Outcome, own: Probes | None, probes: Probes) -> Outcome:
@@ -285,15 +280,7 @@ def _along(result: Outcome, own: Probes | None, probes: Probes) -> Outcome:
     if probes.rows is None:
         raise InputError("examine: products along other directions; pass those of the others, or some of them.")
     rows = list(probes.rows)
-    return replace(result, value=result.value[rows], error=None if result.error is None else result.error[rows])
-
-
-def _turned(symmetry: Worst, errors: Tensor, judge: Judge) -> Worst:
-    """Return the worst asymmetry with its pair so turned that it names the wrong block and not its transpose."""
-    if symmetry.pair is None:
-        return symmetry
-    here, there = (float(errors[judge.names.index(i), judge.names.index(j)]) for i, j in (symmetry.pair, symmetry.pair[::-1]))
-    return symmetry if here >= there else replace(symmetry, pair=symmetry.pair[::-1])
+    return result.mapped(lambda x: x[rows])
 
 
 def agreeing(groups: Mapping[str, str], agree: Collection[frozenset[str]]) -> tuple[str, ...]:

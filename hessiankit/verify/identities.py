@@ -165,13 +165,7 @@ def identities(
 
 
 def examine_identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
-    """Check a problem's gradient and a Hessian of it, however found, against the symmetries of the loss.
-
-    Args:
-        problem: The loss.
-        H: Its Hessian, (P, P), rows in the order of ``problem.params``.
-        rtol: The tolerance.
-    """
+    """Check a problem's gradient and a Hessian of it (P, P), however found, against the symmetries of the loss."""
     start = time.perf_counter()
     seen = traits(problem)
     if seen.precision != problem.dtype or seen.stopped_by:
@@ -221,10 +215,7 @@ def confirmed(problem: Problem, candidates: Sequence[Symmetry], rng: torch.Gener
 
 
 def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion]) -> Tensor:
-    """Return the largest violation of both identities for each motion, relative to the terms that must cancel.
-
-    A block whose terms all lie at the rounding level of the whole (``ROUNDING``) counts as zero.
-    """
+    """Return the largest violation of both identities for each motion, relative to the terms that must cancel."""
     if not motions:
         return H.new_zeros(0)
     eps = torch.finfo(problem.dtype).eps

@@ -21,10 +21,7 @@ from hessiankit.support.torch_state import preserved_buffers, preserved_random_s
 
 @contextmanager
 def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let tensors hold other values for a while, and require gradients; a ``.grad`` of another dtype is set aside.
-
-    Args:
-        values: Pairs (tensor, what it is to hold), of one shape.
+    """Let tensors hold other values of their shape for a while, and require gradients; a ``.grad`` of another dtype is set aside.
 
     >>> p = nn.Parameter(torch.zeros(2))
     >>> with placed([(p, torch.ones(2))]):
@@ -73,11 +70,7 @@ def preserved(module: nn.Module, *others: Any) -> Iterator[None]:
 def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None]:
     """Hold every floating tensor of some modules in another dtype: parameters, buffers, and tensors among the attributes.
 
-    Complex ones take the complex dtype of the same precision. Nothing to convert: nothing is touched.
-
-    Args:
-        owners: Modules; anything else is passed over.
-        dtype: A floating dtype; None converts nothing.
+    Complex ones take the complex dtype of the same precision. What is no module is passed over; None converts nothing.
 
     >>> layer = nn.Linear(2, 1)
     >>> with converted([layer], torch.float64):
@@ -85,13 +78,12 @@ def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None
     >>> inside, layer.weight.dtype
     (torch.float64, torch.float32)
     """
-    tensors: dict[int, Tensor] = {}
-    for owner in owners if dtype is not None else ():
-        if isinstance(owner, nn.Module):
-            tensors |= {id(x): x for x in _tensors(owner)}
+    if dtype is None:
+        yield
+        return
+    tensors = {id(x): x for owner in owners if isinstance(owner, nn.Module) for x in _tensors(owner)}
     changed = []
     for x in tensors.values():
-        assert dtype is not None
         wanted = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
         if (x.is_floating_point() or x.is_complex()) and x.dtype != wanted:
             changed.append((x, x.data, x.grad if x.is_leaf else None, wanted))

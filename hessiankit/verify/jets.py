@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -68,7 +69,7 @@ class Jet:
         return self.chain(-self.value, -1, 0)
 
     def __sub__(self, other: Any) -> Jet:
-        return self + (-other) if isinstance(other, Jet | Number) else NotImplemented
+        return self + -other
 
     def __rsub__(self, other: Any) -> Jet:
         return -self + other
@@ -76,9 +77,7 @@ class Jet:
     def __truediv__(self, other: Any) -> Jet:
         if isinstance(other, Jet):
             return self * other.reciprocal()
-        return (
-            self * (1 / (Fraction(other) if isinstance(other, int) else other)) if isinstance(other, Number) else NotImplemented
-        )
+        return self * (1 / (Fraction(other) if isinstance(other, int) else other))
 
     def __rtruediv__(self, other: Any) -> Jet:
         return self.reciprocal() * other
@@ -94,11 +93,7 @@ class Jet:
         return self.chain(root, 1 / (2 * root), -1 / (4 * root**3))
 
     def relu(self, slope: Number = 0) -> Jet:
-        """Return max(self, slope * self) for 0 <= slope < 1.
-
-        Raises:
-            ValueError: at the kink.
-        """
+        """Return max(self, slope * self) for 0 <= slope < 1; at the kink ValueError is raised."""
         if self.value == 0:
             raise ValueError("relu: the value is 0, where the derivative is not defined; draw another point")
         return self if self.value > 0 else self * slope
@@ -117,64 +112,26 @@ def _combine(a: Any, x: Mapping[Any, Any], b: Any, y: Mapping[Any, Any]) -> dict
 
 
 class FormalFunction:
-    """A smooth scalar function known at each argument by three drawn numbers: its value and first two derivatives.
+    """A scalar function known at each argument by its value and first two derivatives there, which are drawn.
 
     A closed form that is an identity in sigma(x), sigma'(x), sigma''(x) holds for every smooth sigma if it holds for
     these: some polynomial takes any such numbers at finitely many points.
 
-    Args:
-        number: the source of the numbers.
-
-    >>> f = FormalFunction(iter([Residue(5), Residue(6), Residue(7)]).__next__)
-    >>> f.taylor(2) == f.taylor(2), f(Jet(2, {0: 1})).grad[0]
-    (True, 6 mod p)
+    >>> f = FormalFunction(lambda x: (5, 6, 7))
+    >>> f(Jet(2, {0: 1})), f(2)
+    (Jet(5; 1 first, 1 second derivatives), 5)
     """
 
-    def __init__(self, number: Callable[[], Any]) -> None:
-        self._number, self._taylor = number, dict[Any, tuple[Any, Any, Any]]()
-
-    def taylor(self, x: Number) -> tuple[Any, Any, Any]:
-        """Return the value, the first and the second derivative at x."""
-        if x not in self._taylor:
-            self._taylor[x] = self._draw(x)
-        return self._taylor[x]
+    def __init__(self, draw: Callable[[Any], tuple[Any, Any, Any]]) -> None:
+        self.taylor = cache(draw)  # value, first and second derivative at x, drawn once
 
     def __call__(self, x: Jet | Number) -> Any:
         """Return the function of x, a jet or a number as x is."""
         return x.chain(*self.taylor(x.value)) if isinstance(x, Jet) else self.taylor(x)[0]
 
-    def _draw(self, x: Any) -> tuple[Any, Any, Any]:
-        return self._number(), self._number(), self._number()
-
-
-class FormalExponential(FormalFunction):
-    """An exponential with drawn values: exp(t) is a number u(t) drawn once for each t, with u' = u'' = u.
-
-    Why this is legitimate: a closed form and the derivative that it claims to be are both rational functions of the
-    inputs x and of the weights u_k = exp(t_k(x)), obtained from u' = u alone. If they are equal with the u_k as free
-    variables then they are equal at u_k = exp(t_k). Conversely, exponentials of functions t_k(x) that are linearly
-    independent over Q (up to constants) are algebraically independent over the rational functions of x (Ax), so that
-    nothing true is rejected.
-    """
-
-    def _draw(self, x: Any) -> tuple[Any, Any, Any]:
-        u = self._number()
-        return u, u, u
-
-
-class FormalLogarithm(FormalFunction):
-    """A logarithm whose values are drawn; its derivatives are 1/x and -1/x^2."""
-
-    def _draw(self, x: Any) -> tuple[Any, Any, Any]:
-        return self._number(), 1 / x, -1 / x**2
-
 
 class Variables:
-    """Named arrays of numbers, the same lifted to jets, one variable an entry, and vec_r derivatives of what is built on them.
-
-    Attributes:
-        at: Name -> numbers.
-        jets: Name -> jets.
+    """Named arrays of numbers, ``at``, the same lifted to ``jets``, one variable an entry, and vec_r derivatives in these.
 
     >>> v = Variables({"A": np.array([[2, 3]], dtype=object), "B": np.array([[5], [7]], dtype=object)})
     >>> out = v.jets["A"] @ v.jets["B"]

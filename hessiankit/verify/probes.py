@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hessiankit.support.errors import InputError
 from hessiankit.verify.problem import Problem
 
 OWN_STREAM = 0x9E3779B9
@@ -18,19 +17,22 @@ OWN_STREAM = 0x9E3779B9
 
 
 class Probes(NamedTuple):
-    """Directions (k, P), each supported on one parameter, and the parameter that owns each.
-
-    ``rows``: which of another, larger set of directions they are, where they are some of it.
-    """
+    """Directions (k, P), each supported on one parameter, and the parameter that owns each."""
 
     V: Tensor
     owners: tuple[str, ...]
-    rows: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None  # which of another, larger set of directions they are, where they are some of it
 
     def first(self) -> Probes:
         """Return the first direction of each parameter."""
         rows = tuple(self.owners.index(name) for name in dict.fromkeys(self.owners))
         return Probes(self.V[list(rows)], tuple(self.owners[k] for k in rows), rows)
+
+
+def normal(shape: Iterable[int], generator: torch.Generator, like: Tensor | None = None) -> Tensor:
+    """Return normal numbers drawn in float64 on the CPU, of the dtype and on the device of another tensor."""
+    drawn = torch.randn(*shape, generator=generator, dtype=torch.float64, device="cpu")
+    return drawn if like is None else drawn.to(like)
 
 
 def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Probes:
@@ -45,14 +47,12 @@ def probe_directions(problem: Problem, per_block: int = 2, seed: int = 0) -> Pro
     >>> V.shape, owners, (V[0] != 0).sum().item()
     (torch.Size([2, 8]), ('weight', 'bias'), 6)
     """
-    if per_block < 1:
-        raise InputError(f"probe_directions: per_block={per_block}; expected at least 1.")
     # A stream of its own: parameters drawn from the same seed would otherwise be directions themselves.
     generator = torch.Generator(device="cpu").manual_seed(seed ^ OWN_STREAM)
     rows, owners = [], []
     for name, where in problem.slices.items():
         for _ in range(min(per_block, where.stop - where.start)):
-            drawn = torch.randn(where.stop - where.start, generator=generator, dtype=torch.float64, device="cpu")
+            drawn = normal((where.stop - where.start,), generator)
             row = torch.zeros(problem.size, dtype=torch.float64, device="cpu")
             row[where] = drawn / drawn.norm()
             rows.append(row)
@@ -87,16 +87,10 @@ def roles(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Direction:
-    """A generic direction of unit length on some parameters, drawn again from its seed at each use.
+    """A generic direction of unit length on some parameters, drawn again from its seed at each use."""
 
-    Args:
-        label: Its name in a report.
-        names: The parameters that it lies on.
-        seed: Of the draw.
-    """
-
-    label: str
-    names: tuple[str, ...]
+    label: str  # its name in a report
+    names: tuple[str, ...]  # the parameters that it lies on
     seed: int
 
     def vector(self, problem: Problem) -> Tensor:

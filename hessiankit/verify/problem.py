@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +17,13 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
-from hessiankit.engine.problem.calling import as_one_argument, read_outputs
+from hessiankit.engine.problem.calling import IGNORE_INDEX, Loss, as_one_argument, read_outputs
 from hessiankit.engine.problem.state import Held
-from hessiankit.support.containers import arguments
+from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.verify.in_place import placed, preserved
-
-IGNORED_LABEL = -100
-
-Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,14 +135,15 @@ class Problem:
         """Cut a flat vector into named parameters."""
         return {name: theta[self.slices[name]].reshape(value.shape) for name, value in self.params.items()}
 
+    def largest(self, vectors: Tensor) -> Tensor:
+        """Return the largest absolute entry of vectors (..., P) in each parameter, (n, ...)."""
+        return torch.stack([vectors[..., where].abs().amax(-1) for where in self.slices.values()])
+
     # The user's own call -----------------------------------------------------------------------------------------------
 
     @contextmanager
     def at(self, point: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was.
-
-        One thread at a time. What calls can change is put back: random states, modes, buffers, ``.grad``.
-        """
+        """Move the module's own parameters to a point (``params`` by default), gradients on; afterwards all is as it was."""
         values = self.params if point is None else point
         moved, parts = placed((self.own[name], value) for name, value in values.items()), (self.module, self.loss)
         with ordinary_path(*parts), preserved(*parts), torch.inference_mode(False), torch.enable_grad(), moved:
@@ -157,11 +154,7 @@ class Problem:
         return replace(self, params=params)
 
     def call(self) -> Tensor:
-        """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`.
-
-        Raises:
-            InputError: The outputs do not fit the target or the loss.
-        """
+        """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`."""
         loss = _call(self.module, self.inputs, self.target, self.loss)
         off = next((name for name, p in self.own.items() if not p.requires_grad), None)
         if off is not None:
@@ -186,11 +179,7 @@ class Problem:
 
     @cached_property
     def value(self) -> float:
-        """The loss at ``params``, checked to be finite and the same when evaluated twice.
-
-        Raises:
-            InputError: It is not finite, or two evaluations differ.
-        """
+        """The loss at ``params``, checked to be finite and the same when evaluated twice."""
         with self.at():
             first, second = (float(self.call().detach()) for _ in range(2))
         if first != first or abs(first) == float("inf"):
@@ -206,11 +195,7 @@ class Problem:
 
     @one_at_a_time
     def swapped_loss(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any.
-
-        Raises:
-            InputError: The outputs do not fit the target or the loss.
-        """
+        """Return the loss at named parameters, by ``torch.func.functional_call``; :attr:`swap_fault` says if it misses any."""
         fixed = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         # A clone, because a module that updates a buffer (running statistics) must not remember being examined.
         fixed = {name: value.detach().clone() for name, value in fixed.items() if name not in values}
@@ -233,24 +218,22 @@ class Problem:
     @cached_property
     def swap_fault(self) -> str:
         """Why ``flat_loss`` is not the module's own loss: what differs, and in which parameter; "" where it is."""
-        theta = self.theta.clone().requires_grad_()
         with torch.enable_grad():
+            theta = self.theta.clone().requires_grad_()
             loss = self.flat_loss(theta)
             swapped = torch.autograd.grad(loss, theta)[0] if loss.requires_grad else torch.zeros_like(theta)
         return self.difference("torch.func exchanges parameters by name, and so", float(loss.detach()), swapped)
 
     def difference(self, route: str, loss: float, gradient: Tensor) -> str:
         """Say where a route's loss or gradient (P) differs from the module's own beyond rounding; "" where it does not."""
-        own = self.flat_gradient()
         slack = 1e5 * torch.finfo(self.dtype).eps
         why = "a parameter is reached past the module's attributes: a list, a closure, a hook, the loss"
         if not abs(loss - self.value) <= slack * max(abs(self.value), 1e-30):
             return f"{route} gives the loss {loss:.6g}; the module's own is {self.value:.6g}: {why}"
-        off = (gradient - own).abs()
-        if not bool((off <= slack * own.abs().amax()).all()):
-            name = next(n for n, where in self.slices.items() if not bool((off[where] <= slack * own.abs().amax()).all()))
-            return f"{route} gives another gradient in {name!r} than the module's own: {why}"
-        return ""
+        own = self.flat_gradient()
+        near = (gradient - own).abs() <= slack * own.abs().amax()
+        off = next((name for name, where in self.slices.items() if not bool(near[where].all())), None)
+        return "" if off is None else f"{route} gives another gradient in {off!r} than the module's own: {why}"
 
 
 def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:
@@ -261,9 +244,13 @@ def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:
 
 def _call(module: Callable[..., Any], inputs: Any, target: Any, loss: Loss) -> Tensor:
     outputs = outputs_of(module, inputs, loss)
-    if callable(loss):
-        return _scalar(loss(outputs, target))
-    return _LOSSES[loss](outputs, target) if loss else _scalar(outputs)
+    if isinstance(loss, str):
+        return _LOSSES[loss](outputs, target)
+    value = outputs if loss is None else loss(outputs, target)
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"Problem: the loss must be one number; got {seen}. Pass loss='mse' or a callable that reduces it.")
+    return value.reshape(())
 
 
 @contextmanager
@@ -289,31 +276,24 @@ def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
-def _bags(
-    input: Tensor,
-    weight: Tensor,
-    offsets: Tensor | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2,
-    scale_grad_by_freq: bool = False,
-    mode: str = "mean",
-    sparse: bool = False,
-    per_sample_weights: Tensor | None = None,
-    include_last_offset: bool = False,
-    padding_idx: int | None = None,
-) -> Tensor:
+def _bags(*args: Any, **options: Any) -> Tensor:
     """Return the sum or mean of the rows of each bag, one bag after the other."""
-    ends = list(range(0, input.numel() + 1, input.shape[1])) if offsets is None else offsets.tolist()
-    ends = ends if offsets is None or include_last_offset else [*ends, input.numel()]
-    shares = None if per_sample_weights is None else per_sample_weights.reshape(-1)
-    bags = []
+    bound = _OF_BAGS.bind(*args, **options)
+    bound.apply_defaults()
+    tokens, weight, offsets = (bound.arguments[name] for name in ("input", "weight", "offsets"))
+    shares, padding, mode = (bound.arguments[name] for name in ("per_sample_weights", "padding_idx", "mode"))
+    ends = list(range(0, tokens.numel() + 1, tokens.shape[1])) if offsets is None else offsets.tolist()
+    if offsets is not None and not bound.arguments["include_last_offset"]:
+        ends.append(tokens.numel())
+    tokens, bags = tokens.reshape(-1), []
     for start, end in pairwise(ends):
-        at = [k for k in range(start, end) if padding_idx is None or int(input.reshape(-1)[k]) != padding_idx % len(weight)]
-        rows = weight[input.reshape(-1)[at]] if shares is None else weight[input.reshape(-1)[at]] * shares[at].unsqueeze(1)
+        at = [k for k in range(start, end) if padding is None or int(tokens[k]) != padding % len(weight)]
+        rows = weight[tokens[at]] if shares is None else weight[tokens[at]] * shares.reshape(-1)[at].unsqueeze(1)
         bags.append(rows.sum(0) / max(len(at), 1) if mode == "mean" else rows.sum(0))
     return torch.stack(bags)
 
 
+_OF_BAGS = signature(torch.nn.functional.embedding_bag)
 PLAIN: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.glu: _gated,
     torch._weight_norm: _weight_norm,
@@ -322,59 +302,35 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 """Functions of torch that have kernels without a second derivative or forward mode, and what they are in other operations."""
 
 
-def mean_square(outputs: Tensor, target: Tensor | None) -> Tensor:
-    """Return the mean of the squared differences over all entries.
-
-    It is written out because ``jvp(grad(f))`` raises through ``torch.nn.functional.mse_loss``.
+def mean_square(outputs: Tensor, target: Any) -> Tensor:
+    """Return the mean of the squared differences over all entries; ``jvp(grad(f))`` raises through torch's ``mse_loss``.
 
     >>> mean_square(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])).item()
     2.0
     """
-    _expect_tensors("mse", outputs, target)
-    if target is None or outputs.shape != target.shape:
-        seen = None if target is None else tuple(target.shape)
+    if not isinstance(target, Tensor) or outputs.shape != target.shape:
+        seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
         raise InputError(f"mse: outputs have shape {tuple(outputs.shape)}, the target {seen}; expected the same shape.")
     return (outputs - target).square().mean()
 
 
-def labelled_cross_entropy(logits: Tensor, labels: Tensor | None) -> Tensor:
+def labelled_cross_entropy(logits: Tensor, labels: Any) -> Tensor:
     """Return the mean cross entropy over the rows whose label is not -100; logits lie along the last axis.
 
     >>> labelled_cross_entropy(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, -100, -100]])).exp().item()
     4.0
     """
-    _expect_tensors("cross_entropy", logits, labels)
-    if labels is None or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
-        seen = None if labels is None else f"{labels.dtype} of shape {tuple(labels.shape)}"
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
+        seen = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
         raise InputError(
             f"cross_entropy: logits {tuple(logits.shape)} need integer labels {tuple(logits.shape[:-1])}; got {seen}."
         )
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORED_LABEL)
+    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORE_INDEX)
 
 
-_LOSSES: dict[str, Callable[[Any, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}
-
-
-def _expect_tensors(loss: str, outputs: Any, target: Any) -> None:
-    for role, value in (("outputs", outputs), ("target", target)):
-        if not isinstance(value, Tensor) and not (role == "target" and value is None):
-            raise InputError(
-                f"{loss}: the {role} are a {type(value).__name__}; expected a tensor. "
-                "Pass a callable (outputs, target) -> scalar as the loss."
-            )
-
-
-def _scalar(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"Problem: the loss must be one number; got {seen}. Pass loss='mse' or a callable that reduces it.")
-    return value.reshape(())
+_LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}
 
 
 def cast(tree: Any, dtype: torch.dtype) -> Any:
     """Return nested containers with their floating tensors in another dtype."""
-
-    def one(x: Any) -> Any:
-        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
-
-    return _pytree.tree_map(one, dict(tree) if isinstance(tree, Mapping) else tree)
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

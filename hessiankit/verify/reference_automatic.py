@@ -12,16 +12,14 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.verify.problem import IGNORED_LABEL, Problem, outputs_of, plain_formulas
+from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.verify.problem import Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Progress, Unsupported, in_chunks, typed_line
 from hessiankit.verify.traits import NO_GRAD, traits
 
 
 class GradientGraph:
     """The gradient of a loss in some leaves, with the graph that a second reverse sweep needs.
-
-    Attributes:
-        parts: Position of a leaf -> its gradient, where that depends on the leaves.
 
     >>> x, y, unused = (torch.tensor(v, requires_grad=True) for v in (2.0, 3.0, 1.0))
     >>> graph = GradientGraph(x**2 * y, [x, y, unused])
@@ -34,6 +32,7 @@ class GradientGraph:
         gradients: Sequence[Tensor | None] = [None] * len(leaves)
         if loss.requires_grad:
             gradients = torch.autograd.grad(loss, leaves, create_graph=True, allow_unused=True)
+        # position of a leaf -> its gradient, where that depends on the leaves
         self.parts = {at: g for at, g in enumerate(gradients) if g is not None and g.requires_grad}
 
     def product(self, v: Sequence[Tensor | None], *, batched: bool = False) -> Sequence[Tensor]:
@@ -53,10 +52,7 @@ class GradientGraph:
 
 
 def reverse_over_reverse(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
-    """Return H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again.
-
-    The module is called as it is, with its own parameters.
-    """
+    """Return H v = d/dtheta <g(theta), v>: the gradient's own graph is differentiated backwards again."""
 
     def pull(rows: Tensor, batched: bool) -> Tensor:
         lead = rows.shape[:-1]
@@ -148,22 +144,20 @@ def functional(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> t
 
 
 def curvlinops(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, None, str]:
-    """Return products of ``curvlinops.HessianLinearOperator`` with torch's own loss of the same name, reduction "mean".
+    """Return products of ``curvlinops.HessianLinearOperator`` with torch's loss of the same name, the whole batch as one.
 
-    It exchanges the parameters by name (``functional_call``). The whole batch is handed over as one, so that the package's
-    weighting of batches plays no part.
+    It exchanges the parameters by name (``functional_call``).
     """
     try:
         from curvlinops import HessianLinearOperator
     except ImportError as error:
         raise Unsupported("curvlinops", "the package is not installed (docs/howto/install.md says how)") from error
-    losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORED_LABEL)}
+    losses = {"mse": nn.MSELoss(), "cross_entropy": nn.CrossEntropyLoss(ignore_index=IGNORE_INDEX)}
     if not isinstance(problem.loss, str) or problem.target is None:
         raise Unsupported("curvlinops", "it takes 'mse' and 'cross_entropy' only, not a loss of one's own")
-    known = dict(problem.module.named_parameters())
-    if buffers := [name for name in problem.params if name not in known]:
+    buffers = [name for name, x in problem.own.items() if not isinstance(x, nn.Parameter)]
+    if buffers:
         raise Unsupported("curvlinops", f"it differentiates parameters only; {', '.join(buffers)} is a buffer")
-
     target = problem.target.reshape(-1) if problem.loss == "cross_entropy" else problem.target
     with problem.at(), plain_formulas():
         operator = HessianLinearOperator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +26,8 @@ FAILURES = (RuntimeError, NotImplementedError, TypeError)
 MEMORY_BUDGET = 2**30
 """Bytes that the directions pushed together may take."""
 
-CHUNK_RANGE = (1, 48)
-"""Fewest and most directions pushed together: wider batches leave the caches and run slower."""
+MOST_TOGETHER = 48
+"""Most directions pushed together: wider batches leave the caches and run slower."""
 
 
 class Unsupported(HessiankitError):
@@ -44,22 +44,17 @@ class Unsupported(HessiankitError):
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """Result of a reference.
-
-    Args:
-        value: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given.
-        error: The route's own estimate of its error, entry by entry, in the layout of ``value``; None for a route whose
-            only error is rounding.
-        seconds: Wall time.
-        note: Remarks: directions taken one at a time, steps shrunk at a kink.
-        probes: The directions of ``value``, where they are the route's own instead of the given ones.
-    """
+    """Result of a reference: H V, one product a row (k, P); the matrix H itself (P, P) where no directions were given."""
 
     value: Tensor
-    error: Tensor | None
-    seconds: float
-    note: str = ""
-    probes: Probes | None = None
+    error: Tensor | None = None  # the route's own estimate, in the layout of ``value``; None: its only error is rounding
+    seconds: float = 0.0
+    note: str = ""  # directions taken one at a time, steps shrunk at a kink
+    probes: Probes | None = None  # the directions of ``value``, where they are the route's own
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> Outcome:
+        """Return the outcome with a function applied to value and error."""
+        return replace(self, value=function(self.value), error=None if self.error is None else function(self.error))
 
 
 RouteFunction: TypeAlias = "Callable[[Problem, Tensor, int, Progress], tuple[Tensor, Tensor | None, str]]"
@@ -69,35 +64,23 @@ the same shape or None, and a note; ``FAILURES`` may be raised."""
 
 @dataclass(frozen=True)
 class Reference:
-    """A route to the exact Hessian: products H V for a batch of directions, or all columns.
+    """A route to the exact Hessian, by its name in ``against=``: products H V for a batch of directions, or all columns.
 
-    Attributes:
-        name: As in ``against=``.
-        independent_group: Two references of one group share a differentiation path and hence its defects: they count as one
-            witness.
-        route: The function.
-        many_calls: Whether a direction costs dozens of calls of the module, so that a few directions have to do.
+    Two references of one independent group share a differentiation path and hence its defects: they count as one witness.
     """
 
     name: str
     independent_group: str
     route: RouteFunction
-    many_calls: bool = False
+    many_calls: bool = False  # a direction costs dozens of calls of the module, so that a few directions have to do
 
     def measure(
         self, problem: Problem, V: Tensor | None = None, *, chunk: int | None = None, progress: Progress | None = None
     ) -> Outcome:
-        """Return H V, or H where ``V`` is None, with the route's own error estimate and the time taken.
+        """Return H V for directions V, one a row (k, P), or H where V is None; raise Unsupported where the route does not exist.
 
-        Args:
-            problem: The loss to differentiate.
-            V: Directions, one a row: (k, P).
-            chunk: How many directions are pushed together; None: as many as ``MEMORY_BUDGET`` allows.
-            progress: Called with (done, in all) after every chunk.
-
-        Raises:
-            Unsupported: The route does not exist for this problem.
-            InputError: The problem or the directions cannot be used.
+        ``chunk`` directions are pushed together, by default as many as ``MEMORY_BUDGET`` allows; ``progress`` is called with
+        (done, in all) after each.
         """
         directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
         if directions.ndim != 2 or directions.shape[1] != problem.size:
@@ -113,11 +96,10 @@ class Reference:
         except FAILURES as failure:
             hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(failure)), "")
             raise Unsupported(self.name, typed_line(failure) + hint) from failure
-        if V is None:
-            value, error = value.T, None if error is None else error.T
         if value.is_cuda:
             torch.cuda.synchronize(value.device)
-        return Outcome(value.detach(), error, time.perf_counter() - start, note)
+        outcome = Outcome(value.detach(), error, time.perf_counter() - start, note)
+        return outcome.mapped(torch.t) if V is None else outcome
 
     def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
@@ -176,10 +158,9 @@ def typed_line(error: Exception) -> str:
 
 def directions_at_once(problem: Problem) -> int:
     """Return how many directions fit together."""
-    low, high = CHUNK_RANGE
     with problem.at(), plain_formulas():
         need = _pushed_bytes(problem.call, list(problem.own.values()))
-    return max(low, min(high, MEMORY_BUDGET // need))
+    return max(1, min(MOST_TOGETHER, MEMORY_BUDGET // need))
 
 
 def bytes_per_direction(loss: Callable[[Tensor], Tensor], theta: Tensor) -> int:

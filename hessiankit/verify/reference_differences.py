@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.verify.in_place import placed
+from hessiankit.verify.probes import normal
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import Progress, Unsupported
 from hessiankit.verify.traits import traits
@@ -50,7 +51,7 @@ def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tupl
             settled.append(_best_step(problem, unit, precision, noise))
             progress(len(settled), len(V))
     if not settled:
-        return torch.zeros_like(V), torch.zeros_like(V), ""
+        return V, V, ""
     notes, kinks = [], [one.kink for one in settled if one.kink]
     lost = sum(not one.resolved for one in settled)
     if kinks:
@@ -86,13 +87,13 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
         h /= 2
         odd = [odd_part(h), odd[0], odd_part(3 * h), odd[1]]
         fine = combined(odd, h)
-        error = torch.maximum(_per_block(problem, coarse - fine), noise / h)
+        error = torch.maximum(problem.largest(coarse - fine), noise / h)
         for where, better in zip(problem.slices.values(), (error < known).tolist(), strict=True):
             if better:
                 best[where] = fine[where]
         known = torch.minimum(known, error)
 
-        size = _per_block(problem, fine)
+        size = problem.largest(fine)
         relative = float((error / size.clamp_min(1e-4 * float(size.amax())).clamp_min(tiny)).amax())
         rounding = bool((error <= 8 * noise / h).all())
         # Truncation falls 256 times a halving; a large error that hardly falls is a kink.
@@ -108,11 +109,6 @@ def _best_step(problem: Problem, unit: Tensor, precision: torch.dtype, noise: Te
     return _Settled(best, SAFETY * torch.cat(spread), h if rough and resolved else 0.0, resolved)
 
 
-def _per_block(problem: Problem, row: Tensor) -> Tensor:
-    """Return the largest absolute entry of every parameter's part, (n)."""
-    return torch.stack([row[where].abs().amax() for where in problem.slices.values()])
-
-
 def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     """Return the size of the gradient's rounding errors, the largest of every parameter (n).
 
@@ -125,21 +121,18 @@ def gradient_noise(problem: Problem, precision: torch.dtype) -> Tensor:
     reach = torch.finfo(precision).eps ** 0.4
     samples = []
     for _ in range(3):
-        direction = torch.randn(problem.size, generator=generator, dtype=torch.float64, device="cpu").to(problem.theta)
+        direction = normal((problem.size,), generator, problem.theta)
         direction /= direction.norm()
         gradients = _gradients(problem, [problem.theta + k * reach * direction for k in range(1, 8)])
         for _ in range(6):
             gradients = gradients[1:] - gradients[:-1]
-        samples.append(_per_block(problem, gradients[0]) / 924**0.5)
+        samples.append(problem.largest(gradients[0]) / 924**0.5)
     return torch.stack(samples).sort(dim=0).values[(len(samples) - 1) // 2]  # the median, which is not deterministic on CUDA
 
 
 def combined(odd: Sequence[Tensor], h: float) -> Tensor:
     """Return the derivative from the differences f(x + k h) - f(x - k h), k = 1 to 4."""
-    total = WEIGHTS[0] * odd[0]
-    for weight, part in zip(WEIGHTS[1:], odd[1:], strict=True):
-        total = total + weight * part
-    return total / h
+    return sum((weight * part for weight, part in zip(WEIGHTS, odd, strict=True)), torch.zeros_like(odd[0])) / h
 
 
 def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:

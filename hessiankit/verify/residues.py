@@ -9,10 +9,9 @@ so the bound holds for whatever formula is evaluated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from fractions import Fraction
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 
@@ -21,14 +20,15 @@ P = 2**61 - 1
 VALUES = (P - 1) // 2
 """How many values a drawn variable takes at least: a root is that one of +-s which is a square itself."""
 
-Atom = tuple[int, int]
+Atom: TypeAlias = "tuple[int, int]"
 """A divisor: its value and its degree."""
-_DENOMINATORS: list[Mapping[Atom, int]] = [{}]
-_NUMBERS: dict[tuple[tuple[Atom, int], ...], int] = {(): 0}
+Powers: TypeAlias = "frozenset[tuple[Atom, int]]"
+"""A denominator: divisors with their powers."""
+ONE: Powers = frozenset()
 
 
 class Residue:
-    """A number modulo p, with ``degree`` of its numerator and the number ``below`` of its denominator.
+    """A number modulo p, with ``degree`` of its numerator and the denominator ``below``.
 
     >>> x, y = Residue(3, 1), Residue(4, 1)
     >>> f = x / y + 1 / y  # (x + 1) / y
@@ -38,7 +38,7 @@ class Residue:
 
     __slots__ = ("below", "degree", "value")
 
-    def __init__(self, value: int, degree: int = 0, below: int = 0) -> None:
+    def __init__(self, value: int, degree: int = 0, below: Powers = ONE) -> None:
         self.value, self.degree, self.below = value, degree, below
 
     def __add__(self, other: Any) -> Any:
@@ -48,10 +48,11 @@ class Residue:
             other = _residue(other)
             if other is None:
                 return NotImplemented
-        if self.below == other.below:
-            return Residue((self.value + other.value) % P, max(self.degree, other.degree), self.below)
+        value = (self.value + other.value) % P
+        if self.below is other.below:
+            return Residue(value, max(self.degree, other.degree), self.below)
         below, left, right = _common(self.below, other.below)
-        return Residue((self.value + other.value) % P, max(self.degree + left, other.degree + right), below)
+        return Residue(value, max(self.degree + left, other.degree + right), below)
 
     def __mul__(self, other: Any) -> Any:
         if type(other) is not Residue:
@@ -60,7 +61,7 @@ class Residue:
             other = _residue(other)
             if other is None:
                 return NotImplemented
-        below = _times(self.below, other.below) if self.below and other.below else self.below or other.below
+        below = _product(self.below, other.below) if self.below and other.below else self.below or other.below
         return Residue(self.value * other.value % P, self.degree + other.degree, below)
 
     __radd__, __rmul__ = __add__, __mul__
@@ -88,9 +89,8 @@ class Residue:
 
     def reciprocal(self) -> Residue:
         """Return 1 / self, whose denominator is the numerator of self; a constant has none."""
-        inverse = pow(self.value, -1, P)
-        below = _number({(self.value, self.degree): 1}) if self.degree else 0
-        return Residue(inverse, _degree(_DENOMINATORS[self.below]), below)
+        below = _atom(self.value, self.degree) if self.degree else ONE
+        return Residue(pow(self.value, -1, P), _degree(self.below), below)
 
     def sqrt(self) -> Residue:
         """Return a root as a variable of its own: the eps under a root is chosen so that it is the square of one.
@@ -98,10 +98,9 @@ class Residue:
         Raises:
             ValueError: if the residue is not a square.
         """
-        root = pow(self.value, (P + 1) // 4, P)
         if not self.is_square():
             raise ValueError(f"sqrt: {self.value} is not a square modulo p; choose eps so that it is")
-        return Residue(root, 1)
+        return Residue(pow(self.value, (P + 1) // 4, P), 1)
 
     def is_square(self) -> bool:
         """Tell whether it has a root modulo p (Euler's criterion); 0 counts."""
@@ -142,30 +141,24 @@ def _residue(number: Any) -> Residue | None:
     return _constant(number) if isinstance(number, (int, Fraction)) else None
 
 
-def _number(powers: Mapping[Atom, int]) -> int:
-    """Return the number of a denominator, atom -> power."""
-    key = tuple(sorted(powers.items()))
-    if key not in _NUMBERS:
-        _NUMBERS[key] = len(_DENOMINATORS)
-        _DENOMINATORS.append(dict(key))
-    return _NUMBERS[key]
+@cache
+def _atom(value: int, degree: int) -> Powers:
+    return frozenset({((value, degree), 1)})
 
 
 @cache
-def _common(a: int, b: int) -> tuple[int, int, int]:
+def _common(a: Powers, b: Powers) -> tuple[Powers, int, int]:
     """Return the least common denominator and the degrees that the two numerators are multiplied with."""
-    left, right = _DENOMINATORS[a], _DENOMINATORS[b]
-    both = {**left, **{atom: max(power, left.get(atom, 0)) for atom, power in right.items()}}
-    total = _degree(both)
-    return _number(both), total - _degree(left), total - _degree(right)
+    left, right = dict(a), dict(b)
+    both = frozenset({atom: max(left.get(atom, 0), right.get(atom, 0)) for atom in left | right}.items())
+    return both, _degree(both) - _degree(a), _degree(both) - _degree(b)
 
 
 @cache
-def _times(a: int, b: int) -> int:
-    """Return the product of two denominators."""
-    left, right = _DENOMINATORS[a], _DENOMINATORS[b]
-    return _number({**left, **{atom: power + left.get(atom, 0) for atom, power in right.items()}})
+def _product(a: Powers, b: Powers) -> Powers:
+    left, right = dict(a), dict(b)
+    return frozenset({atom: left.get(atom, 0) + right.get(atom, 0) for atom in left | right}.items())
 
 
-def _degree(powers: Mapping[Atom, int]) -> int:
-    return sum(power * degree for (_, degree), power in powers.items())
+def _degree(powers: Powers) -> int:
+    return sum(power * degree for (_, degree), power in powers)

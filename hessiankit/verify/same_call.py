@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,75 +27,60 @@ TOGETHER = 24
 """Parameters whose products are computed in one call."""
 ENTRIES = 2
 """Entries of each parameter at which the diagonal of a large module is compared, each by a product along a unit vector."""
-
-
 DIAGONAL = 100_000
 """Beyond this many parameters the exact diagonal, which forms the curvature between activations, is left out."""
 
-Rows: TypeAlias = "tuple[list[CheckRow], list[str]]"
-"""Rows, and remarks: why some are missing or failed."""
 
-
-@dataclass(frozen=True)
 class SameCall:
     """Comparisons of one problem's other results with those of the module and of references.
 
-    Args:
-        problem: The loss.
-        judge: Which differences count.
-        rtol: The tolerance.
-        groups: Name of a row -> the parameters whose worst it is.
-        healthy: References without an error of their own, and their results.
-        seed: Of directions.
+    The groups are parameters by the name of the row whose worst counts; ``healthy`` are results of references without an error
+    of their own. The remarks say why rows are missing or failed.
     """
 
-    problem: Problem
-    judge: Judge
-    rtol: float
-    groups: Mapping[str, Sequence[str]]
-    healthy: Mapping[str, Outcome]
-    seed: int
+    def __init__(self, judge: Judge, rtol: float, groups: Mapping[str, Sequence[str]], healthy: Mapping[str, Outcome]) -> None:
+        self.problem, self.judge, self.rtol, self.groups, self.healthy = judge.noise.problem, judge, rtol, groups, healthy
+        self.rows, self.remarks = list[CheckRow](), list[str]()
 
-    def of_matrix(self, closed: Hessian, probes: Probes | None) -> Rows:
+    def of_matrix(self, closed: Hessian, probes: Probes | None, seed: int) -> None:
         """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
         reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
-        rows, remarks = [self.loss(closed.loss)], list[str]()
-        operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator, rows, remarks)
+        self.loss(closed.loss)
+        operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator)
         if operator is not None:
             gradients = list(self.gradient(operator.gradient, seconds))
             if not all(row.passed for row in gradients):
-                remarks += self.wrong_slope(operator.gradient)
-            rows += gradients
+                self.remarks += self.wrong_slope(operator.gradient)
+            self.rows += gradients
             if exact is not None:
-                few = probes or probe_directions(self.problem, 1, self.seed)
+                few = probes or probe_directions(self.problem, 1, seed)
                 products = (operator @ few.V.T.to(operator.torch_dtype)).T
                 gaps = Layout(self.problem, few.owners).gaps(products, exact if probes else few.V.to(exact) @ exact.T)
-                rows += self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
-        diagonal, seconds = self._attempt("diagonal", "the diagonal", self.exact_diagonal, rows, remarks)
+                self.rows += self.judge.rows(gaps, self.rtol, reference, seconds, cells_of_labels("operator", gaps))
+        diagonal, seconds = self._attempt("diagonal", "the diagonal", self.exact_diagonal)
         if diagonal is not None and exact is not None:  # where references gave products, the dense closed form is compared with
             name, matrix = (reference, exact) if probes is None else ("hessian", closed.matrix)
-            rows += self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
-        return rows, remarks
+            self.rows += self.diagonal(diagonal, [(torch.arange(len(matrix), device=matrix.device), matrix)], name, seconds)
 
-    def of_operator(self, operator: HessianOperator) -> Rows:
+    def of_operator(self, operator: HessianOperator) -> None:
         """Compare loss, gradient and diagonal of the call that gave an operator."""
-        rows, left_out = [self.loss(operator.loss), *self.gradient(operator.gradient, 0.0)], ""
+        self.loss(operator.loss)
+        self.rows += self.gradient(operator.gradient, 0.0)
         exact = next(iter(self.healthy), None)
         if self.problem.size > DIAGONAL:
-            left_out = f", hessian_diagonal not beyond {DIAGONAL:,}"
+            self.remarks.append(f", hessian_diagonal not beyond {DIAGONAL:,}")
         elif exact is not None:
             before = time.perf_counter()
             diagonal = self.exact_diagonal()
-            rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - before)
-        return rows, [left_out]
+            self.rows += self.diagonal(diagonal, self._columns(exact), exact, time.perf_counter() - before)
 
     def _row(self, name: str, error: float, seconds: float) -> CheckRow:
         return CheckRow(name, MODULE, error, error <= self.rtol, seconds, method_of(self.judge.precision))
 
-    def loss(self, loss: float) -> CheckRow:
+    def loss(self, loss: float) -> None:
         """Compare the loss of a closed form with that of the module's own call."""
         own = self.problem.value
-        return self._row("loss", abs(loss - own) / max(abs(own), torch.finfo(torch.float64).tiny), 0.0)
+        self.rows.append(self._row("loss", abs(loss - own) / max(abs(own), torch.finfo(torch.float64).tiny), 0.0))
 
     def gradient(self, gradient: Tensor, seconds: float) -> Iterator[CheckRow]:
         """Compare a gradient (P) with that of the module's own call, each parameter against its largest entry.
@@ -106,8 +90,7 @@ class SameCall:
         own, mine = (self.problem.unflatten(g) for g in (self.problem.flat_gradient(), gradient))
         sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
         floor = FLOOR * self.judge.eps * max(sizes.values())
-        noise: dict[str, float] = {}
-        errors = {}
+        noise, errors = dict[str, float](), dict[str, float]()
         for n, size in sizes.items():
             gap = float((mine[n] - own[n]).abs().max())
             errors[n] = gap / size if size else gap
@@ -180,9 +163,7 @@ class SameCall:
         gaps = Gaps(tuple(self.groups), gap, scale, scale, torch.zeros_like(gap))
         yield from self.judge.rows(gaps, self.rtol, name, seconds, cells)
 
-    def _attempt(
-        self, kind: str, words: str, make: Callable[[], T], rows: list[CheckRow], remarks: list[str]
-    ) -> tuple[T | None, float]:
+    def _attempt(self, kind: str, words: str, make: Callable[[], T]) -> tuple[T | None, float]:
         """Return what a function gives and its time, or None.
 
         A function that refuses the call although there is a Hessian is a failed row; one that only lacks the memory is a remark.
@@ -191,10 +172,10 @@ class SameCall:
         try:
             return make(), time.perf_counter() - start
         except OutOfMemoryError as reason:
-            remarks.append(f"no rows of {words}: {reason}")
+            self.remarks.append(f"no rows of {words}: {reason}")
         except HessiankitError as reason:
-            rows.append(self._row(kind, math.inf, time.perf_counter() - start))
-            remarks.append(f"hessian_{kind} refuses the same call: {reason}")
+            self.rows.append(self._row(kind, math.inf, time.perf_counter() - start))
+            self.remarks.append(f"hessian_{kind} refuses the same call: {reason}")
         return None, 0.0
 
     def _symmetric_operator(self) -> HessianOperator:

@@ -15,11 +15,12 @@ from hessiankit.curvature.dense import hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.verify.block_structure import structure_of
-from hessiankit.verify.comparison import Judge, Layout, RoundingNoise, cells_of_labels, closed_form
-from hessiankit.verify.probes import probe_directions
+from hessiankit.verify.comparison import Judge, Layout, cells_of_labels, closed_form
+from hessiankit.verify.health import rounding_noise
+from hessiankit.verify.probes import normal, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
-from hessiankit.verify.rows import CheckRow
+from hessiankit.verify.rows import FORMULAS, CheckRow
 
 TINY = {"length": 3, "width": 4, "head": 2, "hidden": 5}
 """Sizes of the formulas' twin: unequal, so that a swapped index cannot hide."""
@@ -48,35 +49,25 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
     return PostNormBlockAt(X=x, **arrays, mask=mask, eps=norm.eps, activation=block.feedforward.activation)
 
 
-def formula_errors(block: TransformerBlock, seed: int) -> dict[str, float]:
-    """Return the largest difference of fast path and formulas on a twin of the block with tiny unequal widths.
-
-    It is relative to the largest entry of each block pair; empty where no formulas are written.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
-    eps = float(getattr(block.norm_1, "eps", None) or 1e-6)
+def formula_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
+    """Compare fast path and formulas, where there are any, pair by pair on a twin of the block with tiny unequal widths."""
+    start, eps = time.perf_counter(), float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
-    x, target = draw(TINY["length"], TINY["width"]), draw(TINY["length"], TINY["width"])
+    generator = torch.Generator().manual_seed(seed)
+    x, target = (normal((TINY["length"], TINY["width"]), generator) for _ in range(2))
     for p in twin.parameters():
-        p.data = draw(*p.shape) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
+        p.data = normal(p.shape, generator) * 0.7 + (0.5 if p.ndim == 1 else 0.0)
     point = point_of(twin, x)
     if point is None:
-        return {}
+        return
     fast = hessian(twin, x, target, handshake=False)
     whole = float(fast.matrix.abs().max())
-    errors = {}
-    for a, i in enumerate(fast.names):
-        for j in fast.names[a:]:
-            formula = point.loss_hessian(target, letter(i), letter(j)).total.dense()
-            mine = fast.block(i, j)
-            difference, scale = float((formula - mine).abs().max()), float(formula.abs().max())
-            vanishes = max(difference, scale) <= 1e-14 * whole
-            errors[f"{i} x {j} (formula)"] = 0.0 if vanishes else difference / scale if scale else math.inf
-    return errors
+    for i, j in fast.pairs():
+        formula = point.loss_hessian(target, letter(i), letter(j)).total.dense()
+        difference, scale = float((formula - fast.block(i, j)).abs().max()), float(formula.abs().max())
+        vanishes = max(difference, scale) <= 1e-14 * whole
+        error = 0.0 if vanishes else difference / scale if scale else math.inf
+        yield CheckRow(f"{i} x {j} (formula)", FORMULAS, error, error <= TOLERANCE, time.perf_counter() - start)
 
 
 WIDTH, HIDDEN, HEADS, HEAD, LENGTH = 20, 24, 4, 6, 5
@@ -86,35 +77,25 @@ TOLERANCE = 1e-10
 JUDGES = ("reverse-over-reverse", "jvp(grad)")
 
 
-def wide_twin(block: TransformerBlock, seed: int) -> tuple[TransformerBlock, torch.Tensor, torch.Tensor]:
-    """Return a block of the same placement, norm and mask with four heads, W_O, biases and gelu; inputs and a target."""
-    s = structure_of(block)
+def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
+    """Compare a wide block of the same placement, norm and mask, with four heads, W_O, biases and gelu.
+
+    Its closed form is compared with two references along a direction on each parameter, and its diagonal with that.
+    """
+    start, s, generator = time.perf_counter(), structure_of(block), torch.Generator().manual_seed(seed)
     gated, shared = s.activation == "swiglu", s.n_kv_heads < s.n_heads
     kinds = {"activation": s.activation if gated else "gelu", "bias": not gated, "attention_bias": False}
     heads = {"n_heads": HEADS, "n_kv_heads": HEADS // 2 if shared else HEADS, "d_k": HEAD, "output_projection": True}
     twin = s.block(WIDTH, HIDDEN, **kinds, **heads).double()
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
-
     for p in twin.parameters():
-        p.data = 0.8 + 0.3 * draw(*p.shape) if p.ndim == 1 else 0.4 * draw(*p.shape)
-    return twin, draw(2, LENGTH, WIDTH), draw(2, LENGTH, WIDTH)
-
-
-def twin_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
-    """Compare the twin's closed form with two references along a direction on each parameter, and its diagonal with it."""
-    start = time.perf_counter()
-    twin, x, target = wide_twin(block, seed)
+        p.data = 0.8 + 0.3 * normal(p.shape, generator) if p.ndim == 1 else 0.4 * normal(p.shape, generator)
+    x, target = (normal((2, LENGTH, WIDTH), generator) for _ in range(2))
     problem, exact = Problem(twin, x, target), hessian(twin, x, target, handshake=False)
     probes = probe_directions(problem, 1, seed)
-    routes = {"closed form": closed_form, **{n: REFERENCES[n].products for n in JUDGES}}
-    judge = Judge(tuple(problem.params), torch.float64, RoundingNoise(problem, routes, 2.0**-52))
-    mine = probes.V @ exact.matrix
+    judge = Judge(rounding_noise(problem, JUDGES, torch.float64, closed_form))
     for name in JUDGES:
         try:
-            gaps = Layout(problem, probes.owners).gaps(mine, REFERENCES[name].products(problem, probes.V))
+            gaps = Layout(problem, probes.owners).gaps(probes.V @ exact.matrix, REFERENCES[name].products(problem, probes.V))
         except Unsupported:
             continue
         yield from judge.rows(gaps, TOLERANCE, name, time.perf_counter() - start, cells_of_labels("wide twin", gaps))

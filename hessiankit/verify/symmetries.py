@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.verify.in_place import placed
+from hessiankit.verify.probes import normal
 from hessiankit.verify.problem import Problem
 
 Params = Mapping[str, Tensor]
@@ -82,21 +83,13 @@ def _times(X: Tensor, G: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Symmetry:
-    """A family of generators along which the loss is constant.
+    """A family of generators along which the loss is constant."""
 
-    Attributes:
-        family: The kind of structure that has it.
-        statement: The identity in words and symbols; g is the gradient of the parameters in question.
-        moving: The parameters that move.
-        against: Those that move against them.
-        motions: Random generators, and G = I, Euler's identity, where that is one.
-    """
-
-    family: str
-    statement: str
+    family: str  # the kind of structure that has it
+    statement: str  # the identity; g is the gradient of the parameters in question
     moving: tuple[str, ...]
-    against: tuple[str, ...]
-    motions: tuple[Motion, ...]
+    against: tuple[str, ...]  # the parameters that move against those
+    motions: tuple[Motion, ...]  # random generators, and G = I, Euler's identity, where that is one
 
     @property
     def name(self) -> str:
@@ -124,11 +117,7 @@ def _samples(problem: Problem, count: int, rng: torch.Generator) -> list[Gradien
 
 def generic_point(params: Params, rng: torch.Generator) -> dict[str, Tensor]:
     """Return parameters near given ones, a tenth of their size away."""
-
-    def normal(x: Tensor) -> Tensor:
-        return torch.randn(x.shape, generator=rng, dtype=torch.float64, device="cpu").to(x)
-
-    return {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * normal(x) for n, x in params.items()}
+    return {n: x + 0.1 * x.square().mean().sqrt().clamp_min(0.1) * normal(x.shape, rng, x) for n, x in params.items()}
 
 
 def symmetries(problem: Problem, rng: torch.Generator) -> list[Symmetry]:
@@ -163,10 +152,6 @@ def _zero(terms: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([value.abs() <= VANISHES * scale for value, scale in terms]).all(0)
 
 
-def _normal(shape: Sequence[int], like: Tensor, rng: torch.Generator) -> Tensor:
-    return torch.randn(*shape, generator=rng, dtype=torch.float64, device="cpu").to(like)
-
-
 # Shifts and scales without effect ---------------------------------------------------------------------------------------
 
 NO_EFFECT = "no effect"
@@ -180,7 +165,7 @@ def _without_effect(samples: Sequence[GradientSample], rng: torch.Generator) -> 
         x = samples[0].theta[leg.parameter]
         if x.ndim == 1 and all(float(leg.of(s.g).abs().max()) <= VANISHES * largest for s in samples):
             shift = torch.zeros_like(x)
-            leg.of({leg.parameter: shift}).copy_(_normal((leg.size,), x, rng))
+            leg.of({leg.parameter: shift}).copy_(normal((leg.size,), rng, x))
             motion = Motion(shifts=((leg.parameter, shift),))
             yield Symmetry(NO_EFFECT, "g = 0, H = 0 in the rows of A", (leg.parameter,), (), (motion,))
 
@@ -191,7 +176,7 @@ def _row_means(samples: Sequence[GradientSample], rng: torch.Generator) -> Itera
         for axis, n in enumerate(x.shape[:2]):
             sums = [(s.g[name].sum(axis), s.g[name].abs().sum(axis)) for s in samples]
             if n > 1 and float(sums[0][1].max()) and bool(_zero(sums).all()):
-                shift = _normal([1 if k == axis else m for k, m in enumerate(x.shape)], x, rng).expand(x.shape)
+                shift = normal([1 if k == axis else m for k, m in enumerate(x.shape)], rng, x).expand(x.shape)
                 statement = "A + u ⊗ 1: <u ⊗ 1, g> = 0, H (u ⊗ 1) = 0"
                 yield Symmetry("row mean", statement, (name,), (), (Motion(shifts=((name, shift),)),))
 
@@ -211,7 +196,7 @@ def _norm_scales(samples: Sequence[GradientSample], rng: torch.Generator, still:
             if leg is None:
                 yield _scaled(statement, theta, name)
             else:
-                motion = Motion(((leg, _normal((leg.size,), theta[name], rng)),))
+                motion = Motion(((leg, normal((leg.size,), rng, theta[name])),))
                 yield Symmetry("norm scale", statement, (name,), (), (motion,))
     joint = ((sums[:, None] + sums).abs() <= VANISHES * (sizes[:, None] + sizes)).all(2)
     for a, b in joint.nonzero().tolist():
@@ -286,22 +271,19 @@ def _gauge(signs: Mapping[Leg, int], samples: Sequence[GradientSample], rng: tor
         sums = [_matrix_charge(moving, against, s) for s in samples]
         alive = torch.stack([scale > 0 for _, scale in sums]).all(0)  # where nothing depends on them, units may be dead
         free |= _zero(sums) & alive
-    G = _normal((k, k), like, rng) / k**0.5 * free  # so that exp(t G) stays well conditioned at every width
-    kind = "diagonal" if bool((free.sum(0) == 1).all()) else "linear"
+    G = normal((k, k), rng, like) / k**0.5 * free  # so that exp(t G) stays well conditioned at every width
+    diagonal = bool((free.sum(0) == 1).all())
     axes = [{leg.axis for leg in side if not flat[leg]} for side in (moving, against)]
     family = "logits" if axes[0] == axes[1] else "linear maps"
-    generators = [G.diagonal() if kind == "diagonal" else G, like.new_ones(k)]
-    motions = tuple(_motion(moving, against, generator) for generator in generators)
+    generators = [G.diagonal() if diagonal else G, like.new_ones(k)]
+    motions = tuple(
+        Motion((*((leg, B) for leg in moving), *((leg, -B if B.ndim == 1 else -B.T) for leg in against))) for B in generators
+    )
     names, others = (tuple(leg.parameter for leg in side) for side in (moving, against))
-    return Symmetry(family, STATEMENTS[family, kind], names, others, motions)
-
-
-STATEMENTS = {
-    ("linear maps", "linear"): f"(A G, G⁻¹C): <A, g> = <C, g>, {CURVED}",
-    ("linear maps", "diagonal"): f"(A D, D⁻¹C), D diagonal: <A, g> = <C, g>, {CURVED}",
-    ("logits", "linear"): f"(A G, C G⁻ᵀ): <A, g> = <C, g>, {CURVED}",
-    ("logits", "diagonal"): f"(A D, C D⁻¹), D diagonal: <A, g> = <C, g>, {CURVED}",
-}
+    acting = {"linear maps": "(A G, G⁻¹C)", "logits": "(A G, C G⁻ᵀ)"}[family]
+    if diagonal:
+        acting = acting.replace("G⁻ᵀ", "D⁻¹").replace("G", "D") + ", D diagonal"
+    return Symmetry(family, f"{acting}: <A, g> = <C, g>, {CURVED}", names, others, motions)
 
 
 def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: GradientSample) -> tuple[Tensor, Tensor]:
@@ -313,8 +295,3 @@ def _matrix_charge(moving: Sequence[Leg], against: Sequence[Leg], sample: Gradie
             M, S = X.T @ g, X.abs().T @ g.abs()
             total, scale = (total + M, scale + S) if sign == 1 else (total - M.T, scale + S.T)
     return total, scale
-
-
-def _motion(moving: Sequence[Leg], against: Sequence[Leg], G: Tensor) -> Motion:
-    back = -(G if G.ndim == 1 else G.T)
-    return Motion((*((leg, G) for leg in moving), *((leg, back) for leg in against)))

@@ -15,21 +15,13 @@ from hessiankit.verify.problem import Problem
 
 @dataclass(frozen=True)
 class Traits:
-    """Result of ``traits``.
+    """Result of ``traits``; a name is "" where there is no such operation."""
 
-    Args:
-        layer_norm_gain: A ``layer_norm`` with a gain was called on differentiated values.
-        precision: The lowest floating type that differentiated values pass through.
-        lowered_by: The operation that first went below the type of the parameters; "" where none did.
-        stopped_by: The first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``); "" if none.
-        padding: Why torch's gradient is not that of the loss, where an embedding reads its padding token; else "".
-    """
-
-    layer_norm_gain: bool
-    precision: torch.dtype
-    lowered_by: str
-    padding: str = ""
-    stopped_by: str = ""
+    layer_norm_gain: bool  # a ``layer_norm`` with a gain was called on differentiated values
+    precision: torch.dtype  # the lowest floating type that differentiated values pass through
+    lowered_by: str  # the operation that first went below the type of the parameters
+    padding: str = ""  # why torch's gradient is not that of the loss, where an embedding reads its padding token
+    stopped_by: str = ""  # the first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``)
 
 
 def traits(problem: Problem) -> Traits:
@@ -50,7 +42,6 @@ PADDING = (
     "an embedding reads its padding_idx: torch leaves that row out of the gradient, which is that of the loss only if the token "
     "is masked everywhere else; where it is not, no two routes agree: mask it, or build the embedding with padding_idx=None"
 )
-
 
 STOPPED = (
     "{} stops a gradient: torch holds that value constant, and H is the derivative of torch's gradient with it held; central "

@@ -42,7 +42,7 @@ def test_no_bound_is_violated(seed):
     assert true <= min(prior.whole, own.whole) * ROUNDING
     for i, j in H.pairs():
         floor = 1e-12 * true  # below it a block is rounding
-        assert H.spectral_norm(i, j) <= min(prior[i, j], own.pairs[i, j]) * ROUNDING + floor, (i, j)
+        assert H.spectral_norm(i, j) <= min(prior.block(i, j), own.pairs[i, j]) * ROUNDING + floor, (i, j)
 
 
 @pytest.mark.slow
@@ -186,14 +186,13 @@ def test_an_a_priori_bound_of_one_token_is_attained(radius):
     """One token attends to itself, so the output is x W_V: the block of W_V is 2/N x x^T (x) I over the whole ball."""
     attention, x, t = Attention(2).double(), torch.tensor([[3.0, 4.0]], dtype=torch.float64), normal(1, 2)
     table = a_priori(attention, x, t, radius=radius)
-    assert table["W_V", "W_V"] == pytest.approx(2 / 2 * 25, rel=1e-9)
-    matrix = torch.tensor([[table[i, j] for j in table.names] for i in table.names], dtype=torch.float64)
-    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(matrix, 2)), rel=1e-9)
+    assert table.block("W_V", "W_V") == pytest.approx(2 / 2 * 25, rel=1e-9)
+    assert table.whole == pytest.approx(float(torch.linalg.matrix_norm(table.matrix, 2)), rel=1e-9)
     residual = float((x @ attention.W_V - t).norm().detach())
     if radius == 0:
-        assert table.lipschitz == pytest.approx(residual * 5, rel=1e-9)  # the gradient 2/N x^T R itself
+        assert table.parts["lipschitz"] == pytest.approx(residual * 5, rel=1e-9)  # the gradient 2/N x^T R itself
     else:
-        assert table.lipschitz >= (residual + radius * 5) * 5 * (1 - 1e-9)
+        assert table.parts["lipschitz"] >= (residual + radius * 5) * 5 * (1 - 1e-9)
 
 
 def test_an_a_priori_bound_of_cross_entropy_is_attained_between_two_classes():
@@ -203,13 +202,13 @@ def test_an_a_priori_bound_of_cross_entropy_is_attained_between_two_classes():
         attention.W_V.zero_()
     table = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
     true = hk.hessian(attention, x.unsqueeze(0), torch.tensor([[1]]), loss="cross_entropy").spectral_norm("W_V")
-    assert table["W_V", "W_V"] == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
+    assert table.block("W_V", "W_V") == pytest.approx(true, rel=1e-9) == pytest.approx(25 / 2, rel=1e-9)
     with torch.no_grad():
         attention.W_V.copy_(torch.tensor([[10.0, -10.0], [10.0, -10.0]]))
     loss = nn.functional.cross_entropy(attention(x), torch.tensor([1]))
     (slope,) = torch.autograd.grad(loss, attention.W_V)
     again = a_priori(attention, x, torch.tensor([1]), loss="cross_entropy")
-    assert again.lipschitz == pytest.approx(float(slope.norm()), rel=1e-9)
+    assert again.parts["lipschitz"] == pytest.approx(float(slope.norm()), rel=1e-9)
 
 
 def test_a_norm_without_eps_needs_rows_that_vary():

@@ -16,6 +16,7 @@ from hessiankit.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.bounding.rules import (
     Bounded,
     BoundedParameter,
+    Magnitudes,
     activation,
     affine,
     constant,
@@ -49,9 +50,11 @@ def parameter(name: str, values: object, radius: float = 0.0) -> BoundedParamete
 
 def itself(name: str, centre: Tensor) -> Bounded:
     """A value that is a parameter: its Jacobian in itself is the identity, its second derivative zero."""
-    one = {name: 1.0}
+    one = Magnitudes({name: 1.0})
     sizes = float(torch.linalg.matrix_norm(centre, 2)), float(centre.norm()), float(centre.norm(dim=1).max())
-    return Bounded(centre, *sizes, one, {}, {}, diameter=float(torch.cdist(centre, centre).max()), jacobian_row=one)
+    return Bounded(
+        centre, *sizes, one, Magnitudes(), Magnitudes(), diameter=float(torch.cdist(centre, centre).max()), jacobian_row=one
+    )
 
 
 def context(Q: Tensor, K: Tensor, V: Tensor, c: float, heads: int, groups: int) -> Tensor:
@@ -294,7 +297,7 @@ def test_without_a_residual_only_the_gauss_newton_term_is_left(options):
     torch.manual_seed(0)
     block = hk.TransformerBlock(8, 3, 2, "pre", activation="gelu", **options).double()
     x = draw(3, 8)
-    norms = a_priori(block, x, block(x).detach()).norms
+    norms = a_priori(block, x, block(x).detach()).matrix
     torch.testing.assert_close(norms.square(), torch.outer(norms.diagonal(), norms.diagonal()), rtol=1e-6, atol=0.0)
 
 

@@ -132,9 +132,9 @@ def test_certificate_of_blocks():
     H, slices = symmetric(9, 2), {"a": slice(0, 4), "b": slice(4, 9)}
     found = certify(H, slices)
     assert found.whole.lower <= float(exact_norm(H)) <= found.whole.upper
-    assert found.whole.width < 1e-9
+    assert found.whole.upper < found.whole.lower * (1 + 1e-9)
     for (i, j), interval in found.pairs.items():
-        assert float(exact_norm(H[slices[i], slices[j]])) in interval
+        assert interval.lower <= float(exact_norm(H[slices[i], slices[j]])) <= interval.upper
     assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
     norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
     assert found.bounds["norm matrix"] == pytest.approx(float(torch.linalg.eigvalsh(norms)[-1]), rel=1e-9)
@@ -155,8 +155,7 @@ def test_a_large_matrix_whose_largest_eigenvalue_lanczos_misses(monkeypatch):
     found = certify(H, {"a": slice(0, 600)})
     assert len(calls) == 2  # once for the whole, once for its only block
     assert found.norm == found.norms["a", "a"] == pytest.approx(2, rel=1e-13)
-    assert found.norm in found.whole
-    assert found.whole.width < 1e-8
+    assert found.whole.lower <= found.norm <= found.whole.upper < found.whole.lower * (1 + 1e-8)
     assert largest_eigenvalue(H @ H) == pytest.approx(4, rel=1e-13)
 
 
@@ -180,7 +179,7 @@ def test_errors(matrix, message):
 
 def test_a_sum_of_too_many_numbers_has_no_digits_left():
     with pytest.raises(InputError, match="no digits left"):
-        growth(10**9, torch.float32)
+        growth(10**16)
 
 
 def test_zero_matrix():

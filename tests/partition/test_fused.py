@@ -155,7 +155,7 @@ def test_heads_of_the_papers_blocks() -> None:
     assert slices["attention.query.head_1.weight"] == "attention.W_Q[:, 4:8]"
     assert slices["attention.value.head_1.bias"] == "attention.b_V[2:4]"
     pairs = {role: (getattr(layer, f"W_{role[0].upper()}"), getattr(layer, f"b_{role[0].upper()}")) for role in ROLES}
-    assert check_heads(block, lambda: {role: layer._heads(x, *pair).detach() for role, pair in pairs.items()}) == 18
+    assert check_heads(block, lambda: {role: layer._heads(x, *pair, None, 3).detach() for role, pair in pairs.items()}) == 18
 
 
 @pytest.mark.parametrize("case", [*FUSED, *SEPARATE])
