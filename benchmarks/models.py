@@ -204,9 +204,12 @@ def page(rows: Sequence[Row]) -> str:
     refused = [row for row in rows if row.reason]
     kinds = len({row.name for row in good})
     half = sorted(row.bfloat16 for row in good if not math.isnan(row.bfloat16))
-    summary = f"{kinds} architectures, {len(good)} with their implementations of attention: "
-    summary += f"at most {max((row.float64 for row in good), default=math.nan):.0e} from reverse over reverse in float64"
-    summary += f"; in bfloat16 {half[len(half) // 2]:.0e} in the median, {half[-1]:.0e} at most.\n" if half else ".\n"
+    summary = f"The table has {kinds} architectures, {len(good)} counting their implementations of attention. In float64 they "
+    summary += f"differ from reverse over reverse by at most {max((row.float64 for row in good), default=math.nan):.0e}."
+    summary += (
+        f" In bfloat16 the difference is {half[len(half) // 2]:.0e} in the median and at most {half[-1]:.0e}." if half else ""
+    )
+    summary += "\n"
     headers = (
         "architecture",
         "attention",
