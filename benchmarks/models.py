@@ -204,9 +204,12 @@ def page(rows: Sequence[Row]) -> str:
     refused = [row for row in rows if row.reason]
     kinds = len({row.name for row in good})
     half = sorted(row.bfloat16 for row in good if not math.isnan(row.bfloat16))
-    summary = f"{kinds} architectures, {len(good)} with their implementations of attention: "
-    summary += f"at most {max((row.float64 for row in good), default=math.nan):.0e} from reverse over reverse in float64"
-    summary += f"; in bfloat16 {half[len(half) // 2]:.0e} in the median, {half[-1]:.0e} at most.\n" if half else ".\n"
+    summary = f"The table has {kinds} architectures, {len(good)} counting their implementations of attention. In float64 they "
+    summary += f"differ from reverse over reverse by at most {max((row.float64 for row in good), default=math.nan):.0e}."
+    summary += (
+        f" In bfloat16 the difference is {half[len(half) // 2]:.0e} in the median and at most {half[-1]:.0e}." if half else ""
+    )
+    summary += "\n"
     headers = (
         "architecture",
         "attention",
@@ -246,17 +249,17 @@ def attentions(name: str) -> tuple[str, ...]:
 
 HEAD = f"""# Architectures
 
-Every model is tiny and made from its configuration, with generic parameters; a padded batch of tokens with the label -100 where
-there is padding, or two images; its own loss (`python -m benchmarks.models`).
+`python -m benchmarks.models` builds a tiny version of every model from its configuration, with generic parameters and the
+model's own loss. The data are a padded batch of tokens, with the label -100 for padding, or two images.
 
 - **float64**: the largest difference of `hessian_operator`'s product in a generic direction from reverse over reverse through the
-  model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. Casts to
-  float32 that a model makes by itself are kept in float64 on both sides, so that all digits can be seen.
-- **differences**: the same difference from central differences of the model's gradient, whose own error is about this large.
+  model itself, parameter by parameter, relative to the largest entry of the parameter's part; {EXACT:.0e} is allowed. A model's
+  own casts to float32 are replaced by float64 on both sides, so that all digits can be seen.
+- **differences**: the same difference from central differences of the model's gradient, mostly the error of these.
 - **own casts**: the difference in float64 where both sides make the model's casts to float32; {CASTING:.0e} is allowed.
 - **bfloat16**: the difference between the product of the model in bfloat16 and that of the model in float64, at the same
   parameters and inputs. It is relative to a part's largest entry, or to bfloat16's rounding of the largest entry of all parts
-  where that is more.
+  if that is larger.
 - **autograd, bfloat16**: the same difference for reverse over reverse. It shows what rounding does to any derivative.
 - **fallbacks**: operations without a closed form, differentiated by torch one by one.
 """

@@ -11,14 +11,14 @@ DETAILS = "## All methods"
 """What parts the short table of a benchmark from the long one."""
 CELL_HEADERS = ("problem", "P", "B", "dtype", "threads")
 NOTES = (
-    "- time: median of the rounds, quartiles in brackets. `~` marks a time that is extrapolated linearly from the columns\n"
-    "  named.\n"
-    "- ratio: seconds of the method over those of the closed form in the same round, median and quartiles; above 1 the closed\n"
-    "  form is faster. A method that returns something else than the Hessian has no ratio: *wrong by* is its largest difference\n"
-    "  from `torch.autograd.grad` twice, one column at a time, relative to the largest entry compared.\n"
+    "- time: median of the rounds, quartiles in brackets. `~` marks a time that is extrapolated linearly from the number of\n"
+    "  columns that it names.\n"
+    "- ratio: time of the method over that of the closed form in the same round, median and quartiles; above 1 the closed\n"
+    "  form is faster. A method that does not return the Hessian has no ratio: *wrong by* is its largest difference from\n"
+    "  `torch.autograd.grad` twice, one column at a time, relative to the largest entry compared.\n"
     "- best right: the fastest of the methods that return the Hessian.\n"
-    "- writing as many numbers: a matrix of the result's size, before the closed form in every round, so that it pays for\n"
-    "  memory that the others gave back to the system. A time extrapolated from some columns has no part of it.\n"
+    "- writing as many numbers: the time to fill a matrix of the result's size. It comes before the closed form in every round\n"
+    "  and pays for memory that other methods gave back to the system. Times extrapolated from some columns do not include it.\n"
     "- closed form, plain torch: without the compiled kernels, where the environment has them."
 )
 

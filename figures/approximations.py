@@ -198,7 +198,7 @@ def findings(found: dict[Cell, dict[str, Any]], settings: Settings) -> list[str]
         lower = ", ".join(f"{m} {left[m]:.0f}" for m in METHODS if left[m] < plain)
         higher = ", ".join(f"{m} {left[m]:.0f}" for m in METHODS if left[m] >= plain)
         lines.append(
-            f"Condition number left of the damped matrix, {stage}: {plain:.0f} without a preconditioner; lower with {lower}; not "
+            f"Condition number of the damped matrix, {stage}: {plain:.0f} without a preconditioner; lower with {lower}; not "
             f"lower with {higher}."
         )
     least = [report["least_eigenvalue"] / report["spectral_norm"] for cell, report in found.items() if cell.against == "hessian"]

@@ -215,7 +215,10 @@ def verdicts(found: Sequence[Measured], size: Size) -> list[Verdict]:
     }
     fig6 = []
     for k, (criterion, sign) in enumerate(
-        (("LNS's worst block takes a smaller share of the damage than Pre-LN's", -1), ("its deeper half a larger one", 1))
+        (
+            ("LNS's worst block takes a smaller share of the damage than Pre-LN's", -1),
+            ("LNS's deeper half takes a larger share than Pre-LN's", 1),
+        )
     ):
         lns, pre = ([shares_of[k] for shares_of in shares[method]] for method in ("LNS", "Pre-LN"))
         outcomes = (sign * (a - b) > 0 for a, b in zip(lns, pre, strict=True))

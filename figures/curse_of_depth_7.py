@@ -152,11 +152,14 @@ def verdicts(runs: dict[str, list[ByteRun]], seen: dict[str, list[dict[str, Any]
             for criterion, share in (("Pre-LN's", 1), ("a twentieth of Pre-LN's (in print 150 of 3000)", 1 / 20))
         ),
         in_every(
-            "its accuracy is higher", (b > a for a, b in zip(right[base], right[branch], strict=True)),
+            "LNS after attention and MLP: the accuracy is above Pre-LN's",
+            (b > a for a, b in zip(right[base], right[branch], strict=True)),
             f"{each(right[branch])} against {each(right[base])}",
         ),
         in_every(
-            "LNS after the norm: lower", (b < a for a, b in zip(right[base], right[norm], strict=True)), each(right[norm])
+            "LNS after the norm: the accuracy is below Pre-LN's",
+            (b < a for a, b in zip(right[base], right[norm], strict=True)),
+            each(right[norm]),
         ),
     )  # fmt: skip
     data = f"{vision.steps} steps of {vision.batch_size} digits"

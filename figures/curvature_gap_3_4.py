@@ -69,7 +69,9 @@ def verdicts(names: Sequence[str], before: Tensor, after: Tensor, accuracy: floa
     spread = float(positive.max() / positive.min())
     fig3 = (
         in_every("the diagonal blocks' norms spread over more than a factor 10", [spread > 10], f"{spread:.0f}"),
-        in_every("the Values' is larger than the Queries' and the Keys'", [v > max(q, k)], f"{v:.2g} against {q:.2g}, {k:.2g}"),
+        in_every(
+            "the Values' block is larger than the Queries' and the Keys'", [v > max(q, k)], f"{v:.2g} against {q:.2g}, {k:.2g}"
+        ),
     )
     grown, count = int((after > before).sum()), after.numel()
     largest = [divmod(int(k), len(names)) for k in after.flatten().argsort(descending=True)[:2]]

@@ -427,7 +427,7 @@ def verdicts(data: dict[str, Any], spec: ImageSpec) -> list[Verdict]:
     norms = [values for name, values in data["gradients"].items() if name != "initial weights"]
     tenth = data["samples"] // 10 - 1
     fig12 = in_every(
-        "the gradient at w* of all samples is less than half of a tenth of them's",
+        "the gradient at w* over all samples is less than half of that over a tenth of them",
         (one[-1] < one[tenth] / 2 for one in norms),
         ", ".join(f"{one[tenth]:.2g} to {one[-1]:.2g}" for one in norms),
     )

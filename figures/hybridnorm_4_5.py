@@ -207,8 +207,8 @@ def verdicts(
     last = {name: interval for name, _, interval in apart}
     criteria = {
         "HybridNorm*": "HybridNorm*'s loss is below HybridNorm's",
-        "First-QKV-Pre": "First-QKV-Pre's too",
-        "EmbedNorm": "EmbedNorm's is not: it is above",
+        "First-QKV-Pre": "First-QKV-Pre's loss is below HybridNorm's",
+        "EmbedNorm": "EmbedNorm's loss is above HybridNorm's",
     }
     fig4 = []
     for name, text in criteria.items():
@@ -228,7 +228,7 @@ def verdicts(
         "mean quotient by depth " + "; ".join(each(by_depth[name], 2) for name in pre),
     )
     vanishes = in_every(
-        f"Post-Norm: at {deepest} blocks the first block's is below half the last's",
+        f"Post-Norm: at {deepest} blocks the first block's gradient is below half the last's",
         (x > 2 for name in post for x in ends[name]),
         "; ".join(each(by_depth[name], 2) for name in post),
     )

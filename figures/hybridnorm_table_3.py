@@ -148,7 +148,7 @@ def verdict(apart: dict[tuple[str, str], Interval | None], scale: str) -> Verdic
         seen = ", ".join(f"{scheme} {_text(less)}" for scheme, less in others.items())
         known = [less for less in others.values() if less is not None]
         decided = known if len(known) == len(others) else []
-        parts.append(above_zero(f"{placement}: the others' losses are above {choice}'s", decided, seen))
+        parts.append(above_zero(f"{placement}: the losses of the other initialisations are above {choice}'s", decided, seen))
     return Verdict("hybridnorm/table3-default", scale, tuple(parts))
 
 

@@ -1,4 +1,4 @@
-"""Coverage of the intervals of ``hessiankit.sharpness``: how often they hold the exact value.
+"""Coverage of the intervals of ``hessiankit.sharpness``: how often they contain the exact value.
 
 Four models small enough for exact values: a GPT-2-like and a Llama-like language model of 3 blocks, each at initialisation and
 after training on a periodic text with noise; a classifier of one position a sample; and a stack of blocks under squared

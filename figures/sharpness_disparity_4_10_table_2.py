@@ -202,7 +202,7 @@ def verdicts(found: Found) -> list[Verdict]:
     losses = {arm.name: [one.losses[-1] for one in runs] for arm, runs in found.arms}
     added = [
         above_zero(
-            f"adding {b.removeprefix(a + ', ')} to {a} lowers it",
+            f"adding {b.removeprefix(a + ', ')} to {a} lowers the loss",
             paired_difference(losses[a], losses[b]) if all(map(math.isfinite, losses[a] + losses[b])) else [],
         )
         for a, b in steps
@@ -231,15 +231,16 @@ def verdicts(found: Found) -> list[Verdict]:
     return [
         Verdict("sharpness-disparity/fig4", scale_here, (
             gain("eq. (5) at AdamW's learning rate, as in print, ends below tuned AdamW", whole),
-            fast(f"it is {SPEEDUP} times as fast (LLaMA 1.1B in print; of one budget only a yes decides)", whole),
-            gain("at its own learning rate it ends below", own), fast(f"and is {SPEEDUP} times as fast", own))),
+            fast(f"it is {SPEEDUP} times as fast (LLaMA 1.1B in print; one budget cannot refute it)", whole),
+            gain("eq. (5) at its own learning rate ends below tuned AdamW", own),
+            fast(f"eq. (5) at its own learning rate is {SPEEDUP} times as fast", own))),
         Verdict("sharpness-disparity/eq5-best", scale_here, (
             best(f"at AdamW's learning rate, as in print, the third of ({'), ('.join(SETTINGS)}) ends lowest", as_printed),
-            best("each at its own learning rate it does too", settings),
+            best("each at its own learning rate, the third ends lowest", settings),
             gain("all of them end below AdamW", *settings))),
         Verdict("sharpness-disparity/table2", scale_here, (
             gain("ratios on Emb; on Emb and FFN; on all four end below AdamW", *blocks),
-            gain("Norm x 2 ends above it", "Norm x 2", above=True))),
+            gain("Norm x 2 ends above AdamW", "Norm x 2", above=True))),
         Verdict("sharpness-disparity/table2-each", scale_here, (gain("Emb alone ends below AdamW", "Emb"), *added)),
     ]  # fmt: skip
 

@@ -271,14 +271,14 @@ def verdicts(found: Found) -> list[Verdict]:
 
 
 def faster(found: Found, case: str) -> Part:
-    """Return whether Blockwise LR reaches the other arm's last loss in half of the steps; of one budget only a yes decides."""
+    """Return whether Blockwise LR reaches the other arm's last loss in half of the steps; one budget cannot refute it."""
     at = []
     for one, other in zip(*(found.runs[case][arm] for arm in ARMS), strict=True):
         curve = [math.inf if x is None else x for x in other["losses"]]
         at.append(first_step(other["steps"], curve, final(one)) if math.isfinite(final(one)) else None)
     seen = "the other's last loss is reached at step " + ", ".join("none" if x is None else f"{x:.0f}" for x in at)
     soon = (True if x is not None and x <= found.setting.steps / 2 else None for x in at)
-    return in_every("it is twice as fast (of one budget only a yes decides)", soon, seen)
+    return in_every("it is twice as fast (one budget cannot refute it)", soon, seen)
 
 
 def order_parts(runs: Sequence[dict[str, Any]], last: int) -> list[Part]:

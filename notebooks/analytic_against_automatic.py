@@ -1,16 +1,16 @@
 # %% [markdown]
 # # Analytic against automatic: the Hessian of one transformer block
 #
-# One post-norm block, $Y = \mathrm{LN}(X + F(X))$ and $Z = \mathrm{LN}(Y + \mathrm{FFN}(Y))$, and the squared error
-# $\|Z - T\|_F^2 / (L d_V)$. Its Hessian in all parameters is computed
+# One post-norm block, $Y = \mathrm{LN}(X + F(X))$ and $Z = \mathrm{LN}(Y + \mathrm{FFN}(Y))$, and the squared error $\|Z
+# - T\|_F^2 / (L d_V)$. Its Hessian with respect to all parameters is computed in four ways:
 #
 # 1. analytically, by `hessiankit.hessian`: one closed form for each operation, no automatic differentiation;
 # 2. analytically, by the $\mathrm{vec}_r$ formulas of *Closing the Curvature Gap*, in their corrected form;
 # 3. automatically, by reverse mode through the graph of reverse mode;
 # 4. automatically, by `torch.func.hessian`, which is wrong here; the last section finds the terms that it drops.
 #
-# Weights multiply from the right, and $\mathrm{vec}_r$ stacks the rows of a matrix, so that the entries of a weight `W`
-# stand in the Hessian in the order of `W.reshape(-1)`.
+# Weights multiply from the right, and $\mathrm{vec}_r$ stacks the rows of a matrix, so the Hessian has the entries of a
+# weight `W` in the order of `W.reshape(-1)`.
 
 # %%
 import torch
@@ -24,8 +24,8 @@ from hessiankit.curvature.plots import heatmap, side_by_side
 # %% [markdown]
 # ## The block
 #
-# All sizes differ, so that a swapped index cannot go unnoticed. The gains and shifts of the norms are drawn too: at their
-# initial values, 1 and 0, some errors of a formula are invisible.
+# All sizes differ, so that a swapped index shows. The gains and shifts of the norms are random too, because some errors
+# of a formula are invisible at their initial values, 1 and 0.
 
 # %%
 L, d_V, d_K, d_ff = 3, 4, 2, 6
@@ -46,13 +46,14 @@ H = hessiankit.hessian(block, X, T, loss="mse")
 H
 
 # %% [markdown]
-# Entry by entry, in log scale, every block drawn equally large. What the picture tells before any number does:
+# The Hessian entry by entry, in log scale, with every block drawn equally large. The picture shows:
 #
-# - Grey is an exact zero. The output is linear in the last norm's gain and shift, and those of different features never meet.
-# - The dark band of $W_1$ is its third row: the first norm has made the third feature of $Y$ small. The dark band of
-#   $W_2$ is its second row: that hidden unit is switched on by one token only.
-# - The Gauss-Newton part alone would put everything on the diagonal blocks of $W_1$ and $W_2$. Most of what is seen in the
-#   rows of attention is the functional part, and it makes the matrix indefinite.
+# - Grey is an exact zero. The output is linear in the last norm's gain and shift, and no output depends on those of two
+#   features.
+# - The dark band of $W_1$ is its third row: the first norm made the third feature of $Y$ small. The dark band of $W_2$ is
+#   its second row: that hidden unit is switched on by one token only.
+# - The Gauss-Newton part alone would put everything on the diagonal blocks of $W_1$ and $W_2$. Most of the rows of
+#   attention is the functional part, which makes the matrix indefinite.
 
 # %%
 eigenvalues = torch.linalg.eigvalsh(H.matrix)
@@ -70,8 +71,8 @@ heatmap(H.matrix, H.names, H.slices, title="Analytic Hessian", pixels=480)
 #   \left(\operatorname{vec}_r(Z-T)^\top\otimes I_{n_i}\right) H_{tr}^{(i,j)}\right], \qquad
 #   H_{tr}^{(i,j)} = \left(J_Z\otimes I_{n_i}\right)\xi_{ij} + \left(I_{L d_V}\otimes B_i^\top\right) H_Z B_j$$
 #
-# with $J_i = J_Z B_i$ for the weights (Eq. 7 and 12; the print leaves the factor $2/(L d_V)$ out of the second term).
-# Here it is for queries and values, letter by letter:
+# with $J_i = J_Z B_i$ for the weights (Eq. 7 and 12; the printed second term lacks the factor $2/(L d_V)$). Here it is
+# for queries and values, letter by letter:
 
 # %%
 weights = {name.rpartition(".")[2]: p.detach() for name, p in block.named_parameters() if "norm" not in name}
@@ -93,9 +94,9 @@ print(f"  outer-product part {outer.abs().max():.4f}, functional part {functiona
 print(f"  formula minus hessiankit.hessian: {(outer + functional - H_QV).abs().max():.1e}")
 
 # %% [markdown]
-# The formula is an expression, not an array, until `.dense()` is called, so it can be read as well as computed. This is the
-# second derivative of attention in $W_Q$ and $W_V$ (Lemma 2), which $\xi_{QV}$ contains; `W_V` occurs linearly, so the one
-# derivative of the softmax is all there is:
+# The formula is an expression, not an array, until `.dense()` is called, so it can be read as well as computed. This is
+# the second derivative of attention with respect to $W_Q$ and $W_V$ (Lemma 2), a part of $\xi_{QV}$. `W_V` occurs
+# linearly, so only the first derivative of the softmax appears:
 
 # %%
 point.Phi("Q", "V")
@@ -113,7 +114,7 @@ formulas = torch.cat(
 # %% [markdown]
 # ## 3. Automatic: reverse over reverse
 #
-# The loss as a function of one vector of all parameters, its gradient, and the gradient of each entry of the gradient.
+# The loss is a function of one vector of all parameters. Its gradient is differentiated again, entry by entry.
 
 # %%
 theta = torch.cat([p.detach().reshape(-1) for p in block.parameters()])
@@ -139,8 +140,8 @@ empirical = reverse_over_reverse(loss, theta)
 # %% [markdown]
 # ## 4. Automatic: `torch.func.hessian`
 #
-# It is forward mode over reverse mode, `jacfwd(jacrev)`. Beside it the same call on the same block, with the norm written
-# out in elementary operations.
+# This is forward mode over reverse mode, `jacfwd(jacrev)`. The second call is the same, with the norm of the block
+# written out in elementary operations.
 
 # %%
 func_hessian = torch.func.hessian(loss)(theta)
@@ -166,8 +167,8 @@ func_hessian_by_hand = torch.func.hessian(loss_by_hand)(theta)
 # ## The numbers
 #
 # Each block pair is compared on its own: the largest difference from `hessiankit.hessian` relative to the largest entry
-# of that pair, so that no small block hides behind a large one. The eigenvalues show what is at stake: the wrong matrix has a
-# plausible spectrum, and only its asymmetry gives it away.
+# of that pair, so that no small block hides behind a large one. The wrong matrix has plausible eigenvalues; only its
+# asymmetry reveals the error.
 
 # %%
 
@@ -206,9 +207,9 @@ print(f"torch.func.hessian is {'WRONG' if wrong else 'right'} in torch {torch.__
 # %% [markdown]
 # ## The differences, entry by entry
 #
-# One colour scale for both. Left there is rounding and nothing else; grey entries agree to the last bit. Right, what is bright
-# is wrong in the first digits: the rows of the gains $\gamma_1$ and $\gamma_2$, along every parameter that comes before their
-# norm. The transposed blocks are right, and that is why the matrix is not symmetric.
+# Both pictures have one colour scale. On the left there is only rounding; grey entries agree to the last bit. On the
+# right, bright entries are wrong in the first digits: the rows of the gains $\gamma_1$ and $\gamma_2$, along every
+# parameter that comes before their norm. The transposed blocks are right, so the matrix is not symmetric.
 
 # %%
 side_by_side(
@@ -225,15 +226,16 @@ side_by_side(
 # %% [markdown]
 # ## Why `torch.func.hessian` is wrong
 #
-# One row and a linear loss suffice: $f(x, \gamma) = t^\top\,(\gamma\odot\hat x)$ with $\hat x = (x - \mu)/s$. The gradient in
-# the gain is $t\odot\hat x$. It depends on $x$ in three ways, directly and through $\mu$ and $s$:
+# One row and a linear loss suffice: $f(x, \gamma) = t^\top\,(\gamma\odot\hat x)$ with $\hat x = (x - \mu)/s$. The
+# gradient with respect to the gain is $t\odot\hat x$. It depends on $x$ in three ways, directly and through $\mu$ and
+# $s$:
 #
 # $$\frac{\partial^2 f}{\partial\gamma\,\partial x}
 #   = \mathrm{diag}(t)\,\frac1s\Big(I - \tfrac1d 1 1^\top - \tfrac1d\hat x\hat x^\top\Big).$$
 #
-# torch returns $\mathrm{diag}(t)/s$, to the last digit. The backward formula of `layer_norm` takes the mean and the standard
-# deviation that the forward pass saved. Where it makes the gain's gradient, forward mode gives them no tangent: two of three
-# terms are gone.
+# torch returns $\mathrm{diag}(t)/s$, to the last digit. The backward formula of `layer_norm` takes the mean and the
+# standard deviation that the forward pass saved. When forward mode differentiates the gain's gradient, these saved values
+# have no tangent, so two of three terms are lost.
 
 # %%
 d = 4

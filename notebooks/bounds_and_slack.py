@@ -2,14 +2,15 @@
 # # Bounds on curvature, and their slack
 #
 # `hessiankit.bounds` computes the exact Hessian of a block's loss and prints its spectral norm beside every valid bound;
-# `printed_bounds` of the papers' code adds those of *Closing the Curvature Gap* as printed. They differ in what they look at:
+# `printed_bounds` of the papers' code adds those of *Closing the Curvature Gap* as printed. They differ in what they are
+# computed from:
 #
-# | kind | looks at | good for |
+# | kind | computed from | good for |
 # |---|---|---|
 # | certified | the matrix, rounding of its own arithmetic included | a proof at one point |
 # | structured | intermediate values and signs; the Hessian is never formed | a point of a model too large for its Hessian |
 # | a priori | norms of weights, input and target | all points of a ball of parameters at once |
-# | printed | the norms that a paper's theorem names, as it stands in print | finding out whether the theorem holds |
+# | printed | the norms that a printed theorem names | finding out whether the theorem holds |
 
 # %%
 import matplotlib.pyplot as plt
@@ -54,16 +55,17 @@ axes.axvline(1, color="#8c8c8c", lw=0.8)
 plt.show()
 
 # %% [markdown]
-# The certified bound cannot be told from the norm. The structured one is within a factor of two for the whole, and exact here
-# for every block. The a-priori bound pays for knowing nothing but norms: one to three orders of magnitude, most for pairs of
-# attention weights, which have two norms above them. The printed bound of the block (Theorem 6 of *Closing the Curvature Gap*)
-# is ten orders above the norm, with the deviations of its proof thirteen: too far for the errors in its steps to show.
+# The certified bound is equal to the norm in all printed digits. The structured bound is within a factor of two for the
+# whole matrix, and exact here for every block. The a-priori bound knows only norms. It is one to three orders of
+# magnitude above the norm, most for pairs of attention weights, which have two norms above them. The printed bound of the
+# block (Theorem 6 of *Closing the Curvature Gap*) is ten orders above the norm, and thirteen with the deviations of its
+# proof: too far for the errors in its steps to show.
 
 # %% [markdown]
 # ## Why a priori is loose and structured is not
 #
-# All weights of the block are multiplied by $c$. A norm undoes the scale of what comes into it, so that the true curvature
-# hardly reacts to large $c$; the a-priori bound has to allow for rows that happen to be small where the norm divides.
+# All weights of the block are multiplied by $c$. A norm cancels the scale of its input, so the true curvature hardly
+# depends on a large $c$. The a-priori bound has to allow for small rows at the norm, which divides by their size.
 
 # %%
 scales = [0.1, 0.3, 1.0, 3.0]
@@ -89,8 +91,8 @@ plt.show()
 # %% [markdown]
 # ## What only an a-priori bound can do
 #
-# It holds for every block each of whose weights lies within a radius of these; a certificate is about one point. Beside it,
-# the largest norm found at 20 random points on the surface of the ball.
+# An a-priori bound holds for every block whose weights each lie within a radius of these; a certificate holds at one
+# point. The table also has the largest norm at 20 random points on the surface of the ball.
 
 # %%
 radii, over_ball, found = [0.0, 0.01, 0.1, 0.3], [], []
@@ -113,16 +115,16 @@ for radius, bound, norm in zip(radii, over_ball, found, strict=True):
     assert norm <= bound
 
 # %% [markdown]
-# At radius 0 it is a little above the table's, which looks at the point once more. From radius 0.1 on, as far as norms can
-# tell, a row before a norm may be constant: only $\varepsilon = 10^{-5}$ is left to divide by, and the bound leaps by nine
-# orders. Bounds over balls are useful for small steps only.
+# At radius 0 the bound is a little above that of the first table, which uses more of the point. From radius 0.1 on, the
+# norms no longer exclude a constant row before a norm. Then only $\varepsilon = 10^{-5}$ is left to divide by, and the
+# bound jumps by nine orders of magnitude. Bounds over balls are useful for small steps only.
 
 # %% [markdown]
 # ## A printed bound that is violated
 #
-# Theorem 1 bounds the Hessian of attention by the largest of four block bounds. Two of six blocks are not among them:
-# $(K,K)$ and $(V,K)$. They are the ones that grow with $\|W_Q\|^2$. So take $W_K = 0$, where attention is uniform, as the
-# theorem's proof assumes, and let $W_Q$ grow: nothing printed moves, and the norm grows like $s^2$.
+# Theorem 1 bounds the Hessian of attention by the largest of four block bounds. Two of six blocks are missing, $(K,K)$
+# and $(V,K)$, the ones that grow with $\|W_Q\|^2$. So take $W_K = 0$, where attention is uniform, as the theorem's proof
+# assumes, and let $W_Q$ grow: the printed bound does not change, and the norm grows like $s^2$.
 
 # %%
 torch.manual_seed(0)
@@ -150,8 +152,8 @@ violated = {kind for _, kind, _ in reports[-1].violated}
 assert violated == {"printed_theorem_1", "printed_theorem_1_appendix"}
 
 # %% [markdown]
-# With $(K,K)$ and $(V,K)$ added, the theorem holds for uniform attention only. That and every other statement of the paper is a
-# row of the ledger, with a verdict that is found again whenever the row is run:
+# With $(K,K)$ and $(V,K)$ added, the theorem holds for uniform attention only. This and every other statement of the
+# paper is a row of the ledger, whose verdict is computed again whenever the row is run:
 
 # %%
 for name in ("thm1", "thm1-all-blocks", "thm6"):
@@ -162,9 +164,10 @@ for name in ("thm1", "thm1-all-blocks", "thm6"):
 # %% [markdown]
 # ## Attack
 #
-# A bound is called valid here after attempts to violate it: problems of every placement, at scales from $10^{-3}$ to $10^3$,
-# with constant rows, saturated softmax, single tokens and wild targets, and ascents on norm / bound. An excess in float64
-# counts only if 80-digit arithmetic confirms it. These are a few of them; `python -m papers attack 1000` runs a campaign.
+# A bound is called valid here after attempts to violate it: problems of every placement, at scales from $10^{-3}$ to
+# $10^3$, with constant rows, saturated softmax, single tokens and extreme targets, and with ascents on norm / bound. An
+# excess in float64 counts only if 80-digit arithmetic confirms it. These are a few of them; `python -m papers attack
+# 1000` runs a campaign.
 
 # %%
 campaign = attack(8, seed=0)
@@ -172,5 +175,6 @@ print(campaign)
 assert campaign
 
 # %% [markdown]
-# Ratios of 1 are sharp cases: one token, or one parameter that moves. The largest slack is not a sign of a bad bound, nor a
-# ratio near 1 of a good one: a bound is good if it is near the norm *of your problem*, which the first table says.
+# At a ratio of 1 the bound is attained: with one token, or with one parameter that moves. A large slack here does not
+# make a bound bad, nor does a ratio near 1 make it good. What matters is the ratio *for your problem*, as in the first
+# table.

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # `check` in your own tests
 #
-# A module of one's own has a derivative that torch computes, and a second derivative that some of torch's routes compute wrongly.
-# This notebook writes a pytest file for a small attention block, runs it, breaks the block, and runs it again.
+# torch computes the derivative of your own module, but some of torch's routes compute a wrong second derivative. This
+# notebook writes a pytest file for a small attention block, runs it, breaks the block, and runs it again.
 #
 # 1. A test of one line; `pytest --hessian` lists what the tests of a project compared.
 # 2. A layer whose backward is wrong: what the test says.
@@ -69,8 +69,8 @@ assert "1 passed" in listed
 # %% [markdown]
 # ## 2. A layer whose derivative is wrong
 #
-# A function with a backward of its own is where second derivatives go wrong: the gradient below is right, but as it is
-# computed from a detached value, autograd loses the second derivative. A test of the gradient passes; `gradgradcheck` would
+# Second derivatives often go wrong in a function with its own backward. The gradient below is right, but it is computed
+# from a detached value, so autograd loses the second derivative. A test of the gradient passes; `gradgradcheck` would
 # notice, and so does this test.
 
 # %%
@@ -99,14 +99,14 @@ errors = [line for line in said.splitlines() if line.startswith("E ")]
 print("\n".join(line for line in errors if "NOT VERIFIED: " in line or "UNHEALTHY: " in line))
 
 # %% [markdown]
-# Backward is right, its derivative is not: what autograd makes of it and central differences of the gradient differ, so no
-# reference is left that counts, and a check without two of them does not pass.
+# The backward is right, but its derivative is not: autograd's result and central differences of the gradient differ. So
+# no reference counts, and a check passes only with two that do.
 
 # %% [markdown]
 # ## 3. A reference that is wrong
 #
-# `torch.func.hessian` loses a term through `nn.LayerNorm` with a gain. Every reference is tested for symmetry and against the
-# others before it counts; asked for by name, this one is reported as unhealthy, and the three others decide.
+# `torch.func.hessian` loses a term through `nn.LayerNorm` with a gain. Every reference is tested for symmetry and against
+# the others before it counts. Requested by name, this one is reported as unhealthy, and the three others decide.
 
 # %%
 torch.manual_seed(0)

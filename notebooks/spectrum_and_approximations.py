@@ -6,7 +6,7 @@
 #
 # 1. Train, and take the top of the spectrum: `spectrum`.
 # 2. How far does the quadratic model hold along the top eigenvectors? `loss_slices`.
-# 3. Which approximation of the curvature is near to it? `approximations`.
+# 3. Which approximation is close to the curvature? `approximations`.
 # 4. Which parameters does a Kronecker factorisation miss?
 
 # %%
@@ -46,9 +46,9 @@ S
 S.plot()
 
 # %% [markdown]
-# The Gauss-Newton matrix is a sum over samples of $J^\top(\mathrm{diag}(p) - pp^\top)J$; the middle factor has rank $C - 1 = 9$.
-# In a trained perceptron the widest gap of the spectrum comes after the ninth eigenvalue (the figure `spectrum` of the gallery).
-# Not so here: in this small transformer the ratios of neighbours say that no number of outliers stands apart.
+# The Gauss-Newton matrix is a sum over samples of $J^\top(\mathrm{diag}(p) - pp^\top)J$; the middle factor has rank $C -
+# 1 = 9$. In a trained perceptron the widest gap of the spectrum comes after the ninth eigenvalue (the figure `spectrum`
+# of the gallery). In this small transformer no gap between neighbours stands out.
 
 # %%
 G = hk.spectrum(model, images, labels, loss="cross_entropy", k=12, kind="ggn")
@@ -59,8 +59,9 @@ print("ratios     ", [f"{x:.2f}" for x in (top[:-1] / top[1:]).tolist()])
 # %% [markdown]
 # ## 2. Loss slices
 #
-# The loss along the top eigenvectors beside the quadratic model of the exact Hessian, and the radius within which that is off
-# by at most a tenth of its change. (With ReLU in place of GELU the first radius is $2\cdot 10^{-5}$: the nearest kink.)
+# The loss along the top eigenvectors is shown beside the quadratic model of the exact Hessian, with the radius within
+# which the model is off by at most a tenth of its change. (With ReLU in place of GELU the first radius is $2\cdot
+# 10^{-5}$: the nearest kink.)
 
 # %%
 slices = hk.loss_slices(model, images, labels, loss="cross_entropy", along=S.eigenvectors[:, :2], span=(-1.0, 1.0))
@@ -70,8 +71,8 @@ slices.plot()
 # %% [markdown]
 # ## 3. Approximations
 #
-# Each approximation $C$ beside the exact matrix $A$: relative errors, the cosine of the damped step $(C + \delta I)^{-1}g$ with
-# the exact one, and the condition number that is left after preconditioning with it.
+# Each approximation $C$ is compared with the exact matrix $A$: by relative errors, by the cosine of the damped step $(C +
+# \delta I)^{-1}g$ with the exact one, and by the condition number after preconditioning with $C$.
 
 # %%
 report = hk.approximations(model, images, labels, loss="cross_entropy", against="ggn")
@@ -83,7 +84,7 @@ report.plot()
 # %% [markdown]
 # ## 4. By pair of parameters
 #
-# What a factorisation by layer cannot see is everything between layers; what it sees badly shows on the diagonal.
+# A factorisation by layer omits everything between layers. Its errors within layers show on the diagonal.
 
 # %%
 report.plot_pairs("kfac")

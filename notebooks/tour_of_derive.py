@@ -1,10 +1,11 @@
 # %% [markdown]
 # # A tour of `derive`: from two names to a formula, to numbers, to a bound
 #
-# `hessiankit.derive` takes a transformer block and the names of one or two of its parameters and returns the derivative as an
-# expression in $\mathrm{vec}_r$: a thing to read (`print`, LaTeX), to compute (`.dense()`) and to bound (`.norm_bound()`).
-# It knows the derivatives of the parts (attention, a norm, a feed-forward network) and the chain rule to second order. It
-# knows no theorem about blocks, so what it prints for a placement can be held against what a paper prints for it.
+# `hessiankit.derive` takes a transformer block and the names of one or two of its parameters and returns the derivative
+# as an expression in $\mathrm{vec}_r$: a thing to read (`print`, LaTeX), to compute (`.dense()`) and to bound
+# (`.norm_bound()`). It knows the derivatives of the parts (attention, a norm, a feed-forward network) and the chain rule
+# to second order. It knows no theorem about blocks, so its result for a placement can be compared with the one that a
+# paper prints.
 
 # %%
 import matplotlib.pyplot as plt
@@ -25,9 +26,9 @@ X = torch.randn(3, 4).double()
 # %% [markdown]
 # ## One name: a Jacobian
 #
-# `"up"` is the first matrix of the feed-forward network; `"W_1"` or `"feedforward.W_1"` would do. Read from the right: a change
-# of $W_1$ changes $U = YW_1$ by $Y\otimes I$, passes where ReLU is on, goes through $W_2$, and the last norm takes from each
-# row its mean and what lies along the normalised row.
+# `"up"` is the first matrix of the feed-forward network; `"W_1"` or `"feedforward.W_1"` would do. Read from the right: a
+# change of $W_1$ changes $U = YW_1$ by $Y\otimes I$, passes where ReLU is active, and goes through $W_2$. The last norm
+# removes from each row its mean and its component along the normalised row.
 
 # %%
 first = hk.derive(block, wrt="up", inputs=X)
@@ -52,15 +53,16 @@ print(second.explain().split("\n\nvec_r(M)")[0])  # after that: what each symbol
 # %% [markdown]
 # ## The same question, another placement
 #
-# In a pre-norm block nothing stands above the second branch, so the result has one norm less to pass: $J_Z$ and $H_Z$ are
-# gone, and what remains of the second norm is in its branch, beside an identity that carries $\Phi_{Q,V}$ through unchanged.
+# In a pre-norm block no norm follows the second branch, so $J_Z$ and $H_Z$ disappear. The second norm acts within its
+# branch, beside an identity that passes $\Phi_{Q,V}$ unchanged.
 
 # %%
 pre = hk.derive(hk.TransformerBlock(4, 6, d_k=2, placement="pre").double(), wrt=("query", "value"), inputs=X)
 pre
 
 # %% [markdown]
-# Some derivatives vanish for a structural reason, and `derive` finds it: with ReLU and nothing above, $Z$ is linear in $W_2$.
+# Some derivatives vanish for a structural reason, which `derive` recognises: with ReLU and no norm above, $Z$ is linear
+# in $W_2$.
 
 # %%
 print(hk.derive(hk.TransformerBlock(4, 6, placement="pre").double(), wrt=("down", "down"), inputs=X))
@@ -69,8 +71,8 @@ print(str(hk.derive(block, wrt=("down", "down"), inputs=X)).splitlines()[0], "  
 # %% [markdown]
 # ## Numbers
 #
-# `.dense()` evaluates the expression that was printed, and nothing else. The reference is reverse mode twice, entry by entry of
-# the output; it shares no line with `derive`.
+# `.dense()` evaluates the printed expression and nothing else. The reference is reverse mode twice, entry by entry of the
+# output; it shares no line with `derive`.
 
 # %%
 names = ("attention.W_Q", "attention.W_V")
@@ -86,8 +88,8 @@ print(f"{second.shape[0]} x {second.shape[1]}; largest difference {error:.1e} of
 assert error < 1e-12
 
 # %% [markdown]
-# With a loss the expression is a block of the loss's Hessian, split by Gauss and Newton, and it must be the block that
-# `hessiankit.hessian` computes without any formula being written down.
+# With a loss the expression is a block of the loss's Hessian, split into the Gauss-Newton part and the rest. It must
+# equal the block that `hessiankit.hessian` computes without writing down a formula.
 
 # %%
 target = torch.zeros_like(X)
@@ -108,7 +110,7 @@ assert difference < 1e-12
 print(second.explain_bound())
 
 # %% [markdown]
-# How good is it? Each object of the tree is an expression too, so its true norm can stand beside its bound.
+# How good is it? Each object of the tree is an expression too, so its true norm can be compared with its bound.
 
 # %%
 tree = [("result", second.matrix), *((f"${one.symbol}$", one.matrix) for one in definitions(second.matrix))]
@@ -127,10 +129,10 @@ plt.show()
 
 # %% [markdown]
 # The leaves are exact: $V_Y$, $V_Z$ and $\partial A/\partial T$ are block diagonal, and such a matrix has the norm of its
-# largest block. What is lost is lost in sums and products: $\|J_Y\|$ is bounded by $1 + 1$ times its other factors although
-# what stands in its bracket is nearly a projection, and every level above multiplies the losses of those below. At the top it
-# is more than four orders of magnitude. A bound that keeps signs and common factors stays within a factor of two: see
-# `bounds_and_slack`.
+# largest block. The slack arises in sums and products. For example, $\|J_Y\|$ is bounded by $1 + 1$ times its other
+# factors, although the matrix in its bracket is nearly a projection. Every level multiplies the slack of those below. At
+# the top it is more than four orders of magnitude. A bound that keeps signs and common factors stays within a factor of
+# two: see `bounds_and_slack`.
 
 # %%
 print(f"result: norm {true[0]:.3g}, bound {bound[0]:.3g}, {bound[0] / true[0]:.1e} times as large")

@@ -37,9 +37,9 @@ batch = {"input_ids": tokens, "labels": tokens}
 # %% [markdown]
 # ## 1. Check
 #
-# The Hessian in closed form is compared with references that do not share a path with it or with each other. With `loss=None`
-# the model's own loss counts. Transformers computes it in float32, even in a float64 model; `check` notices, says where, and
-# takes the tolerance of float32.
+# The Hessian in closed form is compared with references that do not share a path with it or with each other. With
+# `loss=None` the model's own loss is used. Transformers computes it in float32, even in a float64 model; `check` notices,
+# says where, and uses the tolerance of float32.
 
 # %%
 model.double()
@@ -51,8 +51,8 @@ assert report
 # %% [markdown]
 # ## 2. Slices of a fused weight
 #
-# GPT-2 keeps query, key and value in one tensor, `c_attn`. An index string names a slice, and every function takes it in the
-# place of a parameter's name. (`dry_run=True` says what a Hessian takes in memory and time before anything is computed.)
+# GPT-2 keeps query, key and value in one tensor, `c_attn`. An index string names a slice, and every function takes it in
+# place of a parameter's name. (`dry_run=True` forecasts memory and time of a Hessian without computing it.)
 
 # %%
 slices = hk.named_slices(model, heads=True)
@@ -74,10 +74,11 @@ labels = [f"${role}_{head}$" for role in "QKV" for head in (1, 2)]
 heatmap(matrix, names, [len(matrix) // 6] * 6, labels=labels, title="c_attn at initialisation", pixels=300)
 
 # %% [markdown]
-# The own blocks of queries and keys, $Q_1Q_1$ to $K_2K_2$, are two orders of magnitude below the block between the queries and
-# the keys of the same head. The logits $x^\top W_Q W_K^\top x$ are a product of two small matrices: the derivative in one is as
-# small as the other, and the Gauss-Newton part has two such factors, while the mixed second derivative has none. Its stripes
-# are $I_{d_K}$: feature $k$ of a query meets feature $k$ of a key and no other. A diagonal approximation sees nothing of it.
+# The diagonal blocks of queries and keys, $Q_1Q_1$ to $K_2K_2$, are two orders of magnitude below the block between the
+# queries and the keys of the same head. The logits $x^\top W_Q W_K^\top x$ are a product of two small matrices: the
+# derivative with respect to one is as small as the other. The Gauss-Newton part has two such factors, the mixed second
+# derivative none. Its stripes are $I_{d_K}$: feature $k$ of a query meets feature $k$ of a key and no other. A diagonal
+# approximation does not contain this block.
 
 # %% [markdown]
 # ## 3. Which block is sharp
@@ -91,9 +92,9 @@ types = hk.block_types(model)
 print("\n".join(str(types).splitlines()[-8:]))
 
 # %% [markdown]
-# Average sharpness is $N\,\mathbb{E}[g^2]$ per entry, with labels drawn from the model's own softmax (Eq. 3-4 of *The Sharpness
-# Disparity Principle*): the mean of the Fisher information's diagonal. The drawing of labels gives the intervals. One sequence
-# a micro-batch costs the same and makes them narrower.
+# Average sharpness is $N\,\mathbb{E}[g^2]$ per entry, with labels drawn from the model's own softmax (Eq. 3-4 of *The
+# Sharpness Disparity Principle*): the mean of the Fisher information's diagonal. The randomness of the labels gives the
+# intervals. Micro-batches of one sequence cost the same and make the intervals narrower.
 
 # %%
 held_out = load_text("stdlib", split="validation")
@@ -103,24 +104,24 @@ at_start = hk.sharpness(model, data, draws=8, micro_batch=1)
 print(at_start)
 
 # %% [markdown]
-# The paper's order is Emb < QK < FFN < VO < Norm. This model at initialisation has another: queries and keys are four to seven
-# orders of magnitude below the rest, for the reason seen above, and the embedding, tied to the head, is among the sharp ones.
-# An order is a property of a model at a step of its training, and so are learning rates made of it.
+# The paper's order is Emb < QK < FFN < VO < Norm. This model at initialisation has another: queries and keys are four to
+# seven orders of magnitude below the rest, for the reason seen above, and the embedding, tied to the head, is among the
+# sharp ones. An order is a property of a model at a step of its training, and so are learning rates derived from it.
 #
 # ## 4. Learning rates by block type
 #
-# `"paper"` are the paper's ratios, 10 for embeddings to 1 for norms. `c_attn` is one tensor with two rates: it is in one group
-# with the larger rate, and after each step of the optimizer its value slice is set back to the share of the step that it
-# should have made.
+# `"paper"` is the preset with the paper's ratios, from 10 for embeddings to 1 for norms. `c_attn` is one tensor with two
+# rates: it is in one group with the larger rate, and after each step of the optimizer the step of its value slice is
+# reduced to that slice's rate.
 
 # %%
 groups = hk.blockwise_lr(model, 1e-3, "paper")
 print(groups)
 
 # %% [markdown]
-# `"measured"` takes $r = (S_{\mathrm{Norm}}/S)^{1/2}$ from a report, within $[1/4, 4]$, and of each interval the end nearest to
-# one. Measured at initialisation it would turn the paper's ratios round for all but queries and keys: a reason to measure, and a
-# reason not to trust one early measurement.
+# `"measured"` takes $r = (S_{\mathrm{Norm}}/S)^{1/2}$ from a report, within $[1/4, 4]$, and uses the end of each interval
+# that is nearest to one. Measured at initialisation, it would invert the paper's ratios for all but queries and keys.
+# That is a reason to measure, and a reason not to trust one early measurement.
 
 # %%
 hk.blockwise_lr(model, 1e-3, "measured", sharpness=at_start)
@@ -175,10 +176,10 @@ for kind in at_end.order:
 print("ratios:", {kind: round(ratio.value, 2) for kind, ratio in measured_ratios(at_end).items()})
 
 # %% [markdown]
-# In 200 steps queries and keys have come up by four orders of magnitude, as the model begins to attend, and the
-# norms by two. Norms are near the sharp end now, as in the paper; VO is beside them and embeddings are not the flattest. The
-# ratios that this measurement gives are nearer to 1 than the paper's. One tiny model and one seed show how the instrument is
-# used, and are no evidence for or against an order.
+# In 200 steps the sharpness of queries and keys has risen by four orders of magnitude, as the model begins to attend, and
+# that of the norms by two. Norms are near the sharp end now, as in the paper, but VO is close to them and embeddings are
+# not the flattest. The ratios of this measurement are nearer to 1 than the paper's. One tiny model and one seed show how
+# to use the tool; they are no evidence for or against an order.
 #
-# Whether ratios by type train better than one rate is another question, and one that takes a base rate tuned for each side:
+# Whether ratios by type train better than one rate is another question, which needs a base rate tuned for each side.
 # `python -m papers tune-lr` makes that comparison, with seeds and intervals.

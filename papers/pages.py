@@ -12,16 +12,18 @@ from papers.ledger_report import LedgerReport, LedgerRow
 
 HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
 INTRODUCTION = (
-    "Statements of four papers, each with a verdict and the computation that finds it again: `python -m papers run` "
-    "runs all, `python -m papers show ID` prints one row with what was compared. The corrections that matter most, "
-    "paper by paper: [errata](errata/curvature-gap.md). Statement by statement, with formula and code: [the "
-    "papers](papers/index.md)."
+    "Statements of four papers, each with a verdict and the computation that reproduces it. `python -m papers run` runs "
+    "all of them, `python -m papers show ID` prints one row with what was compared. The "
+    "[errata](errata/curvature-gap.md) have the corrections that matter most, [the papers](papers/index.md) every "
+    "statement with formula and code. A violation ratio is the left side of an inequality over its right side; where something "
+    "does not conform, the shapes of its factors do not match."
 )
 MEANING = {
     "HOLDS": "the formula agrees with a route that shares nothing with it, to 1e-10 of the largest entry; an inequality is "
     "never violated on a sample.",
-    "HOLDS UNDER ASSUMPTION": "it needs something that is not said there; without it, it fails.",
-    "WRONG AS PRINTED": "the printed formula is off by more than a threshold or has a counterexample; the corrected one is not.",
+    "HOLDS UNDER ASSUMPTION": "it needs an assumption that the paper does not state there, and fails without it.",
+    "WRONG AS PRINTED": "the printed formula is off by more than a threshold or has a counterexample; the corrected formula is "
+    "not and has none.",
     "OMITTED": "the paper needs it and does not state it.",
     "LOOSE": "never violated, and never close to being attained.",
     "VAGUE": "it can be read in several ways, which give different results.",
@@ -31,7 +33,7 @@ MEANING = {
     "criterion stated; at the paper's size it is not run.",
     "CONTRADICTED AT SMALL SCALE": "such a figure gives something else.",
     "OPEN AT SMALL SCALE": "such a figure does not decide.",
-    "NOT RUN": "it takes training or data at a size that is not run here; the reason takes the place of evidence.",
+    "NOT RUN": "it takes training or data at a size that is not run here; in place of evidence the row gives the reason.",
 }
 
 
@@ -57,7 +59,9 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
     for paper in counts:
         lines += ["", f'<a id="{paper}"></a>', "", f"## {PAPERS[paper].title}", ""]
         source = ", ".join(text for text in (PAPERS[paper].authors, _arxiv(paper)) if text)
-        lines += [f"{source.rstrip('.')}."] if source else ["What follows from the same closed forms and no paper states."]
+        lines += (
+            [f"{source.rstrip('.')}."] if source else ["Statements that follow from the same closed forms but are in no paper."]
+        )
         lines += ["", _line(HEADERS), _line(["---"] * len(HEADERS))]
         for row in rows:
             if row.paper == paper:

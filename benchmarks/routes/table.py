@@ -157,12 +157,13 @@ class RouteTable(Printed, WithDict):
 
     def _legend(self) -> Iterator[str]:
         yield (
-            "A number: right, with its largest error relative to the largest entry of the Hessian; "
-            f"WRONG: an error above {TOLERANCE:.0e}; * not symmetric; no (k): unsupported, with the error k."
+            "A number means right: it is the largest error, relative to the largest entry of the Hessian. "
+            f"WRONG is an error above {TOLERANCE:.0e}, with * where the result is not symmetric. "
+            "no (k) means unsupported, with error k below."
         )
         yield (
-            "Judge: the closed form, confirmed by central differences; central differences alone where the closed form "
-            "leaves an operation to automatic differentiation."
+            "The judge is the closed form, confirmed by central differences. Where the closed form leaves an operation to "
+            "automatic differentiation, it is central differences alone."
         )
 
     def _findings(self) -> Iterator[str]:

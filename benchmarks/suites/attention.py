@@ -132,9 +132,11 @@ BENCHMARK = Benchmark(
     run,
     table,
     lambda records: methods(records, "Double backward and gradient"),
-    f"- attention-L: {HEADS} heads of {HEAD_DIM}; torch: double backward of its math path, gradient of its fused kernel.\n"
-    f"- head-C: {TOKENS} tokens of width {WIDTH}, C classes; torch: `F.cross_entropy(F.linear(hidden, weight), labels)`.\n"
+    f"- attention-L: {HEADS} heads of {HEAD_DIM}. torch's double backward is that of its math path, its gradient that of its\n"
+    "  fused kernel.\n"
+    f"- head-C: {TOKENS} tokens of width {WIDTH}, C classes. In torch this is\n"
+    "  `F.cross_entropy(F.linear(hidden, weight), labels)`.\n"
     "- peak: highest resident size less the one before, results included (for head-C the gradient of the weight, C x 256).\n"
-    "- error: largest difference from the same in float64 by hessiankit, relative to the largest entry.",
+    "- error: largest difference from hessiankit's result in float64, relative to the largest entry.",
     title="Attention and the loss as functions of torch",
 )

@@ -103,8 +103,8 @@ BENCHMARK = Benchmark(
     run,
     table,
     plot,
-    "- fitted: slope of log seconds over log x by least squares, over all points and over the largest.\n"
+    "- fitted: slope of log seconds over log x by least squares, over all points and over the largest three.\n"
     "- predicted: the slope of P^2 B L over the largest points (see `benchmarks/counting.py`): 1 in B and L, 4 in d,\n"
-    "  2 in layers. Small problems stay below it, because tracing costs the same for all of them.",
+    "  2 in layers. Small problems have smaller slopes, because tracing costs the same for all of them.",
     title="How the time grows",
 )

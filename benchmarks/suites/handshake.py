@@ -71,8 +71,8 @@ BENCHMARK = Benchmark(
     run,
     table,
     lambda records: methods(records, "With and without the handshake", compared=False),
-    "- *without*: `handshake=False`. The module is called once as it is either way, to check arguments; the handshake adds the\n"
+    "- *without*: `handshake=False`. The module itself is called once either way, to check arguments; the handshake adds the\n"
     "  backward and the comparison.\n"
-    "- `check` compares loss and gradient as rows of its report and pays no handshake besides; it is here for scale.",
+    "- `check` compares loss and gradient as rows of its report, without a separate handshake; it is listed for scale.",
     title="The handshake",
 )

@@ -141,6 +141,6 @@ BENCHMARK = Benchmark(
     run,
     lambda records: contest_tables(records, "hessian_operator"),
     lambda records: methods(records, "Hessian- and GGN-vector products"),
-    NOTES + "\n- The products of operators that are made already are timed; making one is the column *set-up*.",
+    NOTES + "\n- The time is that of products only; the column *set-up* is the time to make the operator.",
     title="Products",
 )

@@ -92,10 +92,10 @@ BENCHMARK = Benchmark(
     run,
     table,
     plot,
-    "- GFLOP/s: P^2 B L operations, what the lifts of the weights take with symmetry used once (derived in\n"
-    "  `benchmarks/counting.py`), over the median time.\n"
-    f"- product: the measured rate of `torch.mm`, {SQUARE} square, and at (largest weight, at most {WIDEST}) x (tokens)\n"
-    "  x (the same).\n"
-    "- A fraction above 100 % would mean that the algorithm needs fewer operations than this count: it is no proven lower bound.",
+    "- GFLOP/s: P^2 B L operations over the median time. This is the count for lifting the curvature to the weights with\n"
+    "  symmetry used once (derived in `benchmarks/counting.py`).\n"
+    f"- product: the measured rate of `torch.mm`, once for square matrices of size {SQUARE}, once at the sizes of this problem:\n"
+    f"  (largest weight, at most {WIDEST}) x (tokens) x (the same).\n"
+    "- The count is no proven lower bound: a fraction above 100 % would mean that the algorithm needs fewer operations.",
     title="Beside the rate of matrix products",
 )

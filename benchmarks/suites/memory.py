@@ -120,8 +120,8 @@ BENCHMARK = Benchmark(
     run,
     table,
     lambda records: methods(records, "Peak memory", ("MiB", lambda row: row["bytes"] / 2**20 if row["bytes"] else None)),
-    "- peak: highest resident size less the one after imports, inputs and a run on the smallest problem. The result is part of\n"
-    f"  it, P x P for all but `hessian_operator`, which is made and multiplied with {CHUNK} vectors.\n"
+    "- peak: highest resident size less that after imports, inputs and a run on the smallest problem. It includes the result,\n"
+    f"  a P x P matrix, or for `hessian_operator` the operator and its product with {CHUNK} vectors.\n"
     f"- `reverse over reverse` and `curvlinops` push {CHUNK} directions together.\n"
     "- Below a few MiB the numbers are the allocator's, not the method's.",
     isolate=False,

@@ -173,8 +173,8 @@ BENCHMARK = Benchmark(
     lambda records: contest_tables(records, "first method", "fastest other"),
     lambda records: methods(records, "Diagonal, trace, top eigenvalue"),
     NOTES
-    + "\n- Hutchinson's row is the measured time of a product in blocks of 16 times the probes that a standard error of 1 %\n"
-    "  takes (of the trace, or of the diagonal in the 2-norm), from the estimator's variance.\n"
-    "- The first method of each quantity is the toolkit's; eigenvalues are compared with it, diagonals with the dense matrix.",
+    + "\n- Hutchinson's row is the measured time of a product, in blocks of 16, times the number of probes for a standard error\n"
+    "  of 1 % (of the trace, or of the diagonal in the 2-norm). That number follows from the estimator's variance.\n"
+    "- The first method of each quantity is hessiankit's. Eigenvalues are compared with it, diagonals with the dense matrix.",
     title="Diagonal, trace, top eigenvalue",
 )

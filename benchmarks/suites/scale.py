@@ -367,13 +367,13 @@ BENCHMARK = Benchmark(
     run,
     table,
     plot,
-    "- Each row is a process of its own. *set-up* (what is made once) and *product* are in gradients of the module, timed in\n"
-    "  the same process, a gradient and a product in turn; median, quartiles in brackets. With one thread, process times.\n"
-    "- MiB: the highest resident size during the set-up, and during a product, less that with model and data before the method\n"
-    "  (on a GPU the allocator's). *out of memory*: an allocation beyond the limit failed (`--memory-gib`; on a GPU its own).\n"
-    "- `double`: the gradient with `create_graph=True` is the set-up, `torch.autograd.grad` of it a product. It and packages\n"
-    "  get attention from `SDPBackend.MATH`, because the fused kernels have no second derivative.\n"
-    "- error: |difference| / |H v| from central differences of the module's gradient in float64 (where that does not fit, in\n"
-    "  float32: then said). For `bounds` and `frobenius_norms`: of the norm, from the dense Hessian.",
+    "- Each row is a process of its own. *set-up* (done once) and *product* are in units of a gradient of the module, timed in\n"
+    "  the same process, in turn with products: median, quartiles in brackets. With one thread these are process times.\n"
+    "- MiB: the highest resident size during the set-up, and during a product, less the size with model and data before it\n"
+    "  (on a GPU, of the allocator). *out of memory*: an allocation beyond the limit failed (`--memory-gib`; on a GPU its own).\n"
+    "- `double`: the set-up is the gradient with `create_graph=True`, a product is `torch.autograd.grad` of it. It and other\n"
+    "  packages run attention on `SDPBackend.MATH`, because the fused kernels have no second derivative.\n"
+    "- error: |difference| / |H v| from central differences of the module's gradient in float64, or (then said) float32 where\n"
+    "  float64 does not fit. For `bounds` and `frobenius_norms` it is the error of the norm, from the dense Hessian.",
     title="Real sizes",
 )

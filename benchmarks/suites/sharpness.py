@@ -153,10 +153,10 @@ BENCHMARK = Benchmark(
     run,
     table,
     lambda records: methods(records, "Sharpness beside training", compared=False),
-    "- B: sequences, of 512 tokens for `gpt2-124M`, of 64 for `gpt2-0.1M`. Both are built from their configurations, with\n"
-    "  drawn parameters and one micro-batch.\n"
-    f"- one draw more: a measurement with {DRAWS} draws less one with 1 draw, over {DRAWS - 1}. The forward pass is shared.\n"
-    "- of a training step: seconds over those of the training step in the same round. Before the rounds, each piece of work is\n"
+    "- B: number of sequences, of 512 tokens for `gpt2-124M` and of 64 for `gpt2-0.1M`. Both models are built from their\n"
+    "  configurations with random parameters, and measured with one micro-batch.\n"
+    f"- one draw more: the time with {DRAWS} draws less that with 1 draw, over {DRAWS - 1}. All draws share the forward pass.\n"
+    "- of a training step: time over that of the training step in the same round. Before the rounds, each piece of work is\n"
     "  done once on the smallest model.\n"
     "- peak: highest resident size of a fresh process, the model included (on a GPU the allocator's).",
     isolate=False,

@@ -76,14 +76,14 @@ def small_scale() -> dict[str, dict[str, str]]:
     for name, each in verdicts().items():
         for one in each:
             if one["claim"] in rows:  # of two figures, the first
-                seen = f"{_said(one)} ({one['scale']})"
+                seen = f"{'; '.join(_said(one))} ({one['scale']})"
                 found.setdefault(one["claim"], {"figure": name, "verdict": one["status"], "seen": seen})
     return found
 
 
-def _said(verdict: dict[str, Any]) -> str:
+def _said(verdict: dict[str, Any]) -> list[str]:
     word = {"SUPPORTED": "yes", "CONTRADICTED": "no", "OPEN": "undecided"}
-    return "; ".join(f"{part['criterion']}: {word[part['status']]}, {part['seen']}" for part in verdict["parts"])
+    return [f"{part['criterion']}: {word[part['status']]} ({part['seen']})" for part in verdict["parts"]]
 
 
 def group_of(name: str) -> str:
@@ -101,9 +101,9 @@ def section(name: str, shows: str, command: str, paths: Sequence[Path], said: Se
         place = path.relative_to(ROOT / "docs").as_posix()
         lines.append(f"[![{name if len(paths) == 1 else path.stem}]({place})]({place})")
     for one in said:
-        place, statement, seen = (markdown_text(text) for text in (one["place"], one["statement"], _said(one)))
+        place, statement = (markdown_text(text) for text in (one["place"], one["statement"]))
         lines += ["", f"- **{one['status']}** at this scale: {place}: {statement} (`{one['claim']}`)."]
-        lines += [f"  Criteria and numbers: {seen}. {one['scale'].capitalize()}."]
+        lines += [f"  {one['scale'].capitalize()}. Criteria:", *(f"    - {markdown_text(seen)}" for seen in _said(one))]
     return lines
 
 
@@ -112,14 +112,15 @@ def page() -> str:
     lines = [
         "# Gallery",
         "",
-        "Every picture of these pages and the command that draws it; `python -m figures --list` has all figures, `--quick` a",
-        "small version of each, `--images PATH` draws from a `.npz` file and `--text PATH` from a text where the default is",
-        "scikit-learn's digits and Python's standard library. A figure writes its numbers beside its picture; a picture opens at",
-        "full size.",
+        "All pictures of these pages, with the commands that draw them. `python -m figures --list` lists the figures, and",
+        "`--quick` draws a small version. Images are scikit-learn's digits and text is Python's standard library by default;",
+        "`--images PATH` reads a `.npz` file, `--text PATH` a text. A figure writes its numbers beside its picture. Click a",
+        "picture for its full size.",
         "",
-        "A figure of a paper says what came out of the paper's claims at its own, small scale: SUPPORTED or CONTRADICTED where",
-        "every run meets the stated criterion or none does, or where the 95 % interval lies on one side; OPEN otherwise. The",
-        "verdict is computed from the numbers that are drawn, and says nothing of the paper's scale.",
+        "A figure of a paper also tests the paper's claims, at the figure's own small scale. A claim is SUPPORTED if every run",
+        "meets the stated criterion or the 95 % interval lies on its side. It is CONTRADICTED if no run does or the interval",
+        "lies on the other side, and OPEN otherwise. The verdict is computed from the drawn numbers and does not apply at the",
+        "paper's scale.",
     ]
     found, said = sections(), verdicts()
     groups = [*(paper.title for paper in PAPERS.values()), "Curvature, bounds and derivations", "Benchmarks"]

@@ -167,8 +167,13 @@ def page(paper: str) -> str:
 
 def index() -> str:
     """Return the overview of the papers."""
-    lines = ["# The papers", "", "Four papers, statement by statement: the call, the formula as it holds, the verdict.", ""]
-    lines += ["| paper | numbered statements | rows of the ledger | as printed wrong | |", "|---|---|---|---|---|"]
+    lines = [
+        "# The papers",
+        "",
+        "Four papers, statement by statement, with the call, the formula that holds, and the verdict.",
+        "",
+    ]
+    lines += ["| paper | numbered statements | rows of the ledger | wrong as printed | |", "|---|---|---|---|---|"]
     for paper in PAGES:
         rows = claims(paper=paper)
         wrong = sum(row.verdict == "WRONG AS PRINTED" for row in rows)
@@ -178,7 +183,7 @@ def index() -> str:
         )
     lines += [
         "",
-        '`hessiankit.derive("curvature-gap/thm3")` returns the formula of a statement on a derivative, which can be evaluated.',
+        '`hessiankit.derive("curvature-gap/thm3")` returns the formula of a derivative as an expression that can be evaluated.',
         "On the command line, `hessiankit derive curvature-gap/thm3` also prints the verdicts.",
         "`python -m papers show curvature-gap/thm3-full` runs the counterexample.",
         "The figures of the papers are redrawn in the [gallery](../gallery.md).",

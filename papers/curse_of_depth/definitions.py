@@ -56,7 +56,8 @@ def abstract_variance(seed: int) -> Evidence:
 )
 def lns_only(seed: int) -> Evidence:
     r"""the scaling of one sub-layer only
-    Correct: what the sub-layer returns times $1/\sqrt\ell$, or LNS on its norm only; not the same function"""
+    Correct: it can mean the output of the sub-layer times $1/\sqrt\ell$, or LNS on its norm only; these are different
+    functions"""
     X, found = Draw(seed).normal(5, 16), {}
     for name in ("lns-only-attention", "lns-only-attention-ln", "lns-only-ffn", "lns-only-ffn-ln"):
         found[PLACEMENTS[name].description] = float(make_block(seed, 4, name, activation="gelu")(X).norm())
@@ -66,7 +67,8 @@ def lns_only(seed: int) -> Evidence:
 @claim("lns-before-ln", "Table 8, 'Before LN'", "WRONG AS PRINTED", uses=[eq.lns_before_ln])
 def lns_before_ln(seed: int) -> Evidence:
     r"""scaling the input of the norm by $1/\sqrt\ell$ is a method of its own: perplexity 26.97 against 26.73 of Pre-LN
-    Correct: the norm undoes it: it is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one model"""
+    Correct: the norm cancels the scaling: this is Pre-LN up to $\epsilon$, and 0.24 is the difference of two runs of one
+    model"""
     X, pre = Draw(seed).normal(5, 16), make_block(seed, 9)
     before = make_block(seed, 9, "lns-before-ln")(X)
     detail = "outputs at l = 9: of a norm scaled by 1 / 3, of the block 'before LN', of Pre-LN"
@@ -78,8 +80,8 @@ def lns_before_ln(seed: int) -> Evidence:
 @claim("embedding-std", "Sec. 5.1; the theory, wherever sigma of x_1 enters", "OMITTED", uses=[initialise])
 def embedding_std(seed: int) -> Evidence:
     """the standard deviation of the embedding is not given
-    Correct: 0.632 in the released code until January 2026, 0.02 since: the first block's Jacobian feels it, and with it the
-    theory"""
+    Correct: it is 0.632 in the released code until January 2026, and 0.02 since. The first block's Jacobian depends on
+    it, and so does the theory"""
     gain, tokens = [], Draw(seed).integers(0, 32, 1, 6)
     for std in (0.632, 0.02):
         model = Transformer(32, 16, 32, 1, 2, placement="pre", norm="rmsnorm", rotary=True, causal=True).double()

@@ -117,8 +117,8 @@ def eq81(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}(\ldots)\,\sigma_{x_1}^2\sigma(\sqrt d +
     \sqrt{h\,d_{\mathrm{head}}})h\left[(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} +
     \sigma_{x_1}(\sqrt d + \sqrt{d_{\mathrm{head}}})\right]$
-    Correct: the norm takes $\sigma_{x_1}$ out: $\frac{\partial y_1}{\partial W_1}$ does not fall with it, and the right side
-    does, with the square; nor has Eq. 81 the $\frac1\ell$ of Eq. 18"""
+    Correct: the norm cancels $\sigma_{x_1}$: $\frac{\partial y_1}{\partial W_1}$ does not fall with it, but the right
+    side falls with its square. Eq. 81 also lacks the $\frac1\ell$ of Eq. 18"""
     deviation = 0.02
     point = AttentionBranch(seed, deviation=deviation)
     size, d = point.size, point.size.d

@@ -184,7 +184,8 @@ def eq43(seed: int) -> Evidence:
 def eq44(seed: int) -> Evidence:
     r"""$\|J^Z\|_2\le h\left((\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + \sigma_x^\ell(\sqrt d +
     \sqrt{d_{\mathrm{head}}})\right)$
-    Correct: $\sigma$ of the weights in the second term, which is the value path; it is Takase et al.'s, not Vershynin's"""
+    Correct: the second term, of the value path, has the $\sigma$ of the weights. The bound is by Takase et al., not
+    Vershynin"""
     draw, s, d, std, deviation = Draw(seed), 6, 64, 0.01, 1e-4
     X, W = draw.normal(s, d, std=deviation), [draw.normal(d, d, std=std) for _ in range(3)]
     found = spectral(jacobian_of(lambda N: attention_head(N, *W), layer_norm(X)))
@@ -278,8 +279,8 @@ STACK = StackSizes(d=16, d_ffn=32, h=2, s=4, sigma=1 / math.sqrt(2.5 * 16))
 def eq9(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A}{\sigma_{x_\ell}} +
     \frac{B}{\sigma_{x_\ell}^2}\right)$
-    Correct: $L$ factors with $A = a + b$, $B = ab$ and the least deviation of a token for $\sigma_{x_\ell}$: at $L = 1$ the
-    printed product is empty. Corrected it is far from attained: at $L = 8$ by more than $10^6$"""
+    Correct: $L$ factors with $A = a + b$, $B = ab$ and the least deviation of a token for $\sigma_{x_\ell}$: at $L = 1$
+    the printed product is empty. The corrected bound is far from attained: at $L = 8$ by a factor above $10^6$"""
     jacobians, first, second = stack_norms(seed, 8)
     factors = [(1 + STACK.attention / x) * (1 + STACK.ffn / y) for x, y in zip(first, second, strict=True)]
     printed = [1 + STACK.A_printed / x + STACK.B_printed / x**2 for x in first]

@@ -26,7 +26,7 @@ DEPTHS = [1, 4, 16, 64]
 @claim("eq13", "Lemma 4.1, Eq. 13; Eqs. 54-55", "WRONG AS PRINTED")
 def eq13(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2 = \sigma_{x_1}^2\Theta\left(\prod_{k=1}^{\ell-1}(1 + \frac{1}{\sqrt k\,\sigma_{x_k}})\right)$
-    Correct: as for Eq. 6 the constants of $\ell$ steps multiply; right with constants 1"""
+    Correct: as in Eq. 6 the constants of $\ell$ steps multiply; the formula is right with constants 1"""
     return constants_multiply(100, lns=True)
 
 
@@ -89,8 +89,7 @@ def eq58_exponent(seed: int) -> Evidence:
 def eq58(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2 = \ell^{2-\epsilon}$ solves Eq. 55: $\sigma_{x_1}^2\prod_k(1 +
     \ldots)\le\Theta(\ell^{2-\epsilon})$, the upper bound
-    Correct: the product converges and is no $\ell^{2-\epsilon}$: it is no solution. The solution with constants 1 grows like
-    $\ell$"""
+    Correct: it is no solution, because the product converges. The solution with constants 1 grows like $\ell$"""
     epsilon, lengths = 0.75, (1_000, 1_000_000)
     logs = [float(torch.log1p(layers(L) ** (-(3 - epsilon) / 2)).sum()) for L in lengths]
     growth, assumed_growth = math.exp(logs[1] - logs[0]), 1000 ** (2 - epsilon)
@@ -168,8 +167,8 @@ def eq15(seed: int) -> Evidence:
 def eq16(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\sim\ell^{2-\epsilon}$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\omega(1)$, 'a growth strictly
     greater than a constant'
-    Correct: the exponents $2-\frac\epsilon2$ and $4-\epsilon$ are above 1: the sums converge and the bound is $O(1)$; $\omega(1)$
-    is the sign of a lower bound"""
+    Correct: the exponents $2-\frac\epsilon2$ and $4-\epsilon$ are above 1: the sums converge and the bound is $O(1)$;
+    $\omega(1)$ would be a lower bound"""
     A, B, epsilon = 1.0, 1.0, 0.75
     p, q, k = 2 - epsilon / 2, 4 - epsilon, layers(1_000_000)
     logs = torch.log1p(A / k**p + B / k**q).cumsum(0)
@@ -224,8 +223,8 @@ def eq17_factor(seed: int) -> Evidence:
 @claim("sec4.1-conclusion", "Sec. 4.1, after Theorem 4.2", "NOT REPRODUCED", uses=[TransformerBlock])
 def conclusion(seed: int) -> Evidence:
     r"""with LNS 'fewer layers act as identity mappings compared to the original Pre-LN'
-    Correct: at initialisation the opposite: at depth $\ell$ the stream is smaller, but the branch is by
-    $\frac{1}{\sqrt\ell}$, and $\|J_\ell - I\|$ falls below that of Pre-LN. It says nothing about trained models"""
+    Correct: at initialisation the opposite holds: at depth $\ell$ the stream is smaller, but the branch is smaller by
+    $\frac{1}{\sqrt\ell}$, so $\|J_\ell - I\|$ is below that of Pre-LN. This says nothing about trained models"""
     last = {}
     for name in ("pre", "lns"):
         X = Draw(seed).normal(4, 16)

@@ -196,8 +196,8 @@ def eq34_sum(seed: int) -> Evidence:
 @claim("eq34-circular", "App. A.1.2, after Eq. 34", "WRONG AS PRINTED")
 def eq34_circular(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2 = \ell$ is a lower bound: 'the increasing lower bound must grow faster than a linear function'
-    Correct: $\sigma_\ell^2 = \ell$ put into Eq. 34 gives $e^{2\sqrt\ell}/\sqrt\ell$, which contradicts it: it is no solution
-    of Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34"""
+    Correct: inserted into Eq. 34, $\sigma_\ell^2 = \ell$ gives $e^{2\sqrt\ell}/\sqrt\ell$, a contradiction: it does not
+    solve Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34"""
     L = 10_000
     found, second = (recurrence(L, root=root) for root in (math.sqrt, mpmath.sqrt))
     detail = "Eq. 32 with constants 1 at l = 10^4: l and l^2 / 4"
@@ -265,8 +265,8 @@ def eq23(seed: int) -> Evidence:
 @claim("lemma-a1", "Lemma A.1, Eq. 26", "WRONG AS PRINTED")
 def lemma_a1(seed: int) -> Evidence:
     r"""for i.i.d. $X_i$ with finite variance $\lim\mathbb{E}[\sum_i(p_i - \frac1n)^2] = 0$, $p = \mathrm{softmax}(X)$
-    Correct: it needs $\mathbb{E}\,e^{2X} < \infty$ or the like: logits with the tail $P(X > t) = t^{-3}$ put all weight on
-    one"""
+    Correct: it needs a condition such as $\mathbb{E}\,e^{2X} < \infty$: logits with the tail $P(X > t) = t^{-3}$ put all
+    weight on one of them"""
     draw, N, rounds = Draw(seed), 100_000, 20
     p = (draw.uniform(rounds, N, low=1e-12) ** (-1 / 3)).softmax(1)
     found, light = (p - 1 / N).square().sum(1).mean(), (draw.normal(N).softmax(0) - 1 / N).square().sum()
@@ -278,8 +278,8 @@ def lemma_a1(seed: int) -> Evidence:
 @claim("lemma-a1-uniform", "Lemma A.1, below Eq. 26", "WRONG AS PRINTED")
 def lemma_a1_uniform(seed: int) -> Evidence:
     r"""the softmax becomes 'asymptotically indistinguishable, in expectation, from the uniform distribution'
-    Correct: for standard normal logits the distance $\frac12\sum_i|p_i - \frac1N|$ tends to $2\Phi(\frac12) - 1 = 0.383$; the
-    sum of squares in Eq. 26 is at most $\max_ip_i$ and tells little"""
+    Correct: for standard normal logits the distance $\frac12\sum_i|p_i - \frac1N|$ tends to $2\Phi(\frac12) - 1 = 0.383$;
+    the sum of squares in Eq. 26 is at most $\max_ip_i$ and does not measure this distance"""
     N = 200_000
     p = Draw(seed).normal(N).softmax(0)
     distance, second = (p - 1 / N).abs().sum() / 2, (p - 1 / N).clamp(min=0).sum()
@@ -323,8 +323,8 @@ def eq29(seed: int) -> Evidence:
 def eq30_correlation(seed: int) -> Evidence:
     r"""$\sigma_x^2 + \sigma_W^2 + \rho_2\sigma_x\sigma_W = \sigma_x^2\left(1 + \frac{\sigma_W}{\sigma_x} +
     \frac{\sigma_W^2}{\sigma_x^2}\right)$
-    Correct: $\rho_2$ stays: $\frac{\rho_2\sigma_W}{\sigma_x}$; without it $\Theta(1 + \frac{1}{\sigma_x})$ of the third line
-    needs $\rho_2 > 0$"""
+    Correct: $\rho_2$ remains: $\frac{\rho_2\sigma_W}{\sigma_x}$; without it $\Theta(1 + \frac{1}{\sigma_x})$ of the third
+    line needs $\rho_2 > 0$"""
     x, w, rho = (float(v) for v in Draw(seed).uniform(3, low=0.2, high=0.8))
     left, second = (a * a + b * b + r * a * b for a, b, r in ((x, w, rho), map(Fraction, (x, w, rho))))
     printed, corrected = (x * x * (1 + c * w / x + w * w / x**2) for c in (1.0, rho))

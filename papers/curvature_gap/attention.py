@@ -262,7 +262,7 @@ def contracted(p: BlockPoint, n: int) -> Tensor:
 @claim("c1-hf_qq", "C.1", "HOLDS", uses=[AttentionAt.Phi])
 def c1_hf_qq(seed: int) -> Evidence:
     r"""$H_f(W_Q,W_Q) = \frac{2}{Ld_Vd_K}R_{d_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(I\otimes W_K)$
-    Correct: here the factor $2/(Ld_V)$ is in its place"""
+    Correct: here the factor $2/(Ld_V)$ is in the right place"""
     return compare(seed, lambda p: contracted(p, p.n("Q")) @ printed_phi(p, "Q", "Q"), functional, "Q", "Q")
 
 

@@ -84,7 +84,7 @@ def thm1_appendix(seed: int) -> Evidence:
 @claim("thm1-constants", "Theorem 1 and C.1", "VAGUE", uses=[theorem_1_printed, theorem_1_appendix_printed])
 def thm1_constants(seed: int) -> Evidence:
     """the $M$ of Theorem 1 is the $M$ that its proof arrives at
-    Correct: two different numbers go by that name"""
+    Correct: two different numbers have that name"""
     p = sample(seed)[0]
     return readings({"Theorem 1": p.theorem_1().VQ, "C.1": p.theorem_1_appendix().VQ}, "its term for (V, Q), one problem")
 
@@ -250,8 +250,8 @@ def hf_vq_norm(seed: int) -> Evidence:
 def hf_qk_norm(seed: int) -> Evidence:
     r"""$\|H_f(W_Q,W_K)\|_2\le\frac{2\sqrt{\mathrm{rank}}(L\|X\|\|W_V\| +
     \|\mathrm{Target}\|)}{Ld_V\sqrt{d_Vd_K}}\|W_V\|(3L\|W_K\|\|W_Q\|\|X\|^5 + \frac{d_V}{L}\|X\|^3)$
-    Correct: by slack, with a proof for $d_V\le121L^2d_K$ only: it uses $\|Z_1\|\le\|X\|^3/L$ and puts $3L$ where
-    $6\sqrt{d_V/d_K}$ comes out"""
+    Correct: it holds by slack, with a proof only for $d_V\le121L^2d_K$: the printed proof uses $\|Z_1\|\le\|X\|^3/L$ and
+    writes $3L$ where $6\sqrt{d_V/d_K}$ results"""
     problems = (*sample(seed), *sample(seed, uniform=True), half_on_itself(8), two_attended_tokens(4))
     found = worst_of(problems, lambda p: p.functional("Q", "K"), lambda p: p.functional_bounds.QK)
     return bounded(found, f"{len(problems)} problems")

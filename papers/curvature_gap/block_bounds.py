@@ -299,7 +299,8 @@ def thm6(seed: int) -> Evidence:
 @claim("thm6-proof", "Theorem 6, with the deviations of the proof of Lemma 4", "LOOSE", uses=[theorem_6_factors_printed])
 def thm6_proof(seed: int) -> Evidence:
     r"""$\|H_{tr}\|_2\le M_{tr}$ with $\sigma_{\min} = \min_i\sigma_i$ and $\Phi_{KK}$ added
-    Correct: broken pieces (Eqs. 17, 21, the bounds on $\Phi$) hide behind others that are loose by many orders of magnitude"""
+    Correct: the wrong pieces (Eqs. 17, 21, the bounds on $\Phi$) do not show, because others are loose by many orders of
+    magnitude"""
     found = worst(lambda p: whole(p) / closed_form(p, "proof").whole, [*small(seed), single_row(5)], steps=60)
     others = [whole(p) / closed_form(p, "proof").whole for p in problems(seed)]
     return loose([found.climbed, *found.sample, *others], "seven points, and an ascent from the worst of three", factor=90)

@@ -55,7 +55,7 @@ def eq10(seed: int) -> Evidence:
 @claim("thm7-identity", "Theorem 7; C.7", "HOLDS", uses=[theorem_7_printed])
 def thm7_identity(seed: int) -> Evidence:
     r"""$\mathcal{L}_{k+1} - \mathcal{L}_k = (l_{k+1} - \mathcal{L}_k)/(k+1)$, whence the rate $1/(k+1)$
-    Correct: for any bounded numbers: it needs no Hessian"""
+    Correct: it holds for any bounded numbers and needs no Hessian"""
     losses = Draw(seed).uniform(30)
     means = running_means(losses)
     k = torch.arange(1, 30, dtype=losses.dtype)
@@ -105,7 +105,7 @@ def thm7(seed: int) -> Evidence:
 @claim("thm7-true-m", "Theorem 7, with the true Hessian norms", "WRONG AS PRINTED", uses=[theorem_7_printed, theorem_7_corrected])
 def thm7_true_m(seed: int) -> Evidence:
     r"""the same with $M = \max_i\|H_i(w^*)\|_2$
-    Correct: Eq. 10 has no remainder: $H(w^*) = 0$ does not keep the loss from growing. $M_{seg}$ in place of $M$"""
+    Correct: Eq. 10 has no remainder, but the loss can grow even if $H(w^*) = 0$. $M_{seg}$ in place of $M$"""
     p = AttentionProblem(column(1.0, -1.0), column(0.0), column(0.0), column(0.0), column(0.0, 0.0))
     w = torch.ones(3, dtype=torch.float64)  # the loss is tanh(1)^2 there, with all weights 1
     right = theorem_7_printed(1, 0.0, p.norm, math.sqrt(3))
@@ -171,7 +171,7 @@ def thm7_block(seed: int) -> Evidence:
 def thm7_first_step(seed: int) -> Evidence:
     r"""$|\mathcal{L}_{k+1}(w) - \mathcal{L}_k(w)|\le\frac{1}{k+1}|l_{k+1}(w^*) - \mathcal{L}_k(w^*)| + \frac{\|w -
     w^*\|^2}{2(k+1)}\|H_{k+1}(w^*) - \frac1k\sum_iH_i(w^*)\|_2$
-    Correct: for quadratic losses; else the third-order rest is missing"""
+    Correct: it holds for quadratic losses; otherwise the third-order remainder is missing"""
     p = bowl(seed)
     values, vectors = torch.linalg.eigh(p.hessian)
     flat = vectors[:, int(values.abs().argmin())]  # where the second-order term all but vanishes

@@ -354,8 +354,8 @@ def lemma4_28_proof(seed: int) -> Evidence:
 @claim("lemma4-29", "Lemma 4, Eq. 29, as its proof reads it", "LOOSE", uses=[lemma_4_hessian_printed])
 def lemma4_29(seed: int) -> Evidence:
     r"""Eq. 29 with $\sigma_{\min} = \min_i\sigma_i$
-    Correct: the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$, and is not
-    needed"""
+    Correct: the right side is at least $4\sqrt n/\min_i\sigma_i^2$; its middle term has the wrong degree in $X$ and is
+    not needed"""
     found = worst(lambda X: lemma_ratios(X, "proof")[1], rows(seed))
     return loose(found, "ten inputs and an ascent", factor=4 * math.sqrt(3))
 
@@ -363,7 +363,7 @@ def lemma4_29(seed: int) -> Evidence:
 @claim("lemma4-29-degree", "Lemma 4, Eq. 29, middle term", "WRONG AS PRINTED", uses=[lemma_4_hessian_printed])
 def lemma4_29_degree(seed: int) -> Evidence:
     r"""$\|X\|_2^2/(\sqrt n\,\sigma_{\min}^3)$ scales as a second derivative of LayerNorm does
-    Correct: $H_{LN}(cX) = c^{-2}H_{LN}(X)$, as the other terms; this one goes with $c^{-1}$"""
+    Correct: $H_{LN}(cX) = c^{-2}H_{LN}(X)$, like the other terms; this term scales with $c^{-1}$"""
     X, c = Draw(seed).normal(3, 4), 100.0
 
     def terms(X: Tensor) -> tuple[float, float]:

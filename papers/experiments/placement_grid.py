@@ -353,7 +353,8 @@ def verdict(found: dict[str, Any]) -> str:
     largest = "not known" if found["max_rel_error"] is None else f"{found['max_rel_error']:.1e}"
     return (
         f"{what} of {len(found['placements'])} placements; largest error {largest} of a block pair's largest entry (tolerance "
-        f"{found['tolerance']:.0e}); {found['identities']} identities to {found['identity_error']:.1e}; {found['seconds']:.0f} s"
+        f"{found['tolerance']:.0e}); {found['identities']} identities to {found['identity_error']:.1e}; "
+        f"{found['seconds']:.0f} s"
     )
 
 
@@ -376,13 +377,16 @@ def markdown(found: dict[str, Any]) -> str:
         f"{origin}.",
         "",
         "Each case is a language model (vocabulary 5, two sequences of three tokens, d_model 6, d_ff 5, heads three wide, eps "
-        "0.1) with generic parameters: gains, biases and scales too, no ReLU near its kink, no row under a norm nearly constant, "
-        "no gradient below 1/1000 of the largest. One block has biases everywhere and learned positions, three have neither; the "
+        "0.1) with generic parameters, including gains, biases and scales. No ReLU is near its kink, no row under a norm is "
+        "nearly constant, and no gradient is below 1/1000 of the largest. One block has biases everywhere and learned "
+        "positions, three have neither; the "
         "head is tied to the embedding in half of the cases. `hessiankit.check` compares the exact Hessian with respect to all "
-        f"parameters, block pair by block pair, along a generic direction a parameter, with {' and '.join(found['references'])}. "
-        "Each number is the largest difference, relative to the largest entry of its own block pair, over the placement's cases "
-        "with that option; the last two columns count the exact identities of the model's structure that were tested as well, "
-        "and their largest error. Every case and option by number: [placement_grid.json](placement_grid.json).",
+        f"parameters, block pair by block pair, along one generic direction per parameter, with "
+        f"{' and '.join(found['references'])}. "
+        "Each number is the largest difference, relative to the largest entry of its own block pair, over the placement's "
+        "cases with that option. The last two columns have the number of exact identities of the model's structure that were "
+        "tested as well, and their largest error. All cases and options, by number, are in "
+        "[placement_grid.json](placement_grid.json).",
         "",
         "Parameters: " + ", ".join(f"`{kind}`" for kind in found["parameters"]) + ".",
         "",

@@ -51,8 +51,8 @@ def fig5_post(seed: int) -> Evidence:
 @claim("fig5-hybridnorm", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
 def fig5_hybridnorm(seed: int) -> Evidence:
     """HybridNorm has a well-balanced gradient flow
-    Correct: from the second block on; the first one's gradient is several times larger, as its norm divides by a small
-    embedding, and so is the second one's in the starred variant"""
+    Correct: from the second block on. The first block's gradient is several times larger, because its norm divides by a
+    small embedding; in the starred variant so is the second block's"""
     norms, starred = gradient_norms(seed, "hybridnorm"), gradient_norms(seed, "hybridnorm*")
     spike, rest = norms[0] / norms[-1], norms[1] / norms[-1]
     detail = f"first over last block; second over last {rest:.2f}, in the starred variant {starred[1] / starred[-1]:.2f}"
@@ -69,8 +69,8 @@ def embednorm(seed: int) -> Evidence:
 
 @claim("ours/qkv-jacobians-at-initialisation", "HybridNorm, Theorem A.3", "REPRODUCED")
 def jacobians_at_initialisation(seed: int) -> Evidence:
-    """at the paper's initialisation the Jacobians of QKV-Norm are larger than those of Pre-Norm, in all four weights: what it
-    brings is that scales decouple, not that gradients are smaller"""
+    """at the paper's initialisation the Jacobians of QKV-Norm are larger than those of Pre-Norm, for all four weights:
+    QKV-Norm decouples scales, it does not make gradients smaller"""
     draw = Draw(seed)
     s, d, d_k = 8, 16, 4
     found = []

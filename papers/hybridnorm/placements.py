@@ -44,7 +44,8 @@ def hybridnorm_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:
 @claim("post-norm-in-ffn", "Abstract, Sec. 1 and 3.2", "WRONG AS PRINTED", uses=[eq.bare_post])
 def post_norm_in_ffn(seed: int) -> Evidence:
     r"""'Post-Norm in the FFN', with Post-Norm as in Eq. 4
-    Correct: Eq. 9: the norm stands before the network and feeds branch and residual, not $\mathrm{Norm}(\mathrm{FFN}(Y) + Y)$"""
+    Correct: in Eq. 9 the norm precedes the network and feeds branch and residual, unlike $\mathrm{Norm}(\mathrm{FFN}(Y) +
+    Y)$"""
     draw = Draw(seed)
     block = make("hybridnorm")
     W, X = generic(block, draw), draw.normal(3, 6)
@@ -58,9 +59,9 @@ def post_norm_in_ffn(seed: int) -> Evidence:
 @claim("first-block-eps", "released code, norms of queries, keys and values", "HOLDS UNDER ASSUMPTION", uses=[normal])
 def first_block_eps(seed: int) -> Evidence:
     r"""behind their norms queries, keys and values have mean square 1
-    Needs: what is normed is large beside the code's $\epsilon = 10^{-5}$. The first block reads the bare embedding, of
-    standard deviation $1/\sqrt{2.5d}$: at $d = 2048$ its queries have mean square $1/(6.25d) = 7.8\cdot10^{-5}$, and behind
-    the norm 0.89"""
+    Needs: the input of the norm is large compared with the code's $\epsilon = 10^{-5}$. The first block reads the
+    embedding itself, of standard deviation $1/\sqrt{2.5d}$: at $d = 2048$ its queries have mean square $1/(6.25d) =
+    7.8\cdot10^{-5}$, and 0.89 after the norm"""
     draw, d, head = Draw(seed), 2048, 128
     W = draw.normal(d, head, std=normal(WeightPlace("W_Q", d, d, 1, 16)).std)
     X = draw.normal(16, d, std=(2.5 * d) ** -0.5)

@@ -257,7 +257,7 @@ def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
 @claim("text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
 def not_by_themselves(seed: int) -> Evidence:
     """with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves
-    Correct: only the bounds are free of them: $A$, in the gradient, depends on both"""
+    Correct: only the bounds do not depend on them; the gradient does, because $A$ depends on both"""
     before_and_after, bounds = [], []
     for letter, k in (("W_Q", 0), ("W_K", 1)):
         head, other = moved(seed, letter)

@@ -209,8 +209,8 @@ def estimate_gamma(seed: int) -> Evidence:
     r"""$\|\frac{\partial\mathcal{Q}}{\partial\gamma}\|_F\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\sqrt
     n\,\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes
     X_NW_KW_Q^\top)\|_F + \|A\otimes W_O^\top W_V^\top\|_F\right)$
-    Correct: the two terms of the scores have norms of their own: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + \|\ldots
-    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the end bound hold"""
+    Correct: the two terms of the scores have different norms: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + \|\ldots
+    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the final bound hold"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them

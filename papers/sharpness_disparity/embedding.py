@@ -104,7 +104,7 @@ def row(seed: int) -> Evidence:
     x\|_2}\left(I - \frac{\tilde x\tilde x^\top}{\|\tilde x\|_2^2}\right)\left(I - \frac1d1_{1\times D}1_{1\times
     D}^\top\right)$
     Correct: $\tilde x^\top\tilde x$, $1_{1\times D}^\top1_{1\times D}$ and $\frac1D$: for rows the printed products are
-    numbers, and $d$ is the vocabulary size"""
+    scalars, and $d$ is the vocabulary size"""
     draw, D, d = Draw(seed), 5, 9
     x = draw.normal(D)
     t = centred(x)[None]
@@ -122,7 +122,7 @@ def w_e(seed: int) -> Evidence:
     (I_n\otimes\mathrm{diag}(\mathrm{vec}(\gamma)))\,\mathrm{diag}\left(\left\{\frac{\sqrt D}{\|\tilde z_i\|_2}\left(I -
     \frac{\tilde z_i\tilde z_i^\top}{\|\tilde z_i\|_2^2}\right)\left(I - \frac1D1_{1\times D}1_{1\times
     D}^\top\right)\right\}_i\right)(X\otimes I_D)$
-    Needs: $\tilde z_i$ and $1$ are columns; the text declares rows, of which the products are numbers"""
+    Needs: $\tilde z_i$ and $1$ are columns; the text declares rows, whose products are scalars"""
     point, D = EmbeddingPoint.draw(seed), 5
     reference = point.jacobian("W_E")
     blocks = torch.block_diag(*[row_jacobian(z, mean=1 / D) for z in point.Z])
@@ -148,7 +148,7 @@ def shape_of_z(seed: int) -> Evidence:
 @claim("b3-least-row", "App. B.3", "HOLDS UNDER ASSUMPTION", uses=[TokenEmbeddingAt])
 def least_row(seed: int) -> Evidence:
     r"""$\min_{i\in[n]}\|\tilde z_i\|_2\ge\min_{k\in[d]}\|\tilde w_k\|_2$
-    Needs: one-hot rows and nothing added to the embedding: GPT-2 adds learned positions, and then it can fail"""
+    Needs: one-hot rows and nothing added to the embedding. It can fail for GPT-2, which adds learned positions"""
     draw = Draw(seed)
     points = [EmbeddingPoint.draw(100 * seed + k) for k in range(20)]
     holds = bounded([p.least_row / float(centred(p.Z).norm(dim=1).min()) for p in points], "20 points")
@@ -201,8 +201,8 @@ def factor_norm(seed: int) -> Evidence:
 def s_we(seed: int) -> Evidence:
     r"""$\mathcal{S}(W_E) = O\left(\frac{\Psi^2}{Dd\,\min_i\|\tilde w_{E_i}\|_2^2}\right)$ with $\Psi := n\sqrt
     D\,\|\gamma\|_F$
-    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$: the printed one bounds $Y$, and
-    scaling $\mathcal{Q}$ breaks it"""
+    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$: the printed one bounds $Y$, so
+    scaling $\mathcal{Q}$ violates it"""
     point = EmbeddingPoint.draw(seed)
     point = replace(point, q=1e4 * point.q)
     left = float(point.gradient("W_E").square().sum()) / 45
@@ -245,7 +245,7 @@ def s_gamma(seed: int) -> Evidence:
 @claim("thm4.3-bypass", "Theorem 4.3", "HOLDS UNDER ASSUMPTION", uses=[LayerNormAt, TokenEmbeddingAt.jacobian])
 def bypass(seed: int) -> Evidence:
     r"""$Y := \mathrm{Norm}(XW_{\mathrm{emb}};\gamma)$: all of $\nabla_{W_E}\mathcal{Q}$ flows through this norm
-    Needs: no residual stream around the norm and no tied head; Eq. 2 has the first, GPT-2 both"""
+    Needs: no residual stream around the norm and no tied head. Eq. 2 has a residual stream, GPT-2 has both"""
     point = EmbeddingPoint.draw(seed)
     holds = agrees(point.q @ point.closed_jacobian("W_E"), point.gradient("W_E"), "without the stream")
 

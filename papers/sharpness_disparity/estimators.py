@@ -108,8 +108,8 @@ def labels(seed: int) -> Evidence:
 @claim("eq3-independence", "Sec. 3.2, Eq. 3, with shared random numbers", "HOLDS UNDER ASSUMPTION")
 def independence(seed: int) -> Evidence:
     """Eq. 3 gives the diagonal Fisher matrix
-    Needs: labels independent of one another; one random number for all positions leaves each law right and biases the
-    estimate"""
+    Needs: labels independent of one another; one random number for all positions leaves the law of each label right but
+    biases the estimate"""
     point = Classifier.draw(seed)
     edges = torch.cat([torch.zeros(3, 1, dtype=torch.float64), point.P.cumsum(1)], 1)
     weights = []
@@ -134,8 +134,8 @@ def temperature(seed: int) -> Evidence:
 @claim("eq3-b", "Sec. 3.2, Eqs. 3-4; App. A.1, 'B set to 1024'", "VAGUE")
 def factor(seed: int) -> Evidence:
     """the factor $B$, the number of inputs $x_b$ in a batch
-    Correct: the number of terms, labelled independently, in the mean: all tokens of the batch; with the number of sequences
-    the estimate is smaller by their length. The order of blocks does not feel it"""
+    Correct: $B$ is the number of independently labelled terms in the mean: all tokens of the batch. With the number of
+    sequences the estimate is smaller by the length of a sequence. The order of blocks is the same"""
     point = Classifier.draw(seed, B=4)
     weights = point.independent(point.P)
     of_fisher = {

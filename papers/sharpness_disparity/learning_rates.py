@@ -48,7 +48,8 @@ def eq5(seed: int) -> Evidence:
 @claim("weight-decay", "Sec. 6, Baselines", "OMITTED")
 def weight_decay(seed: int) -> Evidence:
     r"""weight decay $\lambda = 0.1$, the same with Blockwise LR
-    Correct: AdamW shrinks by $\eta\lambda$: a rate $r$ times larger decays its block $r$ times faster, the embedding 10 times"""
+    Correct: AdamW shrinks weights by $\eta\lambda$, so a rate $r$ times larger decays its block $r$ times faster: the
+    embedding 10 times"""
     theta = Draw(seed).normal(5)
     rates, zero = [1e-3, 1e-2], [torch.zeros_like(theta)] * 2
     after = adamw([theta, theta], [zero], rates)
@@ -60,8 +61,8 @@ def weight_decay(seed: int) -> Evidence:
 @claim("fused", "Sec. 5, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
 def fused(seed: int) -> Evidence:
     """the learning rate of a block type is set where the optimizer's groups are made
-    Needs: QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling the step after it, old + r (new -
-    old) on a slice, is the same as a rate of its own; scaling the gradient is not"""
+    Needs: QK and VO are separate tensors; a fused $(W_Q, W_K, W_V)$ has one rate. Rescaling each slice after the step,
+    old + r (new - old), equals a separate rate; scaling the gradient does not"""
     draw, rates = Draw(seed), [8e-3, 4e-3]
     parts = [draw.normal(4, 3), draw.normal(2, 3)]
     steps = [[draw.normal(4, 3), draw.normal(2, 3)] for _ in range(5)]
@@ -83,7 +84,7 @@ def fused(seed: int) -> Evidence:
 @claim("fused-sharpness", "Sec. 3.2, block types, for fused attention weights", "HOLDS UNDER ASSUMPTION", uses=[named_slices])
 def fused_sharpness(seed: int) -> Evidence:
     """QK and VO are blocks of parameters of their own
-    Needs: fused tensors are cut into their parts; one average over the tensor is neither S(QK) nor S(VO)"""
+    Needs: fused tensors are split into their parts; one average over the tensor is neither S(QK) nor S(VO)"""
     draw, D = Draw(seed), 6
     attention = nn.MultiheadAttention(D, 2, batch_first=True, bias=False).double()
     with torch.no_grad():
@@ -100,7 +101,7 @@ def fused_sharpness(seed: int) -> Evidence:
 @claim("block-types", "Sec. 3.2, block types", "WRONG AS PRINTED", uses=[block_types])
 def types(seed: int) -> Evidence:
     r"""every parameter belongs to one of $\{\mathrm{Emb}, \mathrm{QK}, \mathrm{VO}, \mathrm{FFN}, \mathrm{Norm}\}$
-    Correct: an untied head, which the LLaMA models have, belongs to none; learned positions and the last norm are not
+    Correct: an untied head, which the LLaMA models have, belongs to no type; learned positions and the last norm are not
     mentioned"""
     model = Transformer(9, 8, 12, 1, 2, placement="pre", norm="rmsnorm", activation="swiglu", rotary=True, tied=False, seed=seed)
     outside = [name for name, t in block_types(model).items() if t not in ORDER]
@@ -136,8 +137,9 @@ NAMES = (
 @claim("code-names", "released code, grouping of parameters", "WRONG AS PRINTED", uses=[block_types])
 def code_names(seed: int) -> Evidence:
     """parts of names put every parameter into exactly one group
-    Correct: it does for the models of the paper; elsewhere some get none, and are never trained, or two, or the wrong one.
-    block_types takes the type from the module that owns the parameter and raises where it is not known"""
+    Correct: this works for the models of the paper. In other models some parameters are in no group, and are never
+    trained, or in two, or in the wrong one. block_types takes the type from the module that owns the parameter, and
+    raises an error if it is not known"""
     groups = [[group for group, rule in RULES.items() if rule(name)] for name in NAMES]
     of_paper, other = groups[:3], groups[3:]
     right = of_paper == [["embed"], ["qk"], ["mlp"]]

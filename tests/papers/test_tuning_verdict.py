@@ -110,7 +110,7 @@ def test_verdicts():
     assert rows[4].together.confidence == pytest.approx(0.99)
     assert rows[5].loss is rows[5].difference is rows[5].steps is None
     assert summary(rows) == (
-        "Beside AdamW tuned to lr 0.01: better: better; worse: worse; diverged: lost; not resolved: same, weak."
+        "Beside AdamW tuned to lr 0.01, better: better; worse: worse; diverged: lost; not resolved: same, weak."
     )
     assert judge([BASE, WEAK], confidence=0.99)[1].verdict.startswith("no difference resolved")
     rows = judge([LOST, BASE])

@@ -110,9 +110,9 @@ class TuneReport(Printed):
         count = len(self.rows) - 1
         return (
             f"Intervals hold with {100 * self.confidence:g} % each. A verdict of better or worse also holds when all {count} "
-            "comparisons are counted (Bonferroni), unless it says that it is taken alone. Relative steps: steps to the lowest "
-            "loss that both runs of a seed reach, arm over baseline; below 1 the arm is sooner. At AdamW's loss: mean step at "
-            "which the arm first reaches its seed's final AdamW loss, and in how many runs."
+            "comparisons are counted (Bonferroni), unless it says that it is taken alone. Relative steps are the arm's steps "
+            "over the baseline's, to the lowest loss that both runs of a seed reach; below 1 the arm is faster. At AdamW's loss "
+            "is the mean step at which the arm first reaches its seed's final AdamW loss, with the number of runs that reach it."
         )
 
     @property
@@ -186,7 +186,7 @@ def section(report: TuneReport, command: str, picture: str | None) -> str:
         as_markdown(HEADERS, report.cells()),
         report.notes,
         *([f"![Loss against learning rate; paired differences with their verdicts]({picture})"] if picture else []),
-        "The searches that chose the learning rates: mean final loss (number of seeds), \\* the choice.",
+        "The searches that chose the learning rates, with mean final loss and number of seeds; \\* marks the choice.",
         as_markdown(headers, [[cell.replace("*", "\\*") for cell in row] for row in rows]),
         "\n".join(f"- {one}" for one in report.comparison.sweeps),
         report.measured,

@@ -270,4 +270,4 @@ def summary(rows: Sequence[ArmResult]) -> str:
         resolved = word in kinds and "alone" not in row.verdict
         kinds[word if resolved else "not resolved"].append(row.arm.name)
     parts = [f"{kind}: {', '.join(names) if names else 'none'}" for kind, names in kinds.items() if names or kind != "diverged"]
-    return f"Beside {rows[0].arm.name} tuned to lr {rows[0].arm.lr:.3g}: " + "; ".join(parts) + "."
+    return f"Beside {rows[0].arm.name} tuned to lr {rows[0].arm.lr:.3g}, " + "; ".join(parts) + "."
