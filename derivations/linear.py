@@ -98,7 +98,7 @@ class Add(Primitive):
 
     alpha: float = 1.0
     is_linear = True
-    is_entrywise = True
+    is_entrywise = is_quick = True
 
     @property
     def roles(self) -> Mapping[int, Role]:
@@ -124,7 +124,7 @@ class Add(Primitive):
 class Multiply(Primitive):
     """N = a o b with broadcasting; D^2 N [(a, b), (a', b')] = a b' + a' b."""
 
-    is_entrywise = True
+    is_entrywise = is_quick = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * inputs[1]
@@ -156,7 +156,7 @@ class Multiple(AffineByEntry):
 
     c: float
 
-    is_entrywise = True
+    is_entrywise = is_quick = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] * self.c
@@ -174,7 +174,7 @@ class Shift(AffineByEntry):
 
     c: float
 
-    is_entrywise = True
+    is_entrywise = is_quick = True
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0] + self.c

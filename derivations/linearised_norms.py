@@ -68,11 +68,12 @@ class LinearisedNorm(Linearised):
         self.moves_shift = beta is not None and self.wanted[2]
         self.alone = self.d == (2 if centred else 1)
         self.off, self.slope = (torch.zeros_like(x), eps * r**3) if self.alone else (x, r)  # the x of P, and r times its factor
-        self.scale = self.slope if self.gamma is None else self.slope * self.gamma
+        self.keeps_products = True
 
     def forget(self) -> None:
-        """Keep the normalised rows in place of X."""
-        self.inputs = (hollow(self.inputs[0]), *self.inputs[1:])
+        """Keep the normalised rows in place of X, and of what is as large as they are nothing else."""
+        self.inputs, self.keeps_products = (hollow(self.inputs[0]), *self.inputs[1:]), False
+        self._let_go()
 
     def push(self, tangents: Tangents) -> Tensor:
         """Return the tangent of the normalised rows, with gain and shift."""
@@ -90,6 +91,7 @@ class LinearisedNorm(Linearised):
             out = self.x * t_gamma if out is None else out.addcmul_(self.x, t_gamma)
         if t_beta is not None:
             out = t_beta.expand(-1, x.shape[0], -1) if out is None else out.add_(t_beta)
+        self._let_go()
         return total(self.primitive, out).reshape(-1, *self.inputs[0].shape)
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
@@ -97,6 +99,7 @@ class LinearisedNorm(Linearised):
         u = None if bar is None else bar.reshape(len(bar), *self.x.shape)
         t, t_gamma, _ = (None, None, None) if tangents is None else self._read(tangents)
         covectors = (*self._to_rows_and_gain(u, t, t_gamma), u.sum(1) if u is not None and self.moves_shift else None)
+        self._let_go()
         shaped = zip(self.inputs, covectors, strict=False)
         return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
 
@@ -160,6 +163,15 @@ class LinearisedNorm(Linearised):
         out.sub_(along.squeeze(-1) @ self.wrx, alpha=1 / self.d)
         if self.centred:
             out.sub_(t.sum(-1) @ self.wr, alpha=1 / self.d)
+
+    def _let_go(self) -> None:
+        for name in () if self.keeps_products else ("scale", "wr", "wrx", "e"):
+            vars(self).pop(name, None)
+
+    @cached_property
+    def scale(self) -> Tensor:
+        """r gamma, with the factor of P."""
+        return self.slope if self.gamma is None else self.slope * self.gamma
 
     @cached_property
     def wr(self) -> Tensor:

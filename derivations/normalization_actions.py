@@ -30,6 +30,7 @@ class _Normalize(ByLinearising):
 
     dims: int
     centred: bool
+    is_quick = True
 
     @property
     def roles(self) -> Mapping[int, Role]:

@@ -49,6 +49,9 @@ class Primitive(metaclass=Kind):
     is_entrywise: bool = False
     """True when entries are treated one by one, where no moving input is broadcast."""
 
+    is_quick: bool = False
+    """True when tangents take a few passes over its values, as entry by entry or in a norm, and no product of matrices."""
+
     selects: bool = False
     """True when each entry of the output is an entry of the only input."""
 
@@ -161,7 +164,7 @@ class ByLinearising(Primitive):
 class Entrywise(ByLinearising):
     """N = f(X), entry by entry; inputs (X,)."""
 
-    is_entrywise = True
+    is_entrywise = is_quick = True
 
     @abstractmethod
     def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

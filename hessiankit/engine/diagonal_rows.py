@@ -21,7 +21,7 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.sections import Directions, Section, SweepPlan, work_space
-from hessiankit.engine.sweep import Along, UnitColumns, all_dense, dense, push, reads
+from hessiankit.engine.sweep import Along, Kept, UnitColumns, all_dense, dense, push, reads
 
 
 def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[ParameterJacobian, Tensor], None]) -> None:
@@ -70,7 +70,7 @@ def _equal_columns(
     return D.reshape(groups, meeting * m, meeting * m, p)
 
 
-def _bend(step: Step, entering: Sequence[Along | None], groups: int, m: int) -> Tensor | None:
+def _bend(step: Step, entering: Sequence[Kept | None], groups: int, m: int) -> Tensor | None:
     """Return t^T [lambda . D^2 phi] t between the directions of one group and of equal columns, (groups, m, m, p)."""
     point, moving = step.primitive, [t for t in entering if t is not None]
     t = moving[0]

@@ -279,7 +279,8 @@ class Linearisation:
             for k in reversed(range(len(self._segments))):
                 tangents.update(entering.pop())
                 steps = self._steps(k)
-                pull(steps, bars, push(steps, tangents, self._needed, self._last_reads), sums)
+                bent = push(steps, tangents, self._needed, self._last_reads, again=self._is_large)
+                pull(steps, bars, bent, sums)
 
     def _forward_steps(self, k: int) -> Iterator[Step]:
         """Yield the steps of a segment, computed again, with first derivatives alone; values are released once they are read."""

@@ -56,22 +56,37 @@ class UnitColumns:
 
 
 Along: TypeAlias = "Tensor | UnitColumns"
-Bent: TypeAlias = "dict[int, list[Along | None]]"
+
+
+@dataclass(frozen=True)
+class MadeAgain:
+    """Tangents that a step makes of its inputs', which are kept anyway: made where they are read, and not kept themselves."""
+
+    step: Step
+    entering: Sequence[Kept | None]
+
+    def dense(self) -> Tensor:
+        """Return the tangents, (S, *shape)."""
+        return self.step.primitive.push(all_dense(self.entering))
+
+
+Kept: TypeAlias = "Along | MadeAgain"
+Bent: TypeAlias = "dict[int, list[Kept | None]]"
 """Tangents of the inputs of the steps that have a second derivative, by the step's output."""
 
 
 @overload
-def dense(t: Along) -> Tensor: ...
+def dense(t: Kept) -> Tensor: ...
 @overload
-def dense(t: Along | None) -> Tensor | None: ...
-def dense(t: Along | None) -> Tensor | None:
+def dense(t: Kept | None) -> Tensor | None: ...
+def dense(t: Kept | None) -> Tensor | None:
     """Return tangents as a tensor (S, *shape)."""
-    return t.dense() if isinstance(t, UnitColumns) else t
+    return t if t is None or isinstance(t, Tensor) else t.dense()
 
 
-def all_dense(tangents: Sequence[Along | None]) -> list[Tensor | None]:
+def all_dense(tangents: Sequence[Kept | None]) -> list[Tensor | None]:
     """Return tangents of several values as tensors (S, *shape)."""
-    return [t.dense() if isinstance(t, UnitColumns) else t for t in tangents]
+    return [dense(t) for t in tangents]
 
 
 def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
@@ -85,7 +100,12 @@ def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], 
 
 
 def push(
-    steps: Iterable[Step], tangents: dict[int, Along], needed: Container[int], releases: Mapping[int, Sequence[int]]
+    steps: Iterable[Step],
+    tangents: dict[int, Along],
+    needed: Container[int],
+    releases: Mapping[int, Sequence[int]],
+    *,
+    again: bool = False,
 ) -> Bent:
     """Push directions along some steps.
 
@@ -94,22 +114,33 @@ def push(
         tangents: (S, *shape) by value, where directions begin; those of the steps' outputs are added.
         needed: Values whose tangents are read; see :func:`reads`.
         releases: By a step's output, the values whose tangents nothing reads after it.
+        again: Whether tangents that others make in a few passes are made again in :func:`pull`: less memory, a little more time.
 
     Returns:
         What bends, for :func:`pull`.
     """
     bent: Bent = {}
+    made: dict[int | None, MadeAgain] = {}
     for step in steps:
         entering = [None if at is None else tangents.get(at) for at in step.inputs]
         if any(t is not None for t in entering):
+            kept = [made.get(at, t) for at, t in zip(step.inputs, entering, strict=True)]
             if step.bends:
-                bent[step.output] = entering
+                bent[step.output] = kept
             if step.output in needed:
                 t, own = _push(step, entering), tangents.get(step.output)
                 tangents[step.output] = t if own is None else dense(t) + dense(own)  # where other directions begin
+                if again and own is None and _is_made_again(step, kept):
+                    made[step.output] = MadeAgain(step, kept)
         for at in releases.get(step.output, ()):
             tangents.pop(at, None)
     return bent
+
+
+def _is_made_again(step: Step, entering: Sequence[Kept | None]) -> bool:
+    """Tell whether a step is quick, and what enters it is kept anyway."""
+    is_quick = step.primitive.primitive.is_quick or step.primitive.primitive.selects
+    return is_quick and (step.bends or not any(isinstance(t, Tensor) for t in entering))
 
 
 def _push(step: Step, entering: Sequence[Along | None]) -> Along:
@@ -135,7 +166,7 @@ def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> li
 
 
 def _pull(
-    step: Step, bar: Tensor | None, entering: Sequence[Along | None] | None, sums: Mapping[int, CovectorSum]
+    step: Step, bar: Tensor | None, entering: Sequence[Kept | None] | None, sums: Mapping[int, CovectorSum]
 ) -> Sequence[Tensor | None]:
     """Pull a covector back through one step, with its curvature along tangents."""
     point = step.primitive

@@ -160,6 +160,44 @@ def test_a_large_model_keeps_nothing_of_its_size(monkeypatch: pytest.MonkeyPatch
     small @ v
 
 
+@pytest.mark.parametrize("recompute", [None, "layers"])
+def test_a_large_model_makes_tangents_again_that_others_give_quickly(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hessiankit.engine import linearisation
+    from hessiankit.engine.sweep import MadeAgain, push
+
+    kinds: list[set[str]] = [set(), set()]
+
+    def spied(*args: Any, **options: Any) -> Any:
+        bent = push(*args, **options)
+        for entering in bent.values():
+            for t in entering:
+                kinds[isinstance(t, MadeAgain)].add(type(t.step.primitive).__name__ if isinstance(t, MadeAgain) else "")
+        return bent
+
+    net = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Unflatten(-1, (2, 3)), nn.LayerNorm(3), nn.Flatten(2), nn.Linear(6, 5))
+    for module, x in ((block(), X), (net.double(), X), (Formula(gated, a=(4, 6), b=(4, 6), c=(6, 5)), X)):
+        expected = hk.hessian(module, x, torch.zeros(()), loss=cubes).matrix
+        monkeypatch.setattr(linearisation, "push", push)
+        monkeypatch.setattr(linearisation, "LARGE", 10**9)
+        V = draw(len(expected), 2, seed=1)
+        kept = hessian_operator(module, x, torch.zeros(()), loss=cubes, recompute=recompute) @ V
+        monkeypatch.setattr(linearisation, "LARGE", 0)
+        monkeypatch.setattr(linearisation, "push", spied)
+        again = hessian_operator(module, x, torch.zeros(()), loss=cubes, recompute=recompute) @ V
+        assert error(kept, expected @ V) <= EXACT
+        assert error(again, kept) <= 1e-15
+    assert {"LinearisedNorm", "LinearisedEntrywise"} <= kinds[True]
+
+
+def cubes(z: Tensor, _: Tensor) -> Tensor:
+    return (z**3).sum()
+
+
+def gated(m: Formula, x: Tensor) -> Tensor:
+    """A gated network: the product of two values, of which one is an activation."""
+    return (torch.nn.functional.silu(x @ m.a) * (x @ m.b)) @ m.c
+
+
 @pytest.mark.parametrize("wrong", ["first", "second"])
 def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from derivations.linearised_norms import LinearisedNorm
