@@ -64,7 +64,8 @@ class SizeName:
         count, rest = self._factors(n)
         self.used.update(count)
         digits = str(rest) if rest > 1 or not count else ""
-        return digits + "".join(_power(letter, count[letter]) for letter in ORDER if letter in count)
+        ordered = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
+        return digits + "".join(_power(letter, count[letter]) for letter in ordered)
 
     def _factors(self, n: int) -> tuple[Counter[str], int]:
         """Return how often each letter divides n, and what remains."""

@@ -148,13 +148,26 @@ class LanczosBasis:
 
 @dataclass(frozen=True)
 class RitzPairs:
-    """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors."""
+    """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors.
 
-    values: Tensor  # those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU
-    vectors: Tensor  # their unit vectors, as rows (k, P)
-    residuals: Tensor  # |H v - value v| of each, from one more product: some eigenvalue lies within it, (k,)
-    products: int  # products with H that they took
-    converged: bool  # whether all residuals are within the tolerance
+    Attributes:
+        values: Those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
+        vectors: Their unit vectors, as rows (k, P).
+        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, and to second order in
+            it where the residual is small beside the distance to the others, (k,).
+        products: Products with H that they took.
+        converged: Whether all residuals are within the tolerance.
+    """
+
+    values: Tensor
+    vectors: Tensor
+    residuals: Tensor
+    products: int
+    converged: bool
+
+    def __str__(self) -> str:
+        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
+        return f"{', '.join(rows)} ({self.products} products)"
 
 
 def extreme_eigenpairs(

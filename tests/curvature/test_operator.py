@@ -17,6 +17,7 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
 from torch import Tensor, nn
 
 import hessiankit as hk
+from derivations.linearised_norms import LinearisedNorm
 from hessiankit.curvature import cuda_graph
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
@@ -189,6 +190,14 @@ def test_a_large_model_makes_tangents_again_that_others_give_quickly(recompute: 
     assert {"LinearisedNorm", "LinearisedEntrywise"} <= kinds[True]
 
 
+def test_a_norm_keeps_its_rows_alone() -> None:
+    operator = hessian_operator(block(), X, T)
+    operator @ draw(operator.shape[0], seed=1)
+    norms = [s.primitive for s in operator._batches[0]._steps(0) if isinstance(s.primitive, LinearisedNorm)]
+    kept = {name for norm in norms for name, x in vars(norm).items() if isinstance(x, Tensor) and x.shape == norm.x.shape}
+    assert kept == {"x", "off"}  # one array, but where rows are of two entries
+
+
 def cubes(z: Tensor, _: Tensor) -> Tensor:
     return (z**3).sum()
 
@@ -200,7 +209,6 @@ def gated(m: Formula, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("wrong", ["first", "second"])
 def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from derivations.linearised_norms import LinearisedNorm
     from hessiankit.engine import linearisation
 
     monkeypatch.setattr(linearisation, "LARGE", 60)

@@ -82,6 +82,16 @@ def test_equals_the_whole_matrices(name: str, count: int, keeps_weights: bool, m
                     close(found, expected)
 
 
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_only_small_heads_keep_their_weights(keeps_weights: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused_attention, "IN_STRIPS", 82 if keeps_weights else 81)
+    primitive, inputs = CASES["causal"]
+    at_point = AttentionInStrips(primitive, inputs, inputs[2], None)
+    at_point.pull(inputs[2][None], [x[None] for x in inputs])
+    strips = list(at_point.heads.strips())
+    assert all(("A" in vars(strip) and "M" in vars(strip)) is keeps_weights for strip in strips)
+
+
 def test_tangents_need_an_adjoint() -> None:
     primitive, inputs = CASES["causal"]
     one = [draw(1, *x.shape, seed=10 + k) for k, x in enumerate(inputs)]
