@@ -8,7 +8,7 @@ many leading axes of its values index rows that it keeps apart.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -102,6 +102,10 @@ class StepWork(NamedTuple):
     inputs: int
     product: float
 
+    def multiplications(self, *, alone: bool) -> float:
+        """Return the multiply-adds of pushing a direction, of its curvature and, unless ``alone``, of pulling it."""
+        return (self.inputs + 2 * (self.inputs - 1) + (0 if alone else self.inputs)) * self.product
+
 
 class Paths:
     """The steps of a trace whose output is a scalar, and its places.
@@ -141,16 +145,12 @@ class Paths:
         """Return a value by its id."""
         return self.trace.values[at]
 
-    def reach(self, values: Collection[int], steps: Sequence[Step] | None = None) -> list[Step]:
+    def reach(self, values: Iterable[int], steps: Sequence[Step] | None = None) -> list[Step]:
         """Return the steps that some values move, with the inputs that these move."""
-        reached, path = set(values), []
-        for step in self.steps if steps is None else steps:
-            if reached.isdisjoint(step.inputs):
-                continue
-            inputs = tuple(at if at in reached else None for at in step.inputs)
-            reached.add(step.output)
-            path.append(step if inputs == step.inputs else replace(step, inputs=inputs))
-        return path
+        reached = Reach(self, self.steps if steps is None else steps)
+        for at in values:
+            reached.add(at)
+        return reached.path
 
     def level(self, at: int, path: Sequence[Step]) -> int:
         """Return the finest level at which a path from a value keeps rows apart."""
@@ -158,15 +158,19 @@ class Paths:
 
     def level_below(self, level: int, path: Sequence[Step]) -> int:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
-        return next((k for k in range(level, 0, -1) if all(self._keeps_apart(step, k) for step in path)), 0)
+        return next((k for k in range(level, 0, -1) if all(self.keeps_apart(step, k) for step in path)), 0)
 
     def work(self, path: Sequence[Step], *, alone: bool = False) -> tuple[int, float]:
         """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it.
 
         ``alone``: of pushing it and its curvature with itself, which is not pulled.
         """
-        numbers = sum(taken.pushed if alone else taken.numbers for taken in map(self._taken, path))
-        return numbers, (2 if alone else 3) * PASS * numbers + self.multiplications(path, alone=alone)
+        numbers, multiplications = 0, 0.0
+        for step in path:
+            taken = self.step_work(step)
+            numbers += taken.pushed if alone else taken.numbers
+            multiplications += taken.multiplications(alone=alone)
+        return numbers, (2 if alone else 3) * PASS * numbers + multiplications
 
     def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
         """Return the multiply-adds of the products on a path, for one direction.
@@ -178,16 +182,14 @@ class Paths:
         """
         total, columns = 0.0, {columns_of}
         for step in path:
-            taken = self._taken(step)
+            taken = self.step_work(step)
             is_by_column = columns_of is not None and taken.inputs == 1 and not columns.isdisjoint(step.inputs)
             if is_by_column and step.primitive.factor is not None:
                 columns.add(step.output)
-            if taken.product:
-                pushes, curvature = taken.inputs - is_by_column, 2 * (taken.inputs - 1)
-                total += float(pushes + curvature + (0 if alone else taken.inputs)) * taken.product
+            total += taken.multiplications(alone=alone) - is_by_column * taken.product
         return total
 
-    def _taken(self, step: Step) -> StepWork:
+    def step_work(self, step: Step) -> StepWork:
         """Return the cost of one direction at a step."""
         key = (step.output, step.inputs)
         if key not in self._work:
@@ -210,7 +212,8 @@ class Paths:
         uses = Counter(u.parameter for place in self.places for u in place.jacobians)
         return {name for name, n in uses.items() if n > 1}
 
-    def _keeps_apart(self, step: Step, level: int) -> bool:
+    def keeps_apart(self, step: Step, level: int) -> bool:
+        """Tell whether a step keeps rows apart that some leading axes of its values index."""
         moving = [at is not None for at in step.inputs]
         key = (step.output, level, *moving)
         if key not in self._apart:
@@ -302,6 +305,70 @@ class Paths:
                     u.parameter, u.at, torch.nn.functional.one_hot(which, len(used)).to(like), width, transposed
                 )
         return u
+
+
+class Reach:
+    """The steps that some values move, as values are added, and what one direction takes on them.
+
+    Where more inputs of a step move, it keeps no more rows apart.
+
+    Args:
+        paths: All ways through the trace.
+        steps: Those that count, in order.
+        alone: As in :meth:`Paths.work`.
+    """
+
+    def __init__(self, paths: Paths, steps: Sequence[Step], *, alone: bool = False) -> None:
+        self._paths, self._steps, self._alone = paths, steps, alone
+        self._readers: dict[int, list[int]] = {}
+        for n, step in enumerate(steps):
+            for at in step.inputs:
+                if at is not None:
+                    self._readers.setdefault(at, []).append(n)
+        self.clear()
+
+    def clear(self) -> None:
+        """Let no value move."""
+        self._moving: set[int] = set()
+        self._reached: dict[int, Step] = {}
+        self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
+        self._numbers, self._multiplications = 0, 0.0
+
+    def add(self, value: int) -> None:
+        """Let a value move too, and what it reaches."""
+        waiting = [value]
+        while waiting:
+            at = waiting.pop()
+            readers = () if at in self._moving else self._readers.get(at, ())
+            self._moving.add(at)
+            for n in readers:
+                step = self._steps[n]
+                inputs = tuple(k if k in self._moving else None for k in step.inputs)
+                if n in self._reached:
+                    self._count(self._reached[n], -1)
+                self._reached[n] = step if inputs == step.inputs else replace(step, inputs=inputs)
+                self._count(self._reached[n], 1)
+                waiting.append(step.output)
+
+    @property
+    def path(self) -> list[Step]:
+        """The steps in order, with the inputs that move."""
+        return [self._reached[n] for n in sorted(self._reached)]
+
+    @property
+    def work(self) -> tuple[int, float]:
+        """What :meth:`Paths.work` returns of the path."""
+        return self._numbers, (2 if self._alone else 3) * PASS * self._numbers + self._multiplications
+
+    def level(self, at: int) -> int:
+        """Return the finest level at which the path keeps the rows of a value apart."""
+        return max((k for k in self._levels if k < self._paths.value(at).ndim), default=0)
+
+    def _count(self, step: Step, times: int) -> None:
+        work = self._paths.step_work(step)
+        self._numbers += times * (work.pushed if self._alone else work.numbers)
+        self._multiplications += times * work.multiplications(alone=self._alone)
+        self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
 
 
 def _meet(u: ParameterJacobian, others: Sequence[ParameterJacobian]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import IdentityJacobian, ParameterJacobian, WeightJacobian, key
-from hessiankit.engine.paths import PASS, Paths, Place
+from hessiankit.engine.paths import PASS, Paths, Place, Reach
 from hessiankit.engine.sweep import UnitColumns
 
 WORK_SPACE, ON_AN_ACCELERATOR = 2**23, 2**26
@@ -249,13 +249,14 @@ def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[Sweep
     """Return the sweeps of the places of a section, those of the last first; ``alone``: of places with themselves only."""
     kept = section.kept
     plans: list[SweepPlan] = []
-    later: set[int] = set()
+    reach = Reach(paths, section.steps, alone=alone)
     back, sizes, by_itself = 0.0, 0, False
     for place in reversed(section.places):
-        later.add(place.at)
-        path = paths.reach([place.at] if alone else later, section.steps)
-        numbers, work = paths.work(path, alone=alone)
-        level = paths.level(place.at, path) if place.axes else 0
+        if alone:
+            reach.clear()
+        reach.add(place.at)
+        path, (numbers, work) = reach.path, reach.work
+        level = reach.level(place.at) if place.axes else 0
         back, sizes = back + place.rows * place.size, sizes + place.size
         d = Directions(place, level, place.width, place.jacobians, place.is_whole)
         if place.axes:
