@@ -18,7 +18,7 @@ from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import parts
-from hessiankit.engine.paths import Paths
+from hessiankit.engine.paths import Paths, Reach
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.storage import SymmetricStorage
@@ -80,6 +80,27 @@ def test_against_the_meter(name: str, alone: bool, choice: str | None, monkeypat
     assert 0.2 <= cost.operations / meter.operations <= 2
     assert 0.25 <= 8 * cost.numbers / meter.peak <= (25 if alone else 4)
     assert cost.work == cost.operations * CALL + cost.multiplications / MATMUL + cost.passes
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", ["block, wide", "language model", "recurrence"])
+def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) -> None:
+    """In any order: the values before, behind and beside those that move already."""
+    loop = Formula(lambda m, x: torch.tanh(torch.tanh(x @ m.W) @ m.W * x @ m.W), W=(4, 4))
+    module, *rest = (loop, draw(2, 3, 4), draw(2, 3, 4, seed=2), "mse") if name == "recurrence" else problem(name)
+    paths = paths_of(module, *rest)
+    for order in (1, -1):
+        places = paths.places[::order][:12]
+        reach = Reach(paths, paths.steps, alone=alone)
+        for n, place in enumerate(places, 1):
+            reach.add(place.at)
+            path = reach.path
+            moving = {p.at for p in places[:n]} | {step.output for step in path}
+            assert [step.output for step in path] == [s.output for s in paths.steps if not moving.isdisjoint(s.inputs)]
+            for step in path:
+                assert all(at is None or at in moving for at in step.inputs)
+            assert reach.work == paths.work(path, alone=alone)
+            assert reach.level(place.at) == paths.level(place.at, path)
 
 
 def test_what_each_part_of_a_program_takes() -> None:
