@@ -115,6 +115,7 @@ ROWS_MEET = {
         {"U": (3, 4), "T": (5, 5), "V": (4, 2)},
         (2, 5, 3),
     ),
+    "functions in a row": Case(lambda s, x: torch.tanh(torch.exp(torch.sin(x @ s.W)) @ s.V), {"W": (4, 4), "V": (4, 3)}),
     "tokens pooled": Case(lambda s, x: torch.tanh(x @ s.A).mean(1) @ s.B, {"A": (4, 5), "B": (5, 2)}),
     "samples meet": Case(
         lambda s, x: (lambda y: torch.tanh(y - y.mean(0)) @ s.B)(torch.tanh(x @ s.A)), {"A": (4, 5), "B": (5, 2)}
