@@ -148,14 +148,16 @@ class AttentionPoint(OperationAt):
         """Z_1 = (I_L (x) X^T) dA/dT (X (x) X), L d_V x d_V^2 (Lemma 2): d(A X)/d(c W_Q W_K^T)."""
         X = self.tokens
         whole = kron(Identity(X.shape[0]), X.T) @ self.dA @ kron(X, X)
-        return Named(in_letters("Z_1"), whole, r"derivative of $A X$ in $W_Q W_K^\top$, without the factor of the logits")
+        reason = r"derivative of $A X$ with respect to $W_Q W_K^\top$, without the factor of the logits"
+        return Named(in_letters("Z_1"), whole, reason)
 
     @cached_property
     def Z_2(self) -> Matrix:
         """Z_2 = (I_L (x) X^T (x) X^T (x) X^T) d2A/dT2 (X (x) X), L d_V^3 x d_V^2 (Lemma 2)."""
         X = self.tokens
         whole = kron(Identity(X.shape[0]), X.T, X.T, X.T) @ self.d2A @ kron(X, X)
-        return Named(in_letters("Z_2"), whole, r"second derivative of $A X$ in $W_Q W_K^\top$, without the factor of the logits")
+        reason = r"second derivative of $A X$ with respect to $W_Q W_K^\top$, without the factor of the logits"
+        return Named(in_letters("Z_2"), whole, reason)
 
     @cached_property
     def S(self) -> Matrix:
@@ -164,7 +166,7 @@ class AttentionPoint(OperationAt):
         Corrected (curvature-gap/s-dim): the print gives it d_V^2 rows.
         """
         d = self.tokens.shape[1]
-        return Named(in_letters("S"), shuffle(d, d), r"derivative of $x^\top\otimes I$ in $x$")
+        return Named(in_letters("S"), shuffle(d, d), r"derivative of $x^\top\otimes I$ with respect to $x$")
 
     @cached_property
     def R_Q(self) -> Matrix:

@@ -109,7 +109,7 @@ class Stage:
         """Return the derivative in a parameter, in named parts."""
         expect_names(self, "jacobian", name)
         if name not in self._made:
-            reason = f"first derivative of ${self.symbol}$ in ${name}$: {self.rule_of(name)}"
+            reason = f"first derivative of ${self.symbol}$ with respect to ${name}$: {self.rule_of(name)}"
             self._made[name] = named(self._whole.jacobian(name), self._called.first(self.index(name)), reason)
         return self._made[name]
 
@@ -119,7 +119,8 @@ class Stage:
         key = name_i + "," + name_j
         if key not in self._made:
             i, j = self.index(name_i), self.index(name_j)
-            reason = f"second derivative of ${self.symbol}$ in ${name_i}$ and ${name_j}$: {self.rule_of(name_i, name_j)}"
+            rule = self.rule_of(name_i, name_j)
+            reason = f"second derivative of ${self.symbol}$ with respect to ${name_i}$ and ${name_j}$: {rule}"
             self._made[key] = named(self._whole.hessian(name_i, name_j), self._called.second(i, j), reason)
         return self._made[key]
 
@@ -135,16 +136,19 @@ class Stage:
         whole, own = self._whole, self.symbol
         reading = [{a: self._spoken(a) for a in whole.reading(name)} for name in names]
         if len(names) == 1:
-            summands = [(whole.through(a, *names), _slopes(own, said, *names, a in self.reads)) for a, said in reading[0].items()]
+            summands = []
+            for a, said in reading[0].items():
+                inner = f" times that of ${said}$ with respect to ${names[0]}$" if a in self.reads else ""
+                summands.append((whole.through(a, *names), _slope(own, said) + inner))
         else:
             summands = [
-                (whole.through(a, *names), f"first derivative of ${own}$ in ${said}$ times second derivative of ${said}$")
+                (whole.through(a, *names), f"{_slope(own, said)} times second derivative of ${said}$")
                 for a, said in reading[0].items()
                 if a in reading[1] and a in self.reads
             ]
             for a, said in reading[0].items():
                 for b, other in reading[1].items():
-                    text = f"second derivative of ${own}$ in ${said}$" + (f" and ${other}$" if a != b else "")
+                    text = f"second derivative of ${own}$ with respect to ${said}$" + (f" and ${other}$" if a != b else "")
                     inside = [s for k, s in ((a, said), (b, other)) if k in self.reads]
                     one = f", times the first derivative of ${''.join(inside)}$"
                     slopes = {0: "", 1: one}.get(len(inside), ", between two first derivatives")
@@ -260,7 +264,7 @@ class _Named:
             J = self._operation.jacobian(name)
             if name in stage.reads:
                 symbol = stage.reads[name].symbol
-                reason = f"first derivative of ${stage.spoken}$ in ${symbol}$: {_closed_form(stage)}"
+                reason = f"first derivative of ${stage.spoken}$ with respect to ${symbol}$: {_closed_form(stage)}"
                 J = named(J, stage._called.slope(symbol), reason)
             self._made[name] = J
         return self._made[name]
@@ -272,7 +276,7 @@ class _Named:
             H = self._operation.hessian(name_i, name_j)
             if name_i in stage.reads or name_j in stage.reads:
                 i, j = (stage.reads[n].symbol if n in stage.reads else stage.index(n) for n in (name_i, name_j))
-                reason = f"second derivative of ${stage.spoken}$ in ${i}$ and ${j}$: {_closed_form(stage)}"
+                reason = f"second derivative of ${stage.spoken}$ with respect to ${i}$ and ${j}$: {_closed_form(stage)}"
                 H = named(H, stage._called.curvature(i, j), reason)
             self._made[key] = H
         return self._made[key]
@@ -300,7 +304,7 @@ class _Accumulated:
     def jacobian(self, name: str) -> Matrix:
         J, i = self.whole.jacobian(name), self._index(name)
         symbol = f"J_{{{self.stage.symbol} {i}}}" if name == self.cut.symbol else self.stage._called.first(i)
-        return named(J, symbol, f"first derivative of ${self.stage.symbol}$ in ${name}$: {self._rule()}")
+        return named(J, symbol, f"first derivative of ${self.stage.symbol}$ with respect to ${name}$: {self._rule()}")
 
     def hessian(self, name_i: str, name_j: str) -> Matrix:
         H, i, j = self.whole.hessian(name_i, name_j), self._index(name_i), self._index(name_j)
@@ -308,8 +312,8 @@ class _Accumulated:
             symbol = f"H_{{{self.stage.symbol},{i} {j}}}"
         else:
             symbol = self.stage._called.second(i, j)
-        reason = f"second derivative of ${self.stage.symbol}$ in ${name_i}$ and ${name_j}$: {self._rule(' to second order')}"
-        return named(H, symbol, reason)
+        rule = self._rule(" to second order")
+        return named(H, symbol, f"second derivative of ${self.stage.symbol}$ with respect to ${name_i}$ and ${name_j}$: {rule}")
 
     def _rule(self, order: str = "") -> str:
         inner = [s for s in self.stage.reads.values() if s.depends_on(self.cut)]
@@ -344,6 +348,5 @@ def _closed_form(stage: Stage) -> str:
     return "sum of the derivatives of its summands" if isinstance(stage.operation, Total) else f"closed form ({stage.chapter})"
 
 
-def _slopes(own: str, said: str, name: str, read: bool) -> str:
-    times = f" times that of ${said}$ in ${name}$" if read else ""
-    return f"first derivative of ${own}$ in ${said}$" + times
+def _slope(own: str, said: str) -> str:
+    return f"first derivative of ${own}$ with respect to ${said}$"

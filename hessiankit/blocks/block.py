@@ -133,7 +133,7 @@ class TransformerBlock(nn.Module):
 
     @property
     def own_placement(self) -> Placement:
-        """The placement that this layer has: another than ``placement`` where layers differ, as in ``hybridnorm*``."""
+        """The placement of this layer, which differs from ``placement`` where layers differ, as in ``hybridnorm*``."""
         return placement_of_layer(self.placement, self.layer, self.n_layers, self.alpha)
 
     @property

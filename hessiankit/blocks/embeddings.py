@@ -99,7 +99,7 @@ class TokenHead(nn.Module):
         self.register_parameter("W_C", weight(d_model, vocab_size) if tied_to is None else None)
 
     def forward(self, z: Tensor, key_padding_mask: Tensor | None = None) -> Tensor:
-        """Map tokens ``(..., L, d_model)`` to logits ``(..., L, vocab_size)``; padded tokens get logits like any other."""
+        """Map tokens ``(..., L, d_model)`` to logits ``(..., L, vocab_size)``, padded tokens included."""
         return z @ (self.W_E.T if self.W_C is None else self.W_C)  # type: ignore[union-attr]
 
     def extra_repr(self) -> str:
@@ -129,7 +129,7 @@ class _ClassLogits(nn.Module):
 
 
 class MeanPoolHead(_ClassLogits):
-    """Tokens Z to class logits: (1/L) 1^T Z W_C + b_C^T; with padding, the mean over the tokens that are none."""
+    """Tokens Z to class logits, (1/L) 1^T Z W_C + b_C^T; with padding, the mean is over the tokens that are not padded."""
 
     def _read(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None:

@@ -52,14 +52,14 @@ class WeightPlace:
 
 @dataclass(frozen=True)
 class Distribution:
-    """A distribution with mean 0: normal of this ``std``, cut at ``cut`` of it; or uniform of this ``std``."""
+    """A distribution with mean 0: uniform with this ``std``, or normal with it, truncated at ``cut`` standard deviations."""
 
     std: float
     cut: float | None = None
     uniform: bool = False
 
     def draw(self, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-        """Return float64 entries, which do not depend on the model's own dtype and device."""
+        """Return float64 entries, the same for every dtype and device of the model."""
         entries = torch.empty(shape, dtype=torch.float64, device=None if generator is None else generator.device)
         if self.uniform:
             return entries.uniform_(-math.sqrt(3) * self.std, math.sqrt(3) * self.std, generator=generator)
@@ -106,7 +106,7 @@ def xavier(place: WeightPlace) -> Distribution:
 
 
 def deepnorm(place: WeightPlace) -> Distribution:
-    """``xavier``, values, W_O and network times beta = (8 L)^(-1/4), for a decoder or an encoder alone (Wang et al. 2022)."""
+    """``xavier`` with W_V, W_O and the network times (8 L)^(-1/4), for a decoder or an encoder alone (Wang et al. 2022)."""
     scaled = place.letter in ("W_V", "W_O", "W_1", "W_G", "W_2")
     return Distribution(xavier(place).std * ((8 * place.n_layers) ** -0.25 if scaled else 1.0))
 

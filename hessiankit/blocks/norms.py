@@ -56,7 +56,7 @@ class GroupNorm(nn.Module):
 
 
 def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, groups: int | None = None) -> nn.Module:
-    """Return the norm of rows of ``width`` features; with ``groups``, of each group of features by itself.
+    """Return the norm of rows of ``width`` features, or with ``groups`` of each group of features separately.
 
     Raises:
         InputError: If the kind is not known, eps is negative, or the groups do not divide the width.
@@ -76,7 +76,7 @@ def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, grou
 
 
 def norm_of(part: nn.Module, dtype: torch.dtype | None = None) -> tuple[str, int, float]:
-    """Return a norm's kind, its number of groups, and its eps; without one, torch's for rows of this dtype, 0 for no dtype.
+    """Return a norm's kind, number of groups and eps; a norm without eps has torch's default for ``dtype``, or 0 without a dtype.
 
     >>> norm_of(nn.RMSNorm(4, eps=0.5), torch.float64), norm_of(GroupNorm(4, 2), torch.float64)
     (('rmsnorm', 1, 0.5), ('layernorm', 2, 1e-05))

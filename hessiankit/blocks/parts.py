@@ -1,4 +1,4 @@
-"""A block in another arithmetic: an equation of ``hessiankit.blocks.placements`` run on values that are no tensors."""
+"""A block in another arithmetic: an equation of ``hessiankit.blocks.placements`` run on values that are not tensors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class BlockParts:
         return out + self.arrays.get(f"{name}.bias", 0)
 
     def eps(self, part: nn.Module, rows: Array, mean_squares: Array) -> Any:
-        """Return the eps of a norm, or one for each of its rows: as they come in, and their mean squares."""
+        """Return the eps of a norm, or one eps for each of its input rows with these mean squares."""
         return norm_of(part, torch.float64)[2]
 
     def weights(self, logits: Array) -> Array:

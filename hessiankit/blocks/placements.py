@@ -217,7 +217,7 @@ class Placement:
 
 
 def post_norm_layers(alpha: float, n_layers: int) -> int:
-    """Return floor(alpha L), Mix-LN's number of Post-Norm blocks; rounding of the product is forgiven.
+    """Return floor(alpha L), Mix-LN's number of Post-Norm blocks, allowing for rounding of the product.
 
     >>> post_norm_layers(0.25, 12), post_norm_layers(0.29, 100)  # 0.29 * 100 is 28.999999999999996
     (3, 29)
@@ -331,7 +331,7 @@ _OWN = frozenset(PLACEMENTS)
 
 
 def register(placement: Placement) -> None:
-    """Make a placement known by its name; one of your own may be registered again, as a notebook does.
+    """Register a placement under its name; your own placement may be registered again, as in a notebook.
 
     Raises:
         InputError: If the name is one of hessiankit's.

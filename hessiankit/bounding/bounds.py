@@ -56,7 +56,7 @@ class LossAt:
 
     @cached_property
     def noise(self) -> float:
-        """What rounding can leave of a block of the Hessian that vanishes: P eps times the two parts whose sum it is."""
+        """The largest norm that rounding can give a zero block of the Hessian: P eps times the summed norms of its two parts."""
         H, outer = self.hessian.matrix, self.hessian.outer()
         parts = spectral_norm(outer, symmetric=True) + spectral_norm(H - outer, symmetric=True)
         return len(H) * torch.finfo(H.dtype).eps * parts
@@ -67,7 +67,7 @@ Norms: TypeAlias = "tuple[float, Mapping[tuple[str, str], float]]"
 
 
 class UndefinedBound(Exception):
-    """A bound is not defined for a problem; the message, if there is one, is a note of the report."""
+    """A bound is not defined for a problem; the report shows the message, if any, as a note."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
 
 
 def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> LossAt:
-    """Return a loss in float64, its arguments as those of ``bounds`` and with the same errors.
+    """Return a loss in float64; arguments and errors are those of ``bounds``.
 
     A narrower module is first called as it is, so that what its own call refuses is refused.
     """

@@ -59,7 +59,7 @@ class SiteRoots:
 
     @cached_property
     def reads(self) -> Tensor:
-        """(P,), whether the site moves with a parameter entry at all."""
+        """(P,): for each parameter entry, whether the site depends on it."""
         return self.plus.any(0) | self.minus.any(0)
 
 

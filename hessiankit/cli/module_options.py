@@ -88,7 +88,7 @@ def _on_drawn(args: argparse.Namespace, model: nn.Module, name: str, shape: tupl
 
 
 def run_once(args: argparse.Namespace, model: nn.Module, inputs: Tensor) -> Any:
-    """Return what the model makes of the inputs."""
+    """Return the model's outputs for the inputs."""
     shape = tuple(inputs.shape)
     try:
         with torch.no_grad():

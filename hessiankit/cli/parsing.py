@@ -94,7 +94,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}{' See' if message.endswith('?') else '; see'} {self.prog} --help\n")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Refuse an option that is not known by the name of the command that was given it, with the nearest options."""
+        """Parse arguments; for an unknown option, exit with an error of this command that names the nearest options."""
         known, rest = super().parse_known_args(args, namespace)
         if rest:
             options = [option for action in self._actions for option in action.option_strings]
@@ -108,7 +108,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refuse(args: argparse.Namespace, names: Collection[str], why: str) -> None:
-    """Refuse the first of some options that was given and would not count; ``why`` follows its name in the message."""
+    """Raise an error for the first given option that would have no effect; ``why`` follows its name in the message."""
     for action in args.parser._actions:
         if action.dest in names and getattr(args, action.dest) != action.default:
             raise InputError(f"{args.command}: {action.option_strings[0]} {why}")
@@ -126,7 +126,7 @@ def check_block(args: argparse.Namespace) -> None:
 
 
 def check_sources(args: argparse.Namespace) -> None:
-    """Refuse a model or a text that is nowhere."""
+    """Raise an error for a model or a text that does not exist."""
     if args.model != "tiny" and ":" not in args.model and not Path(args.model).expanduser().exists():
         said = f"{args.model!r} is not an existing path; expected {SOURCES} (nothing is downloaded)"
         raise InputError(f"{args.command}: --model {said}")
@@ -228,7 +228,7 @@ def add_problem(command: Parser, title: str, **placement: Any) -> None:
 
 
 def add_block_options(add: Add, **placement: Any) -> None:
-    """Add the options of a block; ``placement`` is what is otherwise with ``--placement``."""
+    """Add the options of a block; ``placement`` overrides the default and help of ``--placement``."""
     usual = {"default": "post", "help": "norm placement: post (default), pre, hybridnorm, deepnorm, ..."}
     registry = "hessiankit.blocks.placements:PLACEMENTS"
     add("--placement", metavar="NAME", **usual | placement)

@@ -24,19 +24,19 @@ def _compared() -> list[tuple[str, str, bool]]:
 
 
 def pytest_sessionfinish(session: Any) -> None:
-    """Hand it over, where this is a process of pytest-xdist."""
+    """Send the comparisons to the controller, if this process is a worker of pytest-xdist."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["hessiankit"] = _compared()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Take what such a process compared."""
+    """Receive the comparisons of a worker of pytest-xdist."""
     _BY_WORKERS.extend(getattr(node, "workeroutput", {}).get("hessiankit", ()))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: Any) -> None:
-    """Print one line a comparison."""
+    """Print one line per comparison."""
     if not config.getoption("--hessian"):
         return
     terminalreporter.section("hessiankit")

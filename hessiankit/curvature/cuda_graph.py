@@ -1,4 +1,4 @@
-"""Products replayed as CUDA graphs: a GPU that would wait for its host's launches is given all of them at once."""
+"""Products replayed as CUDA graphs, so that a GPU does not wait for launches by its host."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TRIALS = 8
 
 
 class Replayed:
-    """A function of rows on a device, replayed from its third call on, or soon after, where launches take the time.
+    """A function of rows on a device, replayed as a CUDA graph from about its third call on if launches dominate its time.
 
     The first call of a shape makes what is made once, the second one is timed by events of the device, without waiting for
     it. A graph keeps the memory that the function takes meanwhile, and gives the same numbers: the same kernels run, as rows

@@ -101,7 +101,7 @@ class Hessian(Printed):
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Parameters without effect on the loss, whatever their values: their rows and columns are zero."""
+        """Parameters that never affect the loss; their rows and columns are zero."""
         return self._evaluation.unused
 
     @property

@@ -80,7 +80,7 @@ class CurvatureDiagonal(Printed):
 
     @property
     def trace(self) -> float:
-        """The trace of the whole matrix; an estimate has one of its own, narrower than the sum of :attr:`traces`."""
+        """The trace of the whole matrix; an estimate has its own interval, narrower than that of the sum of :attr:`traces`."""
         if self.estimate is not None:
             return self.estimate.trace.value
         return math.fsum(self.traces.values())

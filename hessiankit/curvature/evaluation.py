@@ -52,7 +52,7 @@ class Evaluation:
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
-        """Compare what is computed from now on with the module as it is now, by its loss at generic parameters.
+        """Record the module's loss at generic parameters; later computations are compared with it.
 
         Loss and gradient at the parameters themselves do not show everything that a second derivative depends on: the strength
         of a penalty at its minimum, for instance.

@@ -166,7 +166,7 @@ def forecast(
 
 @dataclass(frozen=True)
 class Speed:
-    """Speeds of a device per second (``fresh``: bytes of memory not used before), and the least seconds of one operation."""
+    """Rates of a device per second (``fresh``: bytes of memory not touched before), and the least time of one operation."""
 
     flops: float
     bytes: float

@@ -79,7 +79,7 @@ class FrobeniusNorms(Printed):
         return self.blocks[i, j] if (i, j) in self.blocks else self.blocks[j, i]
 
     def rows(self, name: str) -> float:
-        """Return the norm of all rows of a parameter: of its blocks with every parameter."""
+        """Return the norm of all rows of a parameter, that is of its blocks with all parameters together."""
         return math.hypot(*(self.block(name, other) for other in self.shapes))
 
     @property

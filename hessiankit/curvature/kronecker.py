@@ -102,7 +102,7 @@ class LayerFactors:
 
 @dataclass(frozen=True, eq=False)
 class FactoredBatch:
-    """A batch: its Jacobian, the columns of L'' (K, B, T, C), and whether one covector may hold a column of every sample.
+    """A batch: its Jacobian, the columns of L'' (K, B, T, C), and whether one covector can contain a column of each sample.
 
     Attributes:
         J: The Jacobian.

@@ -115,7 +115,7 @@ class HessianOperator(SymmetricOperator):
 
     @cached_property
     def gradient(self) -> Tensor:
-        """The gradient at this point, (P,): half a product, at the first reading."""
+        """The gradient at this point, (P,); the first access costs half a product."""
         with torch.no_grad(), full_precision():
             return self._total((b.gradient() for b in self._batches), self._weights)
 
@@ -212,7 +212,7 @@ class HessianOperator(SymmetricOperator):
         return SubOperator(self, *at)
 
     def block_diagonal(self, groups: Mapping[str, Any] | None = None) -> BlockDiagonalOperator:
-        """Return the block-diagonal part of the matrix as an operator; a product takes one product with this one for each block.
+        """Return the block-diagonal part of the matrix as an operator; a product with it takes one product of this one per block.
 
         Args:
             groups: Name -> what belongs to the group, as in ``operator[...]``; no entry in two groups, entries in none are zero.

@@ -40,7 +40,7 @@ MEASURED = 8  # batches of different lengths that are measured; the others count
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some samples of one batch, treated together; ``whole`` if they are all of it."""
+    """Samples of one batch that are processed together; ``whole`` if they are the whole batch."""
 
     batch: int
     start: int
@@ -71,7 +71,7 @@ class Plan:
         return max((cost.bytes for cost in self.costs), default=0)
 
     def total(self, what: str) -> float:
-        """Return the sum over chunks of "flops", "moved" or "operations": rows are swept once for each panel that has them."""
+        """Return the sum over chunks of "flops", "moved" or "operations"; rows are swept once per panel that contains them."""
         rows = {part.start for part, _ in self.panels.parts}
         return float(sum(getattr(cost, what) for cost in self.costs)) * len(self.panels.parts) / max(1, len(rows))
 

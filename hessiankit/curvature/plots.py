@@ -174,7 +174,7 @@ def block_norms_map(
 
 
 def pair_labels(pairs: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return short labels of block pairs "row x column" of these parameters; what is no pair is kept.
+    """Return short labels of block pairs "row x column" of these parameters; other labels are kept.
 
     >>> pair_labels(["whole", "a.W_Q x a.W_K"], ["a.W_Q", "a.W_K"])
     ['whole', '$W_Q$, $W_K$']

@@ -88,7 +88,7 @@ class Solution(Printed, WithDict):
 
 
 class SymmetricOperator(TensorOperator):
-    """A symmetric matrix by its products, with solutions of linear systems; sums of them and multiples are again."""
+    """A symmetric matrix known by its products, with solutions of linear systems; sums and multiples are such operators too."""
 
     def _adjoint(self) -> SymmetricOperator:
         return self

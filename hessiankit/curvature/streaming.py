@@ -1,4 +1,4 @@
-"""The P x P matrix panel by panel, in memory or in a file that is mapped.
+"""The P x P matrix, panel by panel, in memory or in a memory-mapped file.
 
 In an unfinished file the diagonal entry of every row that is not finished is NaN, which no finished matrix holds.
 """

@@ -134,7 +134,7 @@ class StructuredOperator(TensorOperator):
         return sum(part.numbers for part in self.structures)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:
-        """Return f(A): the function applied to the eigenvalues, those that are zero for want of a structure too."""
+        """Return f(A): the function applied to all eigenvalues, including the zeros of entries without a structure."""
         structures: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]
         if len(self.rest):
             zeros = torch.zeros(len(self.rest), dtype=self.torch_dtype, device=self.device)
@@ -142,7 +142,7 @@ class StructuredOperator(TensorOperator):
         return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
 
     def inverse(self, damping: float = 0.0) -> StructuredOperator:
-        """Return (|A| + damping I)^-1, |A| with the magnitudes of the eigenvalues, never below sqrt(eps) of the largest.
+        """Return (|A| + damping I)^-1, |A| having the eigenvalues' magnitudes; sums count as at least sqrt(eps) of the largest.
 
         >>> A = StructuredOperator(2, [diagonal(torch.arange(2), torch.tensor([3.0, -1.0]))], torch.float32, torch.device("cpu"))
         >>> A.inverse(damping=1.0).to_matrix().tolist()

@@ -57,12 +57,12 @@ class Reader(Protocol):
         """Tell whether the block of two parameters is read."""
 
     def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
-        """Add u^T Z for Z (R, outputs ``start`` to ``stop``, columns), how the gradient moves with outputs of the place of u."""
+        """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
 
     def add_pair(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
     ) -> None:
-        """Add sum_n u_n^T K_n v_n for K (R, p, q) between some outputs of two Jacobians; ``same``: of a place with itself."""
+        """Add sum_n u_n^T K_n v_n for K (R, p, q) between outputs of two Jacobians; ``same`` if both are outputs of one place."""
 
     def add_columns(self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, k: Tensor) -> None:
         """Add sum_n u_n^T diag(k_n) v_n for k (R, p) between the same outputs ``of_u`` of two Jacobians."""
@@ -117,12 +117,12 @@ class PairSums:
 
 @dataclass
 class Tail:
-    """What follows a value x through which everything before it passes.
+    """The second derivatives of what follows a value x through which everything before it passes.
 
     Attributes:
         at: Id of x.
         level: How many axes of x index rows that stay apart behind it: G groups of S numbers.
-        K: (G, S, S), the curvature of the loss in x.
+        K: (G, S, S), the second derivative of the loss with respect to x.
         Z: (G, S, columns), how the gradient with respect to the parameters behind x moves with x.
         columns: Of Z.
     """
@@ -173,7 +173,7 @@ class BlockRows:
         return Columns([u for place in places for u in place.jacobians], before)
 
     def tails(self, section: Section, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
-        """Return the tail of the value that enters a section, that of its end with its own columns, and the latter's Z before."""
+        """Return the tail of a section's input, that of its end with the section's columns added, and the latter's Z before."""
         later = self.paths.value(section.end).new_zeros(0) if tail is None else tail.Z
         if section.entry is None and tail is None:
             return None, None, later
@@ -349,6 +349,6 @@ class BlockRows:
 
 
 def combine(T: Tensor, level: int, Z: Tensor) -> Tensor:
-    """Return T^T Z for directions T (S, *shape), which keep apart what the first ``level`` axes index: (groups, S, columns)."""
+    """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes."""
     count, groups = len(T), T.shape[1 : 1 + level].numel()
     return T.reshape(count, groups, -1).transpose(0, 1) @ Z.reshape(groups, T[0].numel() // groups, Z.shape[2])

@@ -54,7 +54,7 @@ class SweepCost:
 
     @property
     def work(self) -> float:
-        """All of it, in passes over a number."""
+        """Total cost, in units of one pass over a number."""
         return self.operations * CALL + self.multiplications / MATMUL + self.passes
 
 
@@ -92,7 +92,7 @@ class _Count:
         self.coupled = 0.0
 
     def through(self, path: list[Step], directions: int, sums: int, kept: int, *, apart: bool) -> None:
-        """Count what a cut takes: directions over a section, the sums that each ends in, and what is kept of them."""
+        """Count the cost of a cut: directions over a section, the sums that each ends in, and the numbers kept."""
         numbers, _ = self.paths.work(path)
         multiplications = directions * (self.paths.multiplications(path) + sums)
         passes = TOUCHED * directions * numbers + WRITES * kept

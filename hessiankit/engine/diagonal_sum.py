@@ -35,7 +35,7 @@ class TooCostly(Exception):
 
 
 class DiagonalSum:
-    """The diagonals of several batches, each times its share, added up.
+    """The weighted sum of the diagonals of several batches.
 
     Args:
         who: Name that starts an error message.

@@ -34,7 +34,7 @@ class Step:
 
     @cached_property
     def bends(self) -> bool:
-        """Whether a second derivative can arise: not of a product of which one factor moves."""
+        """Whether the step can have a second derivative; a product with one moving factor has none."""
         is_constant_product = self.primitive.primitive.is_product and sum(at is not None for at in self.inputs) < 2
         return self.primitive.is_nonlinear and not is_constant_product
 

@@ -29,7 +29,7 @@ SCRATCH = 2**21  # entries of work space
 
 @dataclass(frozen=True, eq=False)
 class ParameterJacobian(ABC):
-    """The Jacobian of a value z, (R, p), in one parameter.
+    """The Jacobian of a value z (R, p) with respect to one parameter.
 
     Args:
         parameter: Its name.
@@ -42,7 +42,7 @@ class ParameterJacobian(ABC):
     @property
     @abstractmethod
     def size(self) -> int:
-        """Number of entries of the parameter that enter."""
+        """Number of entries of the parameter that z depends on."""
 
     @abstractmethod
     def vjp_by_group(self, x: Tensor) -> Tensor:
@@ -317,7 +317,7 @@ class IdentityJacobian(ParameterJacobian):
 
 
 def key(u: ParameterJacobian) -> tuple[str, int]:
-    """Return what two Jacobians in the same entries share."""
+    """Return a key that is equal for Jacobians with respect to the same entries."""
     return u.parameter, id(u.at)
 
 

@@ -54,7 +54,7 @@ class KernelSum:
     over: bool = False
 
     def add(self) -> float:
-        """Add it; return the largest |K - K^T| where their mean was taken, relative to the largest on the diagonal."""
+        """Add the sum; return the largest |K - K^T| where their mean was taken, relative to the largest diagonal entry."""
         library = kernels()
         assert library is not None
         factors = [factor for term in self.terms for factor in term]
@@ -78,7 +78,7 @@ class KernelSum:
 
     @property
     def multiplications(self) -> int:
-        """How many there are."""
+        """Number of multiplications."""
         return self.rows * math.prod(size for size, _ in self.axes)
 
 

@@ -1,4 +1,4 @@
-"""A batch in parts of some samples, each traced, with its paths and what its sweeps will take."""
+"""A batch in parts of some samples, each traced, with its paths and the expected cost of its sweeps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class BatchPart:
 
     @property
     def bytes(self) -> int:
-        """That the derivatives take at once, about."""
+        """Approximate bytes that the derivatives take at one time."""
         return self.cost.numbers * self.task.dtype.itemsize
 
     @property
@@ -68,7 +68,7 @@ def parts(
     gauss_newton: bool = False,
     alone: bool = False,
 ) -> Iterator[BatchPart]:
-    """Yield a batch in parts of ``batch_size`` samples; of None, whole, or in parts where the derivatives of all take too much.
+    """Yield a batch in parts of ``batch_size`` samples; with None, whole, or in parts if its derivatives take too much.
 
     Args:
         task: One batch.
@@ -96,7 +96,7 @@ def parts(
 
 
 def cheapest(task: Task, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
-    """Return the sections of a trace whose sweeps take least, and what they take: with the cuts that pay, with all or none."""
+    """Return the sections of a trace with the cheapest sweeps, and their cost: with the cuts that pay, all cuts, or none."""
     chosen = sections(paths, alone=alone)
     cost = sweep_cost(paths, chosen, alone=alone)
     if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, task.size, task.dtype.itemsize):

@@ -79,7 +79,7 @@ class Place:
         return self.shape[: self.axes].numel()
 
     def arriving(self, bar: Tensor, groups: int, *, mixed: bool) -> list[tuple[ParameterJacobian, Tensor]]:
-        """Return the Jacobians by which covectors (S, ...) go on to the parameters, each with them as (S, G, rows, w)."""
+        """Return the Jacobians that pull covectors (S, ...) back to parameters, each with its covectors as (S, G, rows, w)."""
         if mixed:
             assert self.mixed is not None
             width = self.mixed.width if isinstance(self.mixed, WeightJacobian) else self.width
@@ -208,7 +208,7 @@ class Paths:
 
     @cached_property
     def tied(self) -> set[str]:
-        """The parameters that enter several places, or one in two ways."""
+        """The parameters that enter several places, or one place more than once."""
         uses = Counter(u.parameter for place in self.places for u in place.jacobians)
         return {name for name, n in uses.items() if n > 1}
 

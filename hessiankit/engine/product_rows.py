@@ -50,12 +50,12 @@ class ProductCost:
 
     @property
     def numbers(self) -> float:
-        """All of it but the calls, in passes over a number."""
+        """Cost without the calls, in units of one pass over a number."""
         return self.multiplications / MATMUL + self.passes
 
     @property
     def work(self) -> float:
-        """All of it, in passes over a number."""
+        """Total cost, in units of one pass over a number."""
         return self.operations * CALL + self.numbers
 
 

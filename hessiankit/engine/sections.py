@@ -31,7 +31,7 @@ KEPT = 2**25
 
 @dataclass(frozen=True)
 class Directions:
-    """Unit directions of one place: of one row in each group that moves together, or of the place's own parameter entries.
+    """Unit directions of one place: of one row in every group at once, or of the place's own parameter entries.
 
     Attributes:
         place: Where they begin.
@@ -110,7 +110,7 @@ class SweepPlan:
         return sum(d.outputs * d.rows for d in self.directions)
 
     def chunks(self, each: int, space: int) -> Iterator[list[tuple[Directions, int, int]]]:
-        """Yield (directions, first output, last output) of what fits a work space, ``each`` number that a direction takes."""
+        """Yield (directions, first output, last output) in chunks that fit the work space; a direction takes ``each`` numbers."""
         if len(self.directions) > 1:
             yield [(d, 0, d.outputs) for d in self.directions]
             return

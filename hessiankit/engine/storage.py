@@ -94,7 +94,7 @@ class SymmetricStorage:
         self._written.add(self._pair(i, j))
 
     def keep(self, i: str, j: str, rest: KernelSum | None) -> None:
-        """Note that a block is added to, and a sum that is left to be added; see :meth:`finish`."""
+        """Mark a block as nonzero, or if a sum into it is left to be added, queue that sum for :meth:`finish`."""
         if rest is None:
             self.touch(i, j)
         else:
@@ -120,7 +120,7 @@ class SymmetricStorage:
         return 2 * max(read_numbers(self._asymmetries), default=0.0)
 
     def finish(self) -> None:
-        """Add what is left, sums to one block together where that is possible; the first to a whole block is written over it."""
+        """Add the queued sums, joined per block where possible; the first sum of a whole block overwrites it."""
         for pending in joined(self._sums):
             pair = self._blocks[pending.into.data_ptr()]
             is_first = pair not in self._written and pending.into.numel() == self.block(*pair).numel()
@@ -162,7 +162,7 @@ class SymmetricStorage:
         return max(worst / largest if largest else 0.0, self.skew)
 
     def largest(self) -> float:
-        """Return the largest diagonal entry of the whole matrix that is here."""
+        """Return the largest magnitude on the whole matrix's diagonal that is stored here, or 0."""
         diagonal = self.data.diagonal() if self.top.start == self.left.start else self.data[:0, 0]
         return float(diagonal.abs().max()) if diagonal.numel() else 0.0
 

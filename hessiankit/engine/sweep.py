@@ -90,7 +90,7 @@ def all_dense(tangents: Sequence[Kept | None]) -> list[Tensor | None]:
 
 
 def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
-    """Return the values whose tangents are read by some steps, or kept, and those not kept by the output that reads them last."""
+    """Return the values whose tangents the steps read or keep, and by last reader those that can then be released."""
     last = last_readers(steps)
     releases: dict[int, list[int]] = {}
     for at, output in last.items():
@@ -188,7 +188,7 @@ def pull(
     stops: Container[int] = (),
     arrive: Callable[[int, Tensor], None] | None = None,
 ) -> None:
-    """Pull covectors back along some steps, with the curvature of what bends.
+    """Pull covectors back along some steps, adding the curvature of nonlinear steps.
 
     Args:
         steps: In order.

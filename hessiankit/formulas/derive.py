@@ -148,7 +148,7 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
         outer = Lettered(outer, _PROBABILITIES)
     if len(names) == 1:
         gradient = outer.jacobian(next(iter(outer.arguments))) @ Z.jacobian(*names)
-        return [Term(gradient, f"gradient of the loss in ${Z.symbol}$ times the first derivative of ${Z.symbol}$")]
+        return [Term(gradient, f"gradient of the loss with respect to ${Z.symbol}$ times the first derivative of ${Z.symbol}$")]
     parts = gauss_newton(outer, Z, *names)
     first = f"second derivative of the loss between first derivatives of ${Z.symbol}$"
     second = f"gradient of the loss times the second derivative of ${Z.symbol}$"

@@ -102,7 +102,7 @@ CHAPTER_NAMES = (
 
 
 def statement(asked: str) -> tuple[str, Theorem]:
-    """Return what :func:`find` returns; an InputError names the nearest chapters and statements where that is nothing."""
+    """Return the result of :func:`find`; if there is none, raise an InputError with the nearest chapters and statements."""
     result = find(asked)
     if result is None:
         known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"

@@ -1,4 +1,4 @@
-"""``scaled_dot_product_attention`` with all derivatives, and torch's own replaced by it for the time of a block."""
+"""``scaled_dot_product_attention`` with all derivatives, and a context that replaces torch's own by it."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ READERS: dict[type[Optimizer], Reader] = {
 
 
 def waits(optimizer: Optimizer, *, for_state: bool = True) -> str:
-    """Return why an optimizer has no step or metric now: a schedule is at rate 0, or it has taken no step; empty if it has."""
+    """Return why an optimizer has no step or metric now (its rate is 0, or it has taken no step), or "" if it has."""
     if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
         return "the learning rate is 0"
     stepped = isinstance(optimizer, SGD) or any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())

@@ -124,7 +124,7 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
 def optimizer_preconditioner(
     who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
-    """Return the metric of an optimizer in the entries of some parameters, which are recognised by identity.
+    """Return the metric of an optimizer for the entries of some parameters, which are recognised by identity.
 
     Raises:
         InputError: The optimizer's metric is not known, or not positive; or it does not move a parameter, or has not yet.

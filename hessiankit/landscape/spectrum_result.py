@@ -64,7 +64,7 @@ class Spectrum(Printed, WithDict):
 
     @property
     def threshold_ratio(self) -> float:
-        """The largest eigenvalue over the optimizer's threshold, NaN without one: above 1 steps diverge on a quadratic."""
+        """The largest eigenvalue over the optimizer's threshold (NaN without one); above 1, steps on a quadratic diverge."""
         return math.nan if self.preconditioner is None else self.preconditioner.ratio(float(self.eigenvalues[0]))
 
     @property

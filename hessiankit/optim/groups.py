@@ -137,7 +137,7 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
 
     @property
     def adamw(self) -> ParameterGroups:
-        """The groups that it does not, for ``torch.optim.AdamW(groups.adamw)``."""
+        """The groups that Muon does not take, for ``torch.optim.AdamW(groups.adamw)``."""
         return self._those(False)
 
     def _those(self, muon: bool) -> ParameterGroups:

@@ -41,7 +41,7 @@ class Layers:
         return bool(self.paths) and self.order[path] > self.order[self.paths[-1]] and self.index(path) is None
 
     def is_final(self, path: str) -> bool:
-        """Whether a norm outside the blocks follows a stack of them: by its place, or its name if it is registered before.
+        """Whether a norm outside the blocks follows a stack of them, by its place, or by its name if it is registered before.
 
         >>> layers = Layers(("h.0",), {"ln_0": 0, "ln_f": 1, "h.0": 2, "norm": 3})
         >>> [layers.is_final(path) for path in ("ln_0", "ln_f", "norm")]

@@ -1,4 +1,4 @@
-"""The version of the package, and packages that import what is asked for."""
+"""The version of the package, and packages that import their names on first access."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 
 def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of a package that imports each of its names from its module when it is first asked for.
+    """Return the ``__getattr__`` of a package that imports each of its names from its module on first access.
 
     Args:
         package: Its dotted name.

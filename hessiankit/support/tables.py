@@ -157,7 +157,7 @@ def brief(*parts: Piece) -> str:
 
 
 def sizes(shape: Iterable[int]) -> str:
-    """Return a shape for people.
+    """Return a shape as readable text.
 
     >>> sizes((3, 4)), sizes(())
     ('3 x 4', '1')
@@ -324,7 +324,7 @@ def _stacked(headers: Sequence[str], row: Sequence[str], width: int) -> list[str
 
 
 def two_numbers(a: float, b: float) -> str:
-    """Return two different numbers with as many digits as tell them apart, six at least.
+    """Return two different numbers with enough digits to distinguish them, at least six.
 
     >>> two_numbers(1.0, 2.0), two_numbers(1.116, 1.116 + 1e-9)
     ('1 and 2', '1.116 and 1.116000001')

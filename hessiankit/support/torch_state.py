@@ -52,7 +52,7 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that a sparse one consists of, its values last; of an ordinary one itself.
+    """Return the tensors that a sparse tensor consists of, values last; of an ordinary tensor itself alone.
 
     >>> [part.tolist() for part in strided_parts(torch.eye(2).to_sparse())]
     [[[0, 1], [0, 1]], [1.0, 1.0]]
@@ -67,7 +67,7 @@ def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
 
 
 def read_numbers(tensors: Iterable[Tensor]) -> list[Any]:
-    """Return tensors of one entry as numbers; a device is waited for once, and not once for each.
+    """Return tensors of one entry as numbers, with one synchronisation for each device and dtype.
 
     >>> read_numbers([torch.tensor(1.5), torch.tensor(True), torch.tensor([2.5])])
     [1.5, True, 2.5]
@@ -84,7 +84,7 @@ def read_numbers(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
-    """Tell of each pair whether its tensors are of two kinds or have other entries; NaN is the same as NaN.
+    """Tell for each pair whether its tensors differ in kind or in an entry; NaN equals NaN.
 
     >>> x = torch.tensor([1.0, torch.nan])
     >>> different([(x, x.clone()), (x, x + 1), (x, x.double())])
@@ -233,7 +233,7 @@ RECORDING: ContextVar[bool] = ContextVar("RECORDING", default=False)
 
 
 def recording() -> bool:
-    """Tell whether torch's operations are being recorded; the package's functions that stand for some of them call those then."""
+    """Tell whether torch's operations are being recorded; the package's own versions of some then call torch's."""
     return not torch.compiler.is_compiling() and RECORDING.get()
 
 
@@ -253,7 +253,7 @@ AUTOCAST = [kind for kind in ("cpu", "cuda", "mps", "xpu", "privateuseone") if t
 
 @contextmanager
 def ieee_arithmetic() -> Iterator[None]:
-    """Let products and convolutions of float32 numbers read all their bits: no TensorFloat-32, no sums of bfloat16 parts.
+    """Compute float32 products and convolutions in IEEE arithmetic, without TensorFloat-32 or sums of bfloat16 parts.
 
     >>> torch.set_float32_matmul_precision("high")
     >>> with ieee_arithmetic():

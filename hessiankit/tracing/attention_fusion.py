@@ -60,7 +60,7 @@ def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
 
 
 def replace(trace: Trace, path: Sequence[Application], replaced: Mapping[int, Sequence[Application]]) -> None:
-    """Put applications in the place of others, given by their output, on the way to a trace's, and release values not read."""
+    """Replace applications of a trace, given by their outputs, and release values that are no longer read."""
     if replaced:
         trace.applications[:] = [new for a in path for new in replaced.get(a.output, [a])]
         trace.applications[:] = ancestors_of_output(trace)
@@ -157,7 +157,7 @@ class _Logits:
         return known and self.at.is_contiguous() and self.A.shape[-2:] == self.X.shape[-2:]
 
     def options(self, masks: list[Tensor]) -> dict[str, object] | None:
-        """Return the mask as options of the fused attention, an equal one of some if there is one; None if it has none."""
+        """Return the mask as options of fused attention, reusing an equal one of ``masks``; None if it cannot be expressed."""
         if self.hidden is not None and not self._weightless(self.hidden):
             return None
         if self.bias is not None and self._weightless(gone := self.bias != 0):

@@ -93,7 +93,7 @@ def asymmetry(first: Sequence[Tensor], second: Sequence[Tensor], to_first: Covec
 
 
 def batch_difference(batch: Covectors, single: Covectors) -> float:
-    """Return how far a batch, of twice a vector and the vector, is from what the vector gave alone."""
+    """Return the largest relative difference between the results of a batch (2 v, v) and those of v alone."""
     rows = [tuple(None if c is None else c[k] / (2 - k) for c in batch) for k in (0, 1)]
     return max(difference(row, single) for row in rows)
 
@@ -133,7 +133,7 @@ def estimates(
 
 
 def settled(results: Sequence[Covectors]) -> tuple[Covectors, float]:
-    """Return that of several estimates which differs least from the one before, and by how much; nothing and infinity for one."""
+    """Return the estimate that differs least from the one before it, and that difference; () and infinity for a single one."""
     pairs = [(difference(later, earlier), later) for earlier, later in pairwise(results)]
     gap, best = min(pairs, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"), default=(float("inf"), ()))
     return best, gap

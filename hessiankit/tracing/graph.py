@@ -103,7 +103,7 @@ Edge: TypeAlias = "tuple[Any, int]"  # a function of autograd's graph, and which
 
 @dataclass(frozen=True)
 class Unseen:
-    """A value that autograd alone knows.
+    """A value known only from autograd's graph.
 
     Attributes:
         root: A copy of the value that is part of the graph.
@@ -155,7 +155,7 @@ class Edges:
         self._looked_at = 0
 
     def before(self, x: Tensor) -> tuple[Edge, _Traced | None]:
-        """Return the edge that a tensor comes from, and the value that was seen there, if any."""
+        """Return a tensor's edge in autograd's graph, and the recorded value there, if any."""
         self.look()
         edge = _through_hooks((x.grad_fn, x.output_nr))
         return edge, self._seen.get(edge) or self._leaf(edge)
@@ -220,7 +220,7 @@ class Edges:
 
 
 def memory(x: Tensor) -> int:
-    """Return what tells the memory of a tensor from that of others."""
+    """Return an identifier of a tensor's memory."""
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
 
 
@@ -340,7 +340,7 @@ class GraphBuilder:
         self._name(x, self.call(torch.ops.aten.clone.default, (self._constant(x.clone()),), {}))
 
     def given(self, x: Tensor, data: Tensor) -> None:
-        """Note that a tensor has got the values of another one.
+        """Record that a tensor now has the values of another one.
 
         Raises:
             TraceError: If it is an argument, or has a derivative, which would stay that of the old values.
@@ -379,7 +379,7 @@ class GraphBuilder:
                 self.recording.constants[node.target] = self.recording.constants[node.target].clone()
 
     def passes_gradients(self, tensors: Sequence[Any]) -> bool:
-        """Tell whether a write into some tensors changes values that go on passing their gradients; not if data change too."""
+        """Tell whether a write into some tensors changes values that pass gradients on, and no arguments or constants."""
         for x in self.kept[self._passing_known :]:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 self._passing.add(memory(x))
@@ -424,7 +424,7 @@ class GraphBuilder:
         self.recording.graph.remove_last()
 
     def made(self, node: Node, x: Tensor) -> None:
-        """Note a tensor made of nothing: torch may hand it on as another object on the same memory."""
+        """Record a tensor created without inputs; torch may return it later as another object on the same memory."""
         self.fresh[place(x)] = node
 
     def keep(self, node: Node, value: Any) -> None:

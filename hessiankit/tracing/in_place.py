@@ -86,17 +86,17 @@ def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, 
 
 
 def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Return what ``into`` is after ``into.copy_(source)``."""
+    """Return the value of ``into`` after ``into.copy_(source)``."""
     return source.expand(into.shape).clone()
 
 
 def filled(into: Tensor, number: Any) -> Tensor:
-    """Return what ``into`` is after ``into.fill_(number)``."""
+    """Return the value of ``into`` after ``into.fill_(number)``."""
     return number.expand(into.shape).clone() if isinstance(number, Tensor) else torch.full_like(into, number)
 
 
 def zeroed(into: Tensor) -> Tensor:
-    """Return what ``into`` is after ``into.zero_()``."""
+    """Return the value of ``into`` after ``into.zero_()``."""
     return torch.zeros_like(into)
 
 
@@ -109,7 +109,7 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 
 
 def in_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> Tensor:
-    """Return what the twin of a node's operation made in the dtype of the memory that the operation itself writes into."""
+    """Return the result of the functional operation in the dtype of the memory that the in-place operation writes into."""
     dtype: torch.dtype = known[_written(node)[0]].dtype
     return value.to(dtype)
 

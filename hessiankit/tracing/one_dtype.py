@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the narrowest floating-point type that holds all of some, and has no fewer digits than float32.
+    """Return the narrowest floating-point type, at least float32, that holds all of these types.
 
     >>> widest([torch.bfloat16]), widest([torch.float16, torch.float64])
     (torch.float32, torch.float64)

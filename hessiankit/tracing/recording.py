@@ -197,7 +197,7 @@ class _Course(list[Any]):
 
 
 def line_of_step(function: Callable[[], Any], leaves: Sequence[Tensor], step: int) -> str:
-    """Return the line of the user's, as :func:`source_line` does, at which a function takes a step of its course."""
+    """Return the user's line, as :func:`source_line` does, at which a function takes the step ``step`` of its course, or ""."""
     try:
         record(function, leaves, {}, course=_Course(step + 1))
     except _Reached as reached:
@@ -216,7 +216,7 @@ def _random_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tenso
 
 
 def can_record() -> bool:
-    """Tell whether this torch has the internals that :func:`record` stands on."""
+    """Tell whether this torch has the internals that :func:`record` needs."""
     needed = (
         (_INTERNALS, "_DisablePythonDispatcher"),
         (_INTERNALS, "_ForceDispatchKeyGuard"),

@@ -1,4 +1,4 @@
-"""A primitive for a value of which only autograd's graph is known: its actions come from that graph, between two points of it.
+"""A primitive for a value known only from autograd's graph; its actions are derivatives along a segment of that graph.
 
 A custom ``torch.autograd.Function``, what ``torch.vmap`` made, complex numbers, a gradient taken within the module: no
 operation was seen, but torch can differentiate. Both derivatives are by reverse mode here, so that they are tested against

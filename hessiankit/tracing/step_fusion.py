@@ -12,7 +12,7 @@ from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 
 def fuse_steps(trace: Trace, kept: Container[int] = ()) -> None:
-    """Fuse what a product of an operator would do one by one.
+    """Fuse steps that a product with an operator would otherwise run one by one.
 
     Args:
         trace: Rewritten in place; values keep their ids.
@@ -24,7 +24,7 @@ def fuse_steps(trace: Trace, kept: Container[int] = ()) -> None:
 
 
 def fuse_reshapes(trace: Trace, kept: Container[int]) -> None:
-    """Let readers of a reshaped value read the one before it where its shape is the same, and reshape it once where it is not.
+    """Let readers of a reshaped value read the value before all reshapes if the shapes are equal, else one reshape of it.
 
     Joined to nothing but empty tensors, as the keys of a first token are, a value is itself too.
     """

@@ -169,7 +169,7 @@ def trace_module(function: Callable[..., Tensor], parameters: Mapping[str, Tenso
 
 @one_at_a_time
 def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor], kept: Collection[int] | None = None) -> Trace:
-    """Trace a call into primitive applications: nothing is passed to it, nothing that it reads is replaced.
+    """Trace a call without arguments into primitive applications; nothing that it reads is replaced.
 
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).

@@ -74,7 +74,7 @@ class RoundingNoise:
 
     @property
     def eps(self) -> float:
-        """Of the precision."""
+        """The machine epsilon of the precision."""
         return float(torch.finfo(self.precision).eps)
 
     def floor(self, labels: Sequence[str]) -> Tensor:
@@ -145,7 +145,7 @@ class Gaps(NamedTuple):
 
     @property
     def own(self) -> Tensor:
-        """The slack relative to the cell's scale."""
+        """The routes' own errors, relative to the cell's scale."""
         return self.slack / self.scale.clamp_min(torch.finfo(self.slack.dtype).tiny)
 
 
@@ -208,7 +208,7 @@ class Layout:
 
 
 class Judge:
-    """Which differences of two results count.
+    """Decides which differences of two results count.
 
     Differences are measured against the largest entry of their own cell. A block that vanishes identically is computed as what
     rounding leaves of it, of which a relative error has no meaning: a difference counts as zero in a cell below ``FLOOR * eps``
@@ -221,7 +221,7 @@ class Judge:
 
     @property
     def small(self) -> float:
-        """Differences need not resolve a block below this share of the whole's largest entry: they have little to spare."""
+        """The share of the whole's largest entry below which central differences need not resolve a block."""
         return 1e-4 if self.eps < 1e-12 else 1e-2
 
     def relative(self, gaps: Gaps, *, admitted: bool = True) -> Tensor:

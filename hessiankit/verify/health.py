@@ -123,7 +123,7 @@ def rounding_noise(
     closed: Route | None = None,
     along: Mapping[str, Direction] | None = None,
 ) -> RoundingNoise:
-    """Return the rounding noise of references, those apart that call the module many times, and of the closed form."""
+    """Return the rounding noise of the closed form and of references, except those that call the module many times."""
     routes: dict[str, Route] = {n: REFERENCES[n].products for n in names if n in REFERENCES and not REFERENCES[n].many_calls}
     routes = routes or {"reverse-over-reverse": REFERENCES["reverse-over-reverse"].products}
     routes |= {} if closed is None else {CLOSED: closed}
@@ -150,7 +150,7 @@ class Case:
 
     @property
     def resolves(self) -> bool:
-        """Whether it is precise enough to judge by: as far as its own arithmetic can be, where that is of half precision."""
+        """Whether it is precise enough to judge others; in half precision, as precise as its own arithmetic can be."""
         return self.attainable <= max(RESOLVED, self.tolerance)
 
     @property
@@ -214,7 +214,7 @@ class SideBySide:
         return joined(self._gaps[frozenset((a, b))])
 
     def health(self, names: Iterable[str]) -> dict[str, Health]:
-        """Judge results against the consensus of the witnesses among them."""
+        """Judge each result against the consensus of those that may judge."""
         cases = {name: self._cases[name] for name in names}
         witnesses = {name: case for name, case in cases.items() if case.judges}
         agree = {frozenset(ab) for ab in combinations(witnesses, 2) if self.judge.within(self.gaps(*ab), self.tolerance)}

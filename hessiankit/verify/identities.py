@@ -195,7 +195,7 @@ def _confirmed_in_double(problem: Problem, rng: torch.Generator) -> list[Symmetr
 
 
 def confirmed(problem: Problem, candidates: Sequence[Symmetry], rng: torch.Generator) -> list[Symmetry]:
-    """Keep the symmetries along which the loss itself stays, in float64, at the parameters and at a generic point near them."""
+    """Keep the symmetries along which the loss is constant in float64, at the parameters and at a generic point near them."""
 
     def loss(point: Mapping[str, Tensor]) -> float:
         with placed((problem.own[name], value) for name, value in point.items()):

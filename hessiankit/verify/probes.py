@@ -94,7 +94,7 @@ class Direction:
     seed: int
 
     def vector(self, problem: Problem) -> Tensor:
-        """Return it as a flat vector (P), zero elsewhere."""
+        """Return the direction as a flat vector (P,), zero outside its parameters."""
         generator = torch.Generator().manual_seed(self.seed ^ OWN_STREAM)
         v = torch.zeros_like(problem.theta)
         for n in self.names:

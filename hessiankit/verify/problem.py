@@ -128,7 +128,7 @@ class Problem:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The loss and the parameters as options of the same; the gradient is compared where they are called."""
+        """The loss and the parameters as options of hessiankit's functions, without the handshake."""
         return {"loss": self.loss, "params": list(self.params), "handshake": False}
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
@@ -217,7 +217,7 @@ class Problem:
 
     @cached_property
     def swap_fault(self) -> str:
-        """Why ``flat_loss`` is not the module's own loss: what differs, and in which parameter; "" where it is."""
+        """Why ``flat_loss`` is not the module's own loss (what differs, and in which parameter), or "" if it is."""
         with torch.enable_grad():
             theta = self.theta.clone().requires_grad_()
             loss = self.flat_loss(theta)

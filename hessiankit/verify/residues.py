@@ -93,7 +93,7 @@ class Residue:
         return Residue(pow(self.value, -1, P), _degree(self.below), below)
 
     def sqrt(self) -> Residue:
-        """Return a root as a variable of its own: the eps under a root is chosen so that it is the square of one.
+        """Return a square root as a new variable; an eps under the root is chosen so that there is one.
 
         Raises:
             ValueError: if the residue is not a square.
@@ -103,7 +103,7 @@ class Residue:
         return Residue(pow(self.value, (P + 1) // 4, P), 1)
 
     def is_square(self) -> bool:
-        """Tell whether it has a root modulo p (Euler's criterion); 0 counts."""
+        """Tell whether the residue has a square root modulo p (Euler's criterion); 0 has one."""
         return pow(self.value, (P - 1) // 2, P) in (0, 1)
 
     def __eq__(self, other: object) -> bool:

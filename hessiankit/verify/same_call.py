@@ -1,4 +1,4 @@
-"""Rows of a check about what else the same call gives: loss, gradient, products of the operator, diagonal."""
+"""Rows of a check on the other results of the same call: loss, gradient, products of the operator, diagonal."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def point_of(block: TransformerBlock, x: Tensor) -> PostNormBlockAt | None:
 
 
 def formula_rows(block: TransformerBlock, seed: int) -> Iterator[CheckRow]:
-    """Compare fast path and formulas, where there are any, pair by pair on a twin of the block with tiny unequal widths."""
+    """Compare fast path and formulas, where there are any, pair by pair on a similar block with tiny unequal widths."""
     start, eps = time.perf_counter(), float(getattr(block.norm_1, "eps", None) or 1e-6)
     twin = structure_of(block).block(TINY["width"], TINY["hidden"], d_k=TINY["head"], eps=eps).double()
     generator = torch.Generator().manual_seed(seed)

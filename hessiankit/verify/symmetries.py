@@ -93,7 +93,7 @@ class Symmetry:
 
     @property
     def name(self) -> str:
-        """The parameters that move, and after ``|`` those that move against them."""
+        """The parameters that move, and after ``|`` those that move inversely."""
         return " | ".join(", ".join(dict.fromkeys(names)) for names in (self.moving, self.against) if names)
 
 

@@ -56,7 +56,7 @@ def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = Non
 
 
 def known_defect(group: str, seen: Traits) -> str:
-    """Return the known defect of a group of references that a module of these traits runs into, or ""."""
+    """Return the known defect of a group of references that a module with these traits triggers, or ""."""
     if group == "jacfwd(jacrev)" and seen.layer_norm_gain:
         return "known torch defect: the derivative through layer_norm with a gain loses a term (pytorch issues 196700, 198017)"
     return ""

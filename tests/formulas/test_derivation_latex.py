@@ -139,7 +139,7 @@ def test_notebook_and_json():
     shown = derivation._repr_html_()
     assert shown.count("<div>") == shown.count("</div>") == 1
     assert shown.count("$$") % 2 == 0
-    assert "first derivative of $Z$ in $S$ times second derivative of $S$" in shown
+    assert "first derivative of $Z$ with respect to $S$ times second derivative of $S$" in shown
     assert derivation._repr_latex_().startswith("$$\n\\begin{aligned}")
     found = json.loads(derivation.json())
     assert found == derivation.to_dict()

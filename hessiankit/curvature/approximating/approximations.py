@@ -217,7 +217,7 @@ class Point:
 
     @cached_property
     def truth(self) -> DenseTruth | ProductTruth:
-        """What approximations are held against."""
+        """The exact matrix that approximations are compared with, dense or by its products."""
         if self.is_dense:
             return DenseTruth(self.matrix, self.gradient, self.slices, self.damping)
         convex = all(isinstance(task.loss, str) for task in self.tasks)  # the named losses are

@@ -22,7 +22,7 @@ WHO = "HessiankitGGN"
 
 
 class GaussNewtonBackend:
-    """A backend of laplace-torch, for all weights or those of the last layer; KFAC with weights and biases apart.
+    """A backend of laplace-torch, for all weights or those of the last layer; in KFAC, weights and biases have separate factors.
 
     Raises:
         InputError: Weights are asked for as a subnetwork, labels as drawn, or a matrix has no Kronecker factors.

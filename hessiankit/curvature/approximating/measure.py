@@ -1,4 +1,4 @@
-"""Errors of an approximation against the exact matrix, its step, the condition number it leaves: dense, or by products."""
+"""Errors of an approximation and its step, and the condition number after preconditioning, from the matrix or its products."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class DenseTruth:
 
 
 def default_damping(spectral: float, least: float) -> float:
-    """Return 1 % of the spectral norm, and what makes the matrix positive semidefinite.
+    """Return 1 % of the spectral norm, plus the magnitude of the least eigenvalue if that is negative.
 
     Raises:
         InputError: The matrix is zero.

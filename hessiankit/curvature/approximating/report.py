@@ -1,4 +1,4 @@
-"""What approximations leave of a curvature matrix: a table, a picture and plain numbers."""
+"""The report of ``approximations``: a table, a picture and plain numbers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class ApproximationsReport(Printed):
 
     @property
     def is_estimate(self) -> bool:
-        """Whether norms are estimates, A not having been formed."""
+        """Whether norms are estimates, because A was not formed."""
         return self.pairs is None
 
     def to_dict(self) -> dict[str, Any]:

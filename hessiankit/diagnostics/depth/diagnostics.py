@@ -351,7 +351,7 @@ def last_tokens(counted: Tensor) -> Tensor:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, attention that has second derivatives, and afterwards everything of the model as it was."""
+    """Use evaluation mode and attention that has second derivatives; restore the model's state afterwards."""
     with preserved_state(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
         check_module(WHO, model)
         yield

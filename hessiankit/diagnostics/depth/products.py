@@ -115,7 +115,7 @@ def _vjp(
 def by_route(
     route: str, size: int, most: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
 ) -> tuple[T, str, str]:
-    """Return what closed forms give, or autograd; the name of the route taken; and why, where it was not asked for.
+    """Return the result by closed forms or autograd, the name of that route, and the reason if nobody asked for it.
 
     ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``most`` parameters, unless
     they raise one of the library's errors.

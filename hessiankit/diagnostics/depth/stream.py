@@ -177,7 +177,7 @@ class AngleSums:
 
 @dataclass(frozen=True)
 class PruningDrop(WithDict):
-    """Loss and accuracy with block l removed, less those of the whole model (The Curse of Depth, Fig. 2; no formula there).
+    """Loss and accuracy with block l removed, minus those of the whole model (The Curse of Depth, Fig. 2, without a formula).
 
     Attributes:
         loss: Of the whole model.

@@ -82,7 +82,7 @@ class Ranks:
         return place.to(value.device)
 
     def whole(self, value: Tensor) -> Tensor:
-        """Return all of a tensor that ``fully_shard`` has spread over the ranks; of others the tensor itself."""
+        """Return the whole of a tensor that ``fully_shard`` has sharded, and any other tensor unchanged."""
         if not isinstance(value, DTensor):
             return value
         with self.exchange():

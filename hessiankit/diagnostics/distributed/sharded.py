@@ -63,7 +63,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @torch.no_grad()
 def filled(ranks: Ranks, model: nn.Module, replica: nn.Module | None) -> nn.Module:
-    """Write the whole parameters, buffers and modes of a sharded model into a plain replica, on every rank, and return that."""
+    """Copy the gathered parameters, buffers and modes of a sharded model into a plain replica on every rank, and return it."""
 
     def check() -> nn.Module:
         if replica is None:
@@ -222,7 +222,7 @@ def _check_sharding(ranks: Ranks, model: nn.Module, measured: MeasuredParts) -> 
 
 @contextmanager
 def gradients_aside(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Put the caller's gradients aside, and back afterwards; yield a function that clears those of a backward pass.
+    """Save the caller's gradients and restore them afterwards; yield a function that clears those of a backward pass.
 
     ``model.zero_grad()`` would not: after a forward pass the outermost module's parameters are the gathered ones.
     """

@@ -222,7 +222,7 @@ class Monitor:
         return f"<Monitor: {', '.join(self._sections)} every {self._every} steps, into {self.path}>"
 
     def step(self, step: int, *, force: bool = False, **extra: Any) -> dict[str, Any] | None:
-        """Measure and write if it is time; to be called after every update, and with 0 before the first.
+        """Measure and write if the step is scheduled; call it after every update, and with 0 before the first.
 
         Args:
             step: Updates done so far.

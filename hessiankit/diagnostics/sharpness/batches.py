@@ -113,7 +113,7 @@ def _check_target(who: str, name: str, inputs: Any, target: Any) -> None:
 
 
 def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
-    """Refuse sparse data, and data that lie elsewhere than a model whose parameters are all on one device."""
+    """Raise an error for sparse data, and for data elsewhere than a model whose parameters are all on one device."""
     devices = {p.device for p in model.parameters()}
     if len(devices) == 1:
         (device,) = devices

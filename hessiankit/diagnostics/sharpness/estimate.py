@@ -1,4 +1,4 @@
-r"""A mean over label draws with its standard error and an interval that covers.
+r"""A mean over label draws, with its standard error and a confidence interval.
 
 Replicates x[k, d] of micro-batch k and draw d: independent, within a micro-batch identically distributed, each a sum of squares
 of nearly Gaussian scores, sum_i lambda_i z_i^2, so positive and skewed. The estimate is X = sum_k w_k mean_d x[k, d]; its

@@ -1,4 +1,4 @@
-"""Checks of a model before a measurement: sequences apart, determinism and memory."""
+"""Checks of a model before a measurement: independence of sequences, determinism and memory."""
 
 from __future__ import annotations
 

@@ -75,9 +75,7 @@ class Replicates:
 
 
 def joined(runs: Sequence[Replicates]) -> Replicates:
-    """Return the replicates of several runs, of one model at one point on sequences of different numbers, as those of one
-    run on all.
-    """
+    """Join the replicates of several runs of one model, at one point and on different sequences, into those of one run."""
     if not runs:
         raise InputError(f"{WHO}: joined() was given nothing; pass at least one Replicates")
     first = runs[0]
@@ -240,7 +238,7 @@ def cotangents(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> 
 
 
 class SquaredGradients:
-    """Sums of squared gradients over micro-batches and draws, so far: what :class:`Replicates` holds in the end, by its names.
+    """Running sums of squared gradients over micro-batches and draws, named like the fields of :class:`Replicates`.
 
     ``whole`` returns all of a tensor that is spread over several processes, and of others the tensor itself.
     """

@@ -102,7 +102,7 @@ class SharpnessReport(Printed, WithDict):
 
     @property
     def ordering(self) -> str:
-        """The same as a line, with ``<`` where the interval of the quotient of two neighbours leaves out 1, else ``~``."""
+        """The order as one line, with ``<`` between neighbours whose quotient has an interval without 1, else ``~``."""
         order = self.order
         text = order[0]
         for low, high in pairwise(order):

@@ -26,7 +26,7 @@ Loss: TypeAlias = "str | Callable[..., Tensor] | None"
 
 
 def as_one_argument(module: nn.Module, inputs: Any) -> Any:
-    """Return inputs, in a tuple of their own where they are a list or tuple that forward takes as a whole.
+    """Return inputs, wrapped in a tuple if they are a list or tuple that forward takes as one argument.
 
     >>> [type(as_one_argument(layer, [1, 2])) for layer in (nn.Linear(1, 1), nn.Bilinear(1, 1, 1))]
     [<class 'tuple'>, <class 'list'>]
@@ -44,7 +44,7 @@ def _accepts(module: nn.Module, positional: Sequence[Any]) -> bool:
 
 
 def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]:
-    """Yield everything in ``inputs`` that is no container, with the expression that reaches it.
+    """Yield everything in ``inputs`` that is not a container, with the expression that reaches it.
 
     >>> [name for name, _ in named_leaves({"x": Tensor(1), "pair": (Tensor(1), None)})]
     ["inputs['x']", "inputs['pair'][0]", "inputs['pair'][1]"]
@@ -69,7 +69,7 @@ def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tens
 
 
 def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
-    """Return nested containers with some rows of every tensor that has ``count`` of them; other tensors are for all samples.
+    """Return nested containers with these rows of every tensor that has ``count`` rows; other tensors are kept whole.
 
     >>> samples((torch.arange(3), torch.zeros(2)), slice(0, 1), 3)
     (tensor([0]), tensor([0., 0.]))
@@ -78,7 +78,7 @@ def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
 
 
 def ordinary(tree: Any) -> Any:
-    """Return containers as they are, or with copies of the tensors made in inference mode, of which autograd takes none."""
+    """Return containers unchanged, or with copies of the tensors made in inference mode, which autograd does not take."""
     if any(x.is_inference() for _, x in named_tensors(tree)):
         return map_tensors(lambda x: x.clone() if x.is_inference() else x, tree)
     return tree
@@ -151,7 +151,7 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
 
 def member(outputs: Any, key: str) -> Tensor | None:
-    """Return the tensor ``loss`` or ``logits`` of what a module returned, by name, or in a tuple by its axes: none or some.
+    """Return the tensor ``loss`` or ``logits`` of a module's result, by name, or in a tuple by whether it is a scalar.
 
     >>> member((torch.ones(2), None), "logits"), member((torch.ones(2), torch.ones(2)), "logits") is None
     (tensor([1., 1.]), True)
@@ -426,7 +426,7 @@ def check_tensor(
     mask: bool = False,
     other: str = "the parameters are",
 ) -> None:
-    """Check one tensor that enters the computation; ``other`` is what has the dtype that is expected of it, None allows any.
+    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``other`` says in errors what has it.
 
     Raises:
         InputError: It is empty, elsewhere, of another dtype, or not finite.

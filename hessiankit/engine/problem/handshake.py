@@ -42,7 +42,7 @@ UNCOMPARED = "; not compared with the module's own gradient"
 
 
 class Handshake:
-    """The loss and the gradient of the traces of a batch, samples after samples, and what they have to be.
+    """Accumulates the traced loss and gradient of a batch, and compares them with the module's own.
 
     Args:
         task: The whole batch.
@@ -75,7 +75,7 @@ class Handshake:
                 self._take(name, slope)
 
     def complete(self, name: str, slope: Tensor) -> bool:
-        """Take the derivative with respect to one parameter; compare it once all parts are there; return whether it is kept.
+        """Add a part's derivative with respect to one parameter; compare the sum once it is complete; return whether it is kept.
 
         On a device all are compared together in :meth:`close`, which waits for it once.
         """

@@ -1,4 +1,4 @@
-"""The module's own call: one forward and one backward of torch, by which every result is measured."""
+"""The module's own call: one forward and one backward of torch, with which every result is compared."""
 
 from __future__ import annotations
 
@@ -140,14 +140,14 @@ def own_value(task: Task, parameters: Mapping[str, Tensor] | None = None) -> flo
 
 
 def own_target(task: Task) -> tuple[Loss, Any]:
-    """Return the loss and the target that the user named, without targets that were drawn."""
+    """Return the user's loss and target, leaving out drawn targets."""
     if isinstance(task.loss, str) and task.loss.startswith(SAMPLED):
         return task.loss.removeprefix(SAMPLED), task.target[:, 0]
     return task.loss, task.target
 
 
 def own_loss(task: Task, outputs: Any) -> Tensor:
-    """Return the loss of what the module returned, in operations of torch; a loss of the user's own as it is called."""
+    """Return the loss of the module's result, in operations of torch; a user's own loss is called as it is."""
     read = read_outputs("hessian", task.loss, outputs)
     if callable(task.loss):
         return task.loss(read, task.target).reshape(())

@@ -55,7 +55,7 @@ _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or se
 
 
 def repeatable(params: Params) -> Params:
-    """Return what can be read more than once: a list in place of an iterator."""
+    """Return the argument, or a list in place of an iterator, which can be read only once."""
     return list(params) if isinstance(params, Iterator) else params
 
 
@@ -169,7 +169,7 @@ def _rows_of_basic(shape: tuple[int, ...], index: BasicIndex, what: str) -> Tens
 
 
 def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, Tensor | None]:
-    """Return the parameter that a name, or ``"name[index]"``, speaks of, and its positions in vec_r (None: all of them).
+    """Return the parameter of a name or ``"name[index]"``, and the positions in its vec_r (None: all of them).
 
     Other names of tied parameters are understood where ``shapes`` is :class:`ByName`.
 

@@ -62,7 +62,7 @@ class ModuleState:
 
     @contextmanager
     def present(self, values: Mapping[str, Tensor] | None = None) -> Iterator[None]:
-        """Let the module be as it was; after that, as it is now.
+        """Restore the module's recorded state within the context, and its present state afterwards.
 
         Every parameter and buffer stays the object that it is, so that whoever holds one, a list, a closure, a hook, reads
         the same values. The memory behind it is another, which nobody else writes into; with other values it is the same, so
@@ -112,7 +112,7 @@ class ModuleState:
         return any(x is own for own, _ in self._tensors.values())
 
     def changed_parameters(self) -> Iterator[str]:
-        """Yield the names of parameters that have been given other values since."""
+        """Yield the names of parameters whose values have changed since."""
         return self._changed(self.module.named_parameters())
 
     def changed_buffers(self) -> Iterator[str]:
@@ -129,7 +129,7 @@ class ModuleState:
         yield from (name for name in named if name in new)
 
     def check_shared(self, who: str) -> None:
-        """Raise an error if a parameter that is shared has been given other values since."""
+        """Raise an error if the values of a shared parameter have changed since."""
         own = dict(self.module.named_parameters()) if self._marks else {}
         for name, mark in _marks({name: self.values[name] for name in self._marks}).items():
             if mark != self._marks[name] or name not in own or own[name].data_ptr() != self.values[name].data_ptr():
@@ -151,7 +151,7 @@ class ModuleState:
 
 
 class Held:
-    """What modules, containers and closures hold, found by following them from some objects.
+    """The recorded contents of the modules, containers and closures that are reachable from some objects.
 
     Args:
         *roots: The objects.
@@ -225,7 +225,7 @@ class Held:
         yield from ((path, x, copy) for path, x, copy in self._containers if (x or copy) and not _same_entries(x, copy))
 
     def restore(self) -> None:
-        """Let everything hold what it did; the values of tensors without a copy are left as they are."""
+        """Restore the recorded contents; tensors without a copy keep their values."""
         for _, x, copy in self._moved():
             x.clear()
             x.extend(copy) if isinstance(x, (list, deque)) else x.update(copy)

@@ -108,12 +108,12 @@ class Task:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of results: the widest type of the parameters, and no narrower than float32."""
+        """Dtype of results: the widest of the parameters' types, at least float32."""
         return widest(p.dtype for p in self.parameters.values())
 
     @property
     def device(self) -> torch.device:
-        """Of the parameters, and of results."""
+        """Device of the parameters and of results."""
         return next(iter(self.parameters.values())).device
 
     @property
@@ -207,7 +207,7 @@ def check_memory(
 
 
 def gib(n: int) -> str:
-    """Return bytes for people.
+    """Return a number of bytes as readable text.
 
     >>> gib(3 * 2**29), gib(1500)
     ('1.5 GiB', '1.5 KiB')
