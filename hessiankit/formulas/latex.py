@@ -1,4 +1,4 @@
-"""LaTeX that a derivation prints, read by pylatexenc: as text for a terminal, in lines that fit a page, its symbols."""
+"""LaTeX that a derivation prints, read by pylatexenc: turned into text, broken into lines that fit a page, searched for symbols."""
 
 from __future__ import annotations
 

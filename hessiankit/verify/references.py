@@ -1,4 +1,4 @@
-"""The registry of references for exact Hessians; those of one independent group share a path and its defects: they count once."""
+"""The registry of references for exact Hessians. A group shares a path, and with it the defects, so it counts once."""
 
 from __future__ import annotations
 
