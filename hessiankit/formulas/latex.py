@@ -1,4 +1,4 @@
-"""LaTeX that a derivation prints, read by pylatexenc: turned into text, broken into lines that fit a page, searched for symbols."""
+"""LaTeX that a derivation prints, read by pylatexenc: as text, as lines that fit a page, and as the set of its symbols."""
 
 from __future__ import annotations
 
