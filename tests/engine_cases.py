@@ -109,6 +109,9 @@ ROWS_MEET = {
         {"U": (3, 4), "V": (4, 4), "a": (4,)},
         (2, 5, 3),
     ),
+    "columns of a weight": Case(
+        lambda s, x: attend(torch.tanh(linear(x[..., :2], s.W[:, 1:3]))) @ s.V, {"W": (4, 4), "V": (4, 2)}, (2, 5, 3)
+    ),
     "one token": Case(lambda s, x: torch.tanh(attend(torch.tanh(x @ s.U))[:, 1] @ s.V), {"U": (3, 4), "V": (4, 3)}, (2, 5, 3)),
     "rows and columns change places": Case(
         lambda s, x: torch.tanh(torch.tanh(attend(torch.tanh(x @ s.U)).mT @ s.T).mT @ s.V),
