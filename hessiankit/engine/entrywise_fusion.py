@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from derivations.primitive import Linearised, LinearisedEntrywise
+from hessiankit.tracing.trace import accumulate
 
 Tensors: TypeAlias = "Sequence[Tensor | None]"
 
@@ -67,13 +68,6 @@ def fuse_entrywise(steps: Sequence[Step], later: Container[int | None]) -> list[
     return [new for step in steps if (new := replaced.get(step.output, step)) is not None]
 
 
-def add_covectors(bars: dict[int, Tensor], ids: Sequence[int | None], covectors: Tensors) -> None:
-    """Add covectors to those of the same values."""
-    for at, covector in zip(ids, covectors, strict=True):
-        if at is not None and covector is not None:
-            bars[at] = bars[at] + covector if at in bars else covector
-
-
 def _moving(step: Step) -> set[int]:
     return {at for at in step.inputs if at is not None}
 
@@ -101,7 +95,7 @@ def _in_place_of(root: int, run: Sequence[Step], leaving: Sequence[int]) -> list
         moved = [tangents.get(at) for at in step.inputs] if step.primitive.is_nonlinear else None
         if bar is None and moved is None:
             continue
-        add_covectors(bars, step.inputs, step.primitive.pull(bar, moved))
+        accumulate(bars, step.inputs, step.primitive.pull(bar, moved))
     steps = []
     for step in run:
         if step.output in leaving:

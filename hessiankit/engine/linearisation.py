@@ -21,18 +21,18 @@ from torch import Tensor
 from derivations.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
-from hessiankit.engine.entrywise_fusion import Step, add_covectors, asymmetry, fuse_entrywise
+from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
-from hessiankit.engine.sweep import Along, pull, push, sums_of
+from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
 from hessiankit.tracing.head_fusion import fuse_head
 from hessiankit.tracing.step_fusion import fuse_steps
-from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, first_readers, last_readers
+from hessiankit.tracing.trace import Application, Trace, accumulate, ancestors_of_output, last_readers
 
 Bars: TypeAlias = "dict[int, Tensor]"  # covectors (S, *value.shape) by the value's id
 
@@ -90,7 +90,7 @@ class Linearisation:
         fuse_steps(trace, () if output is None else (output,))
         self._segments = split_at_checkpoints(trace, layers=recompute == "layers")
         path = ancestors_of_output(trace)
-        self._first = {at: reader for at, reader in first_readers(path).items() if at in own}
+        self._first = {at: reader for at, reader in last_readers(path[::-1]).items() if at in own}
         self._needed: set[int] = set()  # values whose tangents reach a nonzero second derivative
         self._steps_of: list[list[Step] | None] = []
         self._checkpoints: list[tuple[dict[int, Tensor], Bars]] = []  # values that enter a segment, adjoints of what leaves it
@@ -106,10 +106,7 @@ class Linearisation:
             self._read_tests()
         if handshake is None:
             compare.close()
-        self._last_reads: dict[int, list[int]] = {}  # by output: values whose tangents nothing reads later
-        for at, reader in last_readers(path if recompute else self._steps(0)).items():
-            if at not in own:
-                self._last_reads.setdefault(reader, []).append(at)
+        _, self._last_reads = reads(path if recompute else self._steps(0), own)
         self._task = replace(task, reference=None)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -236,7 +233,7 @@ class Linearisation:
         )
         if at_point.is_nonlinear or a.output in self._needed:
             self._needed.update(at for at in inputs if at is not None)
-        add_covectors(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
+        accumulate(adjoints, inputs, at_point.pull_into(adjoint, None, sums_of(sums, inputs)))
         at_point.forget()
         return Step(at_point, inputs, a.output)
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias, overload
+from typing import Any, TypeAlias, overload
 
 from torch import Tensor
 
 from derivations.primitive import CovectorSum
-from hessiankit.engine.entrywise_fusion import Step, add_covectors
-from hessiankit.tracing.trace import last_readers
+from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.tracing.trace import accumulate, last_readers
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def all_dense(tangents: Sequence[Kept | None]) -> list[Tensor | None]:
     return [dense(t) for t in tangents]
 
 
-def reads(steps: Sequence[Step], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
+def reads(steps: Sequence[Any], kept: Collection[int] = ()) -> tuple[set[int], dict[int, list[int]]]:
     """Return the values whose tangents the steps read or keep, and by last reader those that can then be released."""
     last = last_readers(steps)
     releases: dict[int, list[int]] = {}
@@ -151,13 +151,9 @@ def _push(step: Step, entering: Sequence[Along | None]) -> Along:
         if point.factor is not None:
             return replace(t, scale=t.scale * point.factor)
         if point.matrix is not None and entering[0] is t:
-            return t.diagonal.movedim(-1, 0).unsqueeze(-1) * _by_row(point.matrix[t.start : t.stop], t.scale.ndim)
+            rows = point.matrix[t.start : t.stop]
+            return t.diagonal.movedim(-1, 0).unsqueeze(-1) * rows.reshape(len(rows), *(1,) * (t.scale.ndim - 1), -1)
     return point.push(all_dense(entering))
-
-
-def _by_row(matrix: Tensor, ndim: int) -> Tensor:
-    """Return rows (S, j) with axes of one for all but the last of a value's axes."""
-    return matrix.reshape(len(matrix), *(1,) * (ndim - 1), -1)
 
 
 def sums_of(sums: Mapping[int, CovectorSum], inputs: Sequence[int | None]) -> list[CovectorSum | None]:
@@ -203,7 +199,7 @@ def pull(
         if bar is not None and arrive is not None and step.output in stops:
             arrive(step.output, bar)
         if bar is not None or tangents is not None:
-            add_covectors(bars, step.inputs, _pull(step, bar, tangents, sums))
+            accumulate(bars, step.inputs, _pull(step, bar, tangents, sums))
     if arrive is not None:
         for at in [at for at in bars if at in stops]:
             arrive(at, bars.pop(at))

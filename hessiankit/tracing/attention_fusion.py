@@ -19,7 +19,7 @@ from derivations.elementwise import Divide
 from derivations.fused_attention import IN_STRIPS, ScaledDotProductAttention
 from derivations.indexing import Where
 from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
-from derivations.primitive import Primitive, hollow
+from derivations.primitive import hollow
 from derivations.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
@@ -35,11 +35,8 @@ AFFINE = (Multiple, Multiply, Divide, Add, MaskedFill, Where)
 def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
     """Replace written-out attention on the way to the output of a trace, and release the values between its products.
 
-    Left alone where another operation reads these values, or where the result would differ by more than rounding.
-
-    Args:
-        trace: Rewritten in place.
-        bending: Values of which the primitive's second derivative counts; None: all.
+    Left alone where another operation reads these values, or where the result would differ by more than rounding. Only second
+    derivatives of the primitives that make the values in ``bending`` count; None: of all.
     """
     path = ancestors_of_output(trace)
     producers = {a.output: a for a in path}
@@ -108,19 +105,12 @@ def _fused(
     if options is None or (logits.moving is not None and options):
         return None
     new: list[Application] = []
-
-    def moved(primitive: Primitive, at: int) -> int:
-        to = trace.add_value(primitive.value(values[at]), moving=at in trace.moving)
-        if at in trace.moving:
-            new.append(Application(primitive, (at,), to, last.name))
-        return to
-
     by, ndim = producers.get(transposed), values[transposed].ndim
     swap = Permute((*range(ndim - 2), ndim - 1, ndim - 2))
-    k = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, transposed)
+    k = by.inputs[0] if by is not None and by.primitive == swap else trace.derived(swap, (transposed,), last.name, new)
     assert k is not None
     if rows != before:
-        q, k = (moved(Reshape((*rows, *values[at].shape[-2:])), at) for at in (q, k))
+        q, k = (trace.derived(Reshape((*rows, *values[at].shape[-2:])), (at,), last.name, new) for at in (q, k))
     inputs = (q, k, last.inputs[1], *(() if logits.moving is None else (logits.moving,)))
     attention = ScaledDotProductAttention(scale=logits.c, **options)  # type: ignore[arg-type]
     return [*new, Application(attention, inputs, last.output, last.name)]

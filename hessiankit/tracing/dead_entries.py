@@ -104,15 +104,9 @@ def _kept_apart(trace: Trace, a: Application, dead: Tensor) -> list[Application]
     """Return the applications that give an output's dead entries as constants, and the others as before."""
     inputs, parts = list(a.inputs), list[Application]()
     for k, (at, c) in enumerate(zip(a.inputs, a.primitive.regular, strict=True)):
-        if at is None:
-            continue
-        x = trace.values[at]
-        if at in trace.moving:
-            fill = MaskedFill(_of_shape(dead, x), c)
-            inputs[k] = trace.add_value(fill.value(x), moving=True)
-            parts.append(Application(fill, (at,), inputs[k], f"{a.name}_alive"))  # type: ignore[arg-type]
-        else:
-            inputs[k] = trace.add_value(_filled(x, dead, c))  # type: ignore[arg-type]
+        if at is not None:
+            fill = MaskedFill(_of_shape(dead, trace.values[at]), c)
+            inputs[k] = trace.derived(fill, (at,), f"{a.name}_alive", parts)
     y = trace.values[a.output]
     alive = trace.add_value(a.primitive.value(*(None if at is None else trace.values[at] for at in inputs)), moving=True)  # type: ignore[arg-type]
     parts.append(replace(a, inputs=tuple(inputs), output=alive))

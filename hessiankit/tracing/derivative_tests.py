@@ -92,10 +92,12 @@ def asymmetry(first: Sequence[Tensor], second: Sequence[Tensor], to_first: Covec
     return _sums_apart(left, right)
 
 
-def batch_difference(batch: Covectors, single: Covectors) -> float:
-    """Return the largest relative difference between the results of a batch (2 v, v) and those of v alone."""
+def batch_difference(action: Callable[..., Covectors], vectors: Sequence[Tensor]) -> tuple[Covectors, float]:
+    """Return an action's results for single vectors v, and the largest relative difference from those of a batch (2 v, v)."""
+    single = tuple(None if c is None else c[0] for c in action(*(v[None] for v in vectors)))
+    batch = action(*(torch.stack([2 * v, v]) for v in vectors))
     rows = [tuple(None if c is None else c[k] / (2 - k) for c in batch) for k in (0, 1)]
-    return max(difference(row, single) for row in rows)
+    return single, max(difference(row, single) for row in rows)
 
 
 def central_differences(
@@ -173,20 +175,14 @@ def _largest(x: Tensor) -> float:
 
 aten = torch.ops.aten
 
-SYMMETRIC: Mapping[str, int] = {
-    "aten::cholesky": 0,
-    "aten::linalg_cholesky": 0,
-    "aten::linalg_cholesky_ex": 0,
-    "aten::linalg_eigh": 0,
-    "aten::_linalg_eigh": 0,
-    "aten::linalg_eigvalsh": 0,
-    "aten::linalg_ldl_factor": 0,
-    "aten::linalg_ldl_factor_ex": 0,
-}
-"""Operation -> position of the argument that it assumes to be symmetric."""
+SYMMETRIC = frozenset((
+    "aten::cholesky", "aten::linalg_cholesky", "aten::linalg_cholesky_ex", "aten::linalg_eigh", "aten::_linalg_eigh",
+    "aten::linalg_eigvalsh", "aten::linalg_ldl_factor", "aten::linalg_ldl_factor_ex",
+))  # fmt: skip
+"""Operations that assume their first argument to be symmetric."""
 
-HERMITIAN_OPTION: frozenset[str] = frozenset({"aten::linalg_pinv", "aten::linalg_matrix_rank"})
-"""Operations that assume it of their first argument where they are called with ``hermitian=True``."""
+HERMITIAN_OPTION = frozenset({"aten::linalg_pinv", "aten::linalg_matrix_rank"})
+"""Operations that do so where they are called with ``hermitian=True``."""
 
 TRIANGULAR: Mapping[str, int] = {"aten::cholesky_inverse": 0, "aten::cholesky_solve": 1}
 """Operation -> position of the factor, lower or with ``upper=True`` upper, of which it reads that triangle alone."""
@@ -229,7 +225,7 @@ def structure(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     schema = getattr(operation, "_schema", None)
     name = "" if schema is None else schema.name
     if name in SYMMETRIC or (name in HERMITIAN_OPTION and _option(schema, "hermitian", args, kwargs)):
-        return AssumedStructure(SYMMETRIC.get(name, 0), "symmetric", lambda A: (A + A.mT) / 2, "(A + A.mT) / 2")
+        return AssumedStructure(0, "symmetric", lambda A: (A + A.mT) / 2, "(A + A.mT) / 2")
     if name in TRIANGULAR and _option(schema, "upper", args, kwargs):
         return AssumedStructure(TRIANGULAR[name], "upper triangular", torch.triu, "A.triu()")
     if name in TRIANGULAR:

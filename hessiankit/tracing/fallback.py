@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,8 @@ from hessiankit.tracing import reverse
 from hessiankit.tracing.derivative_tests import (
     FEWER_STEPS,
     FEWER_WEIGHTS,
+    STEPS,
+    WEIGHTS,
     adjoint_difference,
     asymmetry,
     batch_difference,
@@ -42,11 +43,10 @@ TOLERATED = (RuntimeError, NotImplementedError, ValueError)
 
 @dataclass
 class _Proof:
-    """What was found at one point: of each order, the route to take, or why there is none."""
+    """What was found at one point: of each order, the route to take, or the error for one that has none."""
 
     inputs: tuple[Tensor, ...] = ()
-    routes: dict[int, str] = field(default_factory=dict)
-    refusals: dict[int, str] = field(default_factory=dict)
+    routes: dict[int, str | TraceError] = field(default_factory=dict)
     remark: str = ""
 
 
@@ -98,44 +98,38 @@ class AutomaticDifferentiation(Primitive):
         """Return the route to a derivative, after its proof."""
         proof = self._proof
         if len(proof.inputs) != len(inputs) or any(a is not b for a, b in zip(proof.inputs, inputs, strict=True)):
-            proof.inputs, proof.routes, proof.refusals, proof.remark = tuple(inputs), {}, {}, ""
-        if order not in proof.routes and order not in proof.refusals:
+            proof.inputs, proof.routes, proof.remark = tuple(inputs), {}, ""
+        if order not in proof.routes:
             try:
                 route = self._first(inputs) if order == 1 else self._second(inputs, adjoint)
             except TraceError as error:
-                proof.refusals[order] = str(error)
+                proof.routes[order] = error
                 raise
             if route is None:  # not finite: what reads the result says where
                 return REVERSE if order == 1 else REVERSE_TWICE
             proof.routes[order] = route
-        if order in proof.refusals:
-            raise TraceError(proof.refusals[order])
-        return proof.routes[order]
+        known = proof.routes[order]
+        if isinstance(known, TraceError):
+            raise TraceError(*known.args)
+        return known
 
     def _first(self, inputs: Inputs) -> str | None:
         """Compare J t by reverse and by forward mode, and <u, J t> with <J^T u, t>; central differences decide."""
         tangents = tangents_of(inputs, 1)
         y, x = self._graph(inputs)
         u = generic(y, 0)
-
-        def by_reverse() -> Covectors:
-            return (reverse.jvp(y, x, [t[None] for t in tangents])[0],)
-
-        def by_forward() -> Covectors:
-            return (self._forward(inputs, tangents),)
-
-        def by_differences(*fewer: Any) -> tuple[Covectors, float]:
-            return central_differences(lambda at: (self.function(*at),), _doubled(inputs), _doubled(tangents), *fewer)
-
-        route, pushed = self._decided("first", {REVERSE: by_reverse, FORWARD: by_forward}, by_differences, y.dtype)
+        routes: dict[str, Callable[[], Covectors]] = {
+            REVERSE: lambda: (reverse.jvp(y, x, [t[None] for t in tangents])[0],),
+            FORWARD: lambda: (self._forward(inputs, tangents),),
+        }
+        route, pushed = self._decided("first", routes, lambda at: (self.function(*at),), inputs, tangents, y.dtype)
         if route is None or pushed[0] is None:
             return route
-        pulled = _row(reverse.vjp(y, x, u[None]))
+        pulled = self._by_batch("first", lambda a: reverse.vjp(y, x, a), [u])
         if (gap := adjoint_difference(u, pushed[0], tangents, pulled)) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("first", f"<u, J t> and <J^T u, t> differ by {gap:.2g} of their terms")
-        self._check_batch("first", reverse.vjp(y, x, torch.stack([2 * u, u])), pulled)
         if route == REVERSE:
-            self._check_batch("first", (reverse.jvp(y, x, [torch.stack([2 * t, t]) for t in tangents]),), pushed)
+            self._by_batch("first", lambda *t: (reverse.jvp(y, x, t),), tangents)
         return route
 
     def _second(self, inputs: Inputs, adjoint: Tensor | None) -> str | None:
@@ -152,27 +146,26 @@ class AutomaticDifferentiation(Primitive):
         def gradient(at: tuple[Tensor, ...]) -> Covectors:
             return _row(reverse.vjp(*self._graph(at), u[None].to(at[0].dtype)))
 
-        def by_differences(*fewer: Any) -> tuple[Covectors, float]:
-            return central_differences(gradient, _doubled(inputs), _doubled(first), *fewer)
-
         routes = {name: lambda by=by: by(first) for name, by in run.items()}  # type: ignore[misc]
-        route, product = self._decided("second", routes, by_differences, y.dtype)
+        route, product = self._decided("second", routes, gradient, inputs, first, y.dtype)
         if route is None:
             return None
         if (gap := asymmetry(first, second, product, run[route](second))) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("second", f"by {route} it is not symmetric, by {gap:.2g} of its terms")
         if route == REVERSE_TWICE:
-            self._check_batch("second", reverse.curvature(y, x, u, [torch.stack([2 * t, t]) for t in first]), product)
+            self._by_batch("second", lambda *t: reverse.curvature(y, x, u, t), first)
         return route
 
     def _decided(
         self,
         which: str,
         routes: Mapping[str, Callable[[], Covectors]],
-        by_differences: Callable[..., tuple[Covectors, float]],
+        below: Callable[[tuple[Tensor, ...]], Covectors],
+        inputs: Inputs,
+        tangents: Inputs,
         dtype: torch.dtype,
     ) -> tuple[str | None, Covectors]:
-        """Return the route that is right and what it gives; None for the route where that is not finite."""
+        """Return the route to the derivative of ``below`` that is right, and what it gives; None where that is not finite."""
         results: dict[str, Covectors] = {}
         missing: dict[str, Exception] = {}
         for name, run in routes.items():
@@ -190,7 +183,8 @@ class AutomaticDifferentiation(Primitive):
         if not any(_finite(values) for values in results.values()):
             return None, results[preferred]
         agree = gap <= rounding(eps)
-        truth, uncertainty = by_differences(FEWER_STEPS, FEWER_WEIGHTS) if agree else by_differences()
+        scheme = (FEWER_STEPS, FEWER_WEIGHTS) if agree else (STEPS, WEIGHTS)
+        truth, uncertainty = central_differences(below, _doubled(inputs), _doubled(tangents), *scheme)
         off = {name: difference(values, truth) if truth else float("inf") for name, values in results.items()}
         if agree and not (uncertainty <= UNSETTLED < off[preferred]):
             return preferred, results[preferred]
@@ -202,9 +196,9 @@ class AutomaticDifferentiation(Primitive):
                 (wrong,) = set(results) - {right}
                 self._proof.remark = f" (by {right}: {wrong} is wrong by {gap:.2g})"
             return right, results[right]
-        below = "its value" if which == "first" else "its gradient"
+        of = "its value" if which == "first" else "its gradient"
         seen = "; ".join(
-            [f"{name} is {distance:.2g} from central differences of {below}" for name, distance in off.items()]
+            [f"{name} is {distance:.2g} from central differences of {of}" for name, distance in off.items()]
             + [f"{name} raised {first_line(error)}" for name, error in missing.items()]
         )
         apart = (
@@ -212,11 +206,12 @@ class AutomaticDifferentiation(Primitive):
         )
         raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
 
-    def _check_batch(self, which: str, batch: Covectors, single: Covectors) -> None:
-        """Compare what vmap made of twice a vector and the vector with what the vector alone gave."""
-        gap = batch_difference(batch, single)
+    def _by_batch(self, which: str, action: Callable[..., Covectors], vectors: Inputs) -> Covectors:
+        """Return what an action on batches makes of single vectors, compared with what vmap makes of them."""
+        single, gap = batch_difference(action, vectors)
         if gap > max((rounding(torch.finfo(c.dtype).eps) for c in single if c is not None), default=0.0):
             raise self._refusal(which, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
+        return single
 
     def _graph(self, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
         """Run the operation under autograd; return its value and the leaves that stand for its inputs."""

@@ -140,7 +140,7 @@ class Edges:
     def __init__(
         self,
         nodes: Mapping[int, Node],
-        kept: Sequence[Any],
+        kept: Sequence[Tensor],
         cut: Collection[Node],
         stale: Collection[int],
         bare: Collection[int],
@@ -173,14 +173,14 @@ class Edges:
         passed: dict[Any, None] = {start[0]: None}
         while True:
             seen = self._behind(passed)
-            inner = [edge for edge in seen if len(seen) > 1 and not seen.keys().isdisjoint(_all_behind(edge[0]))]
+            inner = [edge for edge in seen if len(seen) > 1 and not seen.keys().isdisjoint(edges_behind(edge[0]))]
             if not inner:
                 return seen, tuple(dict.fromkeys(function.name() for function in passed))
             passed.update((function, None) for function, _ in inner)
 
     def leaves(self, start: Edge) -> tuple[Tensor, ...]:
         """Return the leaves that an edge depends on."""
-        leaves = {id(function.variable): function.variable for function, _ in _all_behind(start[0]) if _is_leaf(function)}
+        leaves = {id(function.variable): function.variable for function, _ in edges_behind(start[0]) if _is_leaf(function)}
         return tuple(leaves.values())
 
     def _behind(self, passed: dict[Any, None]) -> dict[Edge, Node]:
@@ -201,16 +201,11 @@ class Edges:
 
     def look(self) -> None:
         """Take in the tensors noted since the last time."""
-        for x in self._new():
-            node = self._nodes.get(id(x))
-            if node is not None and self.is_node_of(x, node):
-                self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
-
-    def _new(self) -> Iterator[Tensor]:
         start, self._looked_at = self._looked_at, len(self._kept)
         for x in self._kept[start:]:
-            if isinstance(x, Tensor) and x.grad_fn is not None:
-                yield x
+            node = self._nodes.get(id(x))
+            if x.grad_fn is not None and node is not None and self.is_node_of(x, node):
+                self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
 
     def _leaf(self, edge: Edge) -> _Traced | None:
         """Return the node of a leaf, such as a parameter, that was seen."""
@@ -231,13 +226,13 @@ def place(x: Tensor) -> tuple[Any, ...]:
     return (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg())
 
 
-def _all_behind(function: Any) -> dict[Edge, None]:
-    """Return every edge that a function's derivative is passed on to, near or far."""
+def edges_behind(function: Any, end: Edge | None = None) -> dict[Edge, None]:
+    """Return every edge that a function's derivative is passed on to, near or far, but not by way of ``end``."""
     edges: dict[Edge, None] = {}
     known, waiting = {function}, [function]
     while waiting:
         for edge in waiting.pop().next_functions:
-            if edge[0] is not None:
+            if edge[0] is not None and edge != end:
                 edges[edge] = None
                 if edge[0] not in known:
                     known.add(edge[0])
@@ -292,7 +287,7 @@ class GraphBuilder:
     def __init__(self, recording: Recording, keep_values: bool) -> None:
         self.recording, self.keep_values = recording, keep_values
         self.nodes: dict[int, Node] = {}
-        self.kept: list[Any] = []  # an id is a tensor's own only while the tensor lives
+        self.kept: list[Tensor] = []  # an id is a tensor's own only while the tensor lives
         self.fresh: dict[Any, Node] = {}
         self.cut: set[Node] = set()  # those made while gradients were off
         self.unseen: set[int] = set()  # memory that was filled out of sight
@@ -353,10 +348,9 @@ class GraphBuilder:
 
     def add_untraced(self, value: Any) -> None:
         """Remember the memory of what a transform returned: the function's own, which it may write into later."""
-        for x in torch.utils._pytree.tree_leaves(value):
-            if isinstance(x, Tensor):
-                self.kept.append(plain := unwrapped(x))
-                self.unseen.add(memory(plain))
+        for x in map(unwrapped, tensors_in(value)):
+            self.kept.append(x)
+            self.unseen.add(memory(x))
 
     def write_untraced(self, tensors: Sequence[Any]) -> None:
         """Remember that some tensors, and all others on their memory, have been written into out of sight."""
@@ -381,7 +375,7 @@ class GraphBuilder:
     def passes_gradients(self, tensors: Sequence[Any]) -> bool:
         """Tell whether a write into some tensors changes values that pass gradients on, and no arguments or constants."""
         for x in self.kept[self._passing_known :]:
-            if isinstance(x, Tensor) and x.grad_fn is not None:
+            if x.grad_fn is not None:
                 self._passing.add(memory(x))
         self._passing_known = len(self.kept)
         places = _memory_of(tensors)
@@ -391,7 +385,7 @@ class GraphBuilder:
 
     def _sharing(self, places: Collection[int]) -> Iterator[Tensor]:
         """Yield the tensors with a node that lie in some memory."""
-        known = {id(x): x for x in self.kept if isinstance(x, Tensor) and id(x) in self.nodes}
+        known = {id(x): x for x in self.kept if id(x) in self.nodes}
         yield from (x for x in known.values() if memory(x) in places)
 
     def _behind(self, x: Tensor) -> Node:
@@ -466,6 +460,11 @@ class GraphBuilder:
         (self.bare.discard if x.requires_grad else self.bare.add)(id(x))
         self.nodes[id(x)] = node
         self.kept.append(x)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested containers."""
+    return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
 def _memory_of(tensors: Sequence[Any]) -> set[int]:

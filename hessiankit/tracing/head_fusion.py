@@ -14,7 +14,6 @@ from derivations.indexing import Slice
 from derivations.linear import Linear, MatMul, Multiple, Permute, Reshape
 from derivations.linear_cross_entropy import LOGITS, LinearCrossEntropy
 from derivations.loss import CrossEntropy, SampledLoss
-from derivations.primitive import Primitive
 from hessiankit.tracing.attention_fusion import replace
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
@@ -25,9 +24,7 @@ ENTRIES = LOGITS
 def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
     """Replace heads and their cross entropies on the way to the output of a trace; logits that something else reads stay.
 
-    Args:
-        trace: Rewritten in place.
-        bending: Values of which the primitive's second derivative counts; None: all.
+    ``bending`` is as in :func:`fuse_attention`.
     """
     path = ancestors_of_output(trace)
     producers, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
@@ -91,22 +88,16 @@ def _fused(
 ) -> list[Application]:
     """Return the head with its loss as one application, after those that bring its input and weight to its form."""
     product, values, new = chain[0], trace.values, list[Application]()
-
-    def moved(primitive: Primitive, at: int) -> int:
-        to = trace.add_value(primitive.value(values[at]), moving=at in trace.moving)
-        if at in trace.moving:
-            new.append(Application(primitive, (at,), to, loss.name))
-        return to
-
     at, weight, *rest = product.inputs
     assert at is not None
     assert weight is not None
     for a in chain[1:]:
         p = a.primitive
-        at = moved(Reshape((*p.shape[:-1], values[at].shape[-1])) if isinstance(p, Reshape) else p, at)
+        p = Reshape((*p.shape[:-1], values[at].shape[-1])) if isinstance(p, Reshape) else p
+        at = trace.derived(p, (at,), loss.name, new)
     if isinstance(product.primitive, MatMul):
         by, swap = producers.get(weight), Permute((1, 0))
-        weight = by.inputs[0] if by is not None and by.primitive == swap else moved(swap, weight)
+        weight = by.inputs[0] if by is not None and by.primitive == swap else trace.derived(swap, (weight,), loss.name, new)
     head = LinearCrossEntropy(ce.ignore_index, ce.label_smoothing, ce.normalizer, gauss_newton)
     labels: tuple[int | None, ...] = (loss.inputs[1],)
     if isinstance(loss.primitive, SampledLoss):  # (B, 1 + M, ...): the data's labels, and drawn ones

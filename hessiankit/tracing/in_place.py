@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import strided_parts
-from hessiankit.tracing.graph import Node
+from hessiankit.tracing.graph import Node, tensors_in
 
 
 def without_writing(
@@ -34,10 +34,10 @@ def without_writing(
         TraceError: If the operation overwrites an input, a parameter or a buffer, or what was detached from its gradient.
     """
     operation: Any = node.target
-    written = _written(node)
-    if not written:
+    targets = written(node)
+    if not targets:
         return operation
-    memory = {known[n].untyped_storage().data_ptr() for n in written if known[n].untyped_storage().nbytes()}
+    memory = {known[n].untyped_storage().data_ptr() for n in targets if known[n].untyped_storage().nbytes()}
     shared = [n for n, value in known.items() if _reads(value, memory)]
     if any(n.op in ("placeholder", "get_attr") for n in shared):
         raise _refusal(operation, "an input, a parameter or a buffer of the module, which would change from call to call")
@@ -49,7 +49,7 @@ def without_writing(
     touched = [*shared, *entering, *(user for n in shared for user in n.users)]
     if not any(n in moving for n in touched):
         return operation  # a constant, such as a mask, on its way to being built
-    if not differentiable or twin is None or len(written) > 1 or any(_is_cut_off(n, known, moving) for n in shared):
+    if not differentiable or twin is None or len(targets) > 1 or any(_is_cut_off(n, known, moving) for n in shared):
         raise _refusal(operation, "memory that other values of the computation read as well, without a derivative")
     return twin
 
@@ -62,23 +62,23 @@ def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, 
     Yields:
         The reading node; its old value; positions of its entries in the written value, -1 for those that stay.
     """
-    written, value = known[_written(node)[0]], known[node]
-    if _reads(value, {written.untyped_storage().data_ptr()}):
+    target, value = known[written(node)[0]], known[node]
+    if _reads(value, {target.untyped_storage().data_ptr()}):
         return  # another shape of the same memory, such as unsqueeze_
-    shared = [n for n, v in known.items() if n is not node and _reads(v, {written.untyped_storage().data_ptr()})]
+    shared = [n for n, v in known.items() if n is not node and _reads(v, {target.untyped_storage().data_ptr()})]
     shared = [n for n in shared if any(user not in known for user in n.users)]
     if not shared:
         return
-    length = written.untyped_storage().nbytes() // written.element_size()
-    memory = written.as_strided((length,), (1,), 0).clone()
-    origin = torch.full((length,), -1, device=written.device)
-    place = (written.shape, written.stride(), written.storage_offset())
+    length = target.untyped_storage().nbytes() // target.element_size()
+    memory = target.as_strided((length,), (1,), 0).clone()
+    origin = torch.full((length,), -1, device=target.device)
+    place = (target.shape, target.stride(), target.storage_offset())
     memory.as_strided(*place).copy_(value)
-    origin.as_strided(*place).copy_(torch.arange(value.numel(), device=written.device).reshape(value.shape))
+    origin.as_strided(*place).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
     known[node] = memory.as_strided(*place)
     for n in shared:
         before = known[n]
-        if not isinstance(before, Tensor) or before.dtype != written.dtype:
+        if not isinstance(before, Tensor) or before.dtype != target.dtype:
             raise _refusal(node.target, "memory that is read as another type, or in several pieces at once")
         place = (before.shape, before.stride(), before.storage_offset())
         known[n] = memory.as_strided(*place)
@@ -108,12 +108,6 @@ WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
 }
 
 
-def in_kind(node: Node, value: Tensor, known: Mapping[Node, Any]) -> Tensor:
-    """Return the result of the functional operation in the dtype of the memory that the in-place operation writes into."""
-    dtype: torch.dtype = known[_written(node)[0]].dtype
-    return value.to(dtype)
-
-
 def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return those arguments of a call whose memory it writes into."""
     schema = getattr(operation, "_schema", None)
@@ -124,14 +118,13 @@ def overwritten(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return torch.utils._pytree.tree_leaves([by_name.get(name) for name in names])
 
 
-def _written(node: Node) -> list[Node]:
+def written(node: Node) -> list[Node]:
     """Return the nodes whose memory an operation writes into."""
     return [leaf for leaf in overwritten(node.target, node.args, node.kwargs) if isinstance(leaf, Node)]
 
 
 def _reads(value: Any, memory: Collection[int]) -> bool:
-    leaves = (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-    return any(part.untyped_storage().data_ptr() in memory for leaf in leaves for part in strided_parts(leaf))
+    return any(part.untyped_storage().data_ptr() in memory for leaf in tensors_in(value) for part in strided_parts(leaf))
 
 
 @cache

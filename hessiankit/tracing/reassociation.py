@@ -19,7 +19,7 @@ from derivations.linear import Add, Linear, MatMul, Permute, Reshape
 from derivations.loss import CrossEntropy
 from derivations.primitive import Primitive
 from derivations.softmax import Softmax
-from hessiankit.tracing.trace import Application, Trace
+from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 
 def reassociate(trace: Trace) -> None:
@@ -30,13 +30,8 @@ def reassociate(trace: Trace) -> None:
     rewritten: list[Application] = []
     for a in trace.applications:
         rewritten += _values_last(trace, a, producers, uses) or _keys_last(trace, a, producers, uses) or [a]
-    used = {trace.output}
-    kept = []
-    for a in reversed(rewritten):  # values of the old brackets go
-        if a.output in used:
-            kept.append(a)
-            used |= {at for at in a.inputs if at is not None}
-    trace.applications[:] = kept[::-1]
+    trace.applications[:] = rewritten
+    trace.applications[:] = ancestors_of_output(trace)  # without those of the old brackets
 
 
 def _keep_axes(trace: Trace) -> None:
@@ -118,9 +113,8 @@ def _values_last(trace: Trace, a: Application, producers: dict[int, Application]
     assert x is not None
     if trace.values[left].shape[:-2] != trace.values[x].shape[:-2] or (bias is not None and not sums_to_one):
         return []
-    mixed = MatMul().value(trace.values[left], trace.values[x])
-    at = trace.add_value(mixed, moving=left in trace.moving)
-    first = [Application(MatMul(), (left, x), at, f"{a.name}_mixed")] if left in trace.moving else []
+    first: list[Application] = []
+    at = trace.derived(MatMul(), (left, x), f"{a.name}_mixed", first)
     return [*first, Application(projection.primitive, (at, *projection.inputs[1:]), a.output, a.name)]
 
 
@@ -138,13 +132,9 @@ def _keys_last(trace: Trace, a: Application, producers: dict[int, Application], 
     if trace.values[left].shape[:-2] != trace.values[x].shape[:-2]:
         return []
     projecting: Primitive = Linear() if isinstance(projection.primitive, MatMul) else MatMul()
-    keyed: Tensor = projecting.value(trace.values[left], trace.values[weight])
-    at = trace.add_value(keyed, moving=True)
-    transposed = trace.add_value(trace.values[x].mT)
-    return [
-        Application(projecting, (left, weight), at, f"{a.name}_keyed"),
-        Application(MatMul(), (at, transposed), a.output, a.name),
-    ]
+    first: list[Application] = []
+    at = trace.derived(projecting, (left, weight), f"{a.name}_keyed", first)
+    return [*first, Application(MatMul(), (at, trace.add_value(trace.values[x].mT)), a.output, a.name)]
 
 
 def _transposes(primitive: Primitive) -> bool:

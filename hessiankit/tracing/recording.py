@@ -4,9 +4,6 @@ Nothing is put in the place of a tensor, so the function cannot tell that it is 
 it is reached. The graph is that of ``make_fx(pre_dispatch=True)``, which gives every tensor a proxy, some ten times faster.
 Autograd watches meanwhile: a tensor that it knows to depend on the parameters, and of which no operation was seen, is an error
 and never a constant.
-
-Such a call can be noted where Python makes it. On its way through the dispatcher it would come back to Python to be noted,
-which takes longer than most operations of a small model.
 """
 
 from __future__ import annotations
@@ -26,38 +23,11 @@ from torch.utils.hooks import RemovableHandle
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import RECORDING, full_precision
-from hessiankit.tracing.decompositions.registry import Sometimes
-from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, unwrapped
+from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, tensors_in, unwrapped
 from hessiankit.tracing.in_place import functional_twin, overwritten
 from hessiankit.tracing.source_line import source_line
 
 aten = torch.ops.aten
-
-_BINARY = {"matmul": aten.matmul.default} | {name: getattr(aten, name).Tensor for name in ("add", "sub", "mul", "div")}
-_UNARY = {name: getattr(aten, name).default for name in ("exp", "relu", "sigmoid", "sin", "tanh")}
-
-DIRECT: dict[tuple[Callable[..., Any], int], Any] = {
-    (torch._C._nn.linear, 2): aten.linear.default,
-    (torch._C._nn.linear, 3): aten.linear.default,
-    **{(getattr(where, name), 2): operation for where in (torch, Tensor) for name, operation in _BINARY.items()},
-    **{(getattr(where, name), 1): operation for where in (torch, Tensor) for name, operation in _UNARY.items()},
-    **{(where.transpose, 3): aten.transpose.int for where in (torch, Tensor)},
-}
-"""A function, and how many arguments it is given by position -> its operation."""
-
-
-def operation_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the operation that a call with these arguments, and none by keyword, is; None where that is not known.
-
-    >>> operation_of(torch.add, (torch.ones(2), 1.0)), operation_of(torch.add, (torch.ones(2), 2, torch.ones(2)))
-    (<OpOverload(op='aten.add', overload='Tensor')>, None)
-    """
-    operation = DIRECT.get((function, len(args)))
-    if operation is None or not isinstance(args[0], Tensor):
-        return None
-    plain = all(x is None or isinstance(x, (Tensor, int, float)) for x in args[1:])
-    return operation if plain else None
-
 
 _ODD = 0x1E3779B97F4A7C15  # multiplication by it, modulo 2^64, mixes the bits of a number
 _SILENT_READS: frozenset[Any] = frozenset((Tensor.numpy, Tensor.__array__, Tensor.tolist, torch.tensor, torch.as_tensor))
@@ -77,18 +47,18 @@ def dtype_of_autocast(function: Callable[..., Any], args: Any, kwargs: Any) -> t
     ...     dtype_of_autocast(torch.mm, (x, x), {}), dtype_of_autocast(torch.relu, (x,), {})
     (torch.bfloat16, None)
     """
-    tensors = [x for x in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
+    tensors = [x for x in tensors_in((args, kwargs)) if x.is_floating_point()]
     device = tensors[0].device.type if tensors else "cpu"
     if not tensors or not torch.is_autocast_enabled(device) or getattr(getattr(function, "_schema", None), "is_mutable", False):
         return None
     with torch.no_grad(), torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
-        results = _tensors(function(*args, **kwargs))
+        results = tensors_in(function(*args, **kwargs))
         with full_precision():
             for dtype in (None, torch.get_autocast_dtype(device), torch.float32):
                 if dtype is not None and all(x.dtype == dtype for x in tensors):
                     continue
                 try:
-                    plain = _tensors(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
+                    plain = tensors_in(function(*cast_to(dtype, args), **cast_to(dtype, kwargs)))
                 except RuntimeError:  # types that do not go together without autocast
                     continue
                 if all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(results, plain, strict=True)):
@@ -110,10 +80,6 @@ def cast_to(dtype: torch.dtype | None, tree: Any) -> Any:
         return x.to(dtype) if eligible else x
 
     return torch.utils._pytree.tree_map(cast, tree)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in torch.utils._pytree.tree_leaves(value) if isinstance(x, Tensor)]
 
 
 try:
@@ -179,30 +145,33 @@ def record(
     return recording
 
 
-class _Reached(BaseException):
-    """Ends a recording at the step in question."""
+class _Apart(BaseException):
+    """Ends a recording at the first step that another course does not take."""
 
 
 class _Course(list[Any]):
-    """A course that ends after so many steps."""
+    """A course that is compared with another one as it is taken."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, other: Sequence[Any]) -> None:
         super().__init__()
-        self.steps = steps
+        self.other = other
 
     def append(self, step: Any) -> None:
+        expected = self.other[len(self)] if len(self) < len(self.other) else None
         super().append(step)
-        if len(self) == self.steps:
-            raise _Reached
+        is_number = isinstance(step, (float, complex)) and isinstance(expected, (float, complex))  # which is rounded
+        if step != expected and not is_number:
+            raise _Apart(step, expected)
 
 
-def line_of_step(function: Callable[[], Any], leaves: Sequence[Tensor], step: int) -> str:
-    """Return the user's line, as :func:`source_line` does, at which a function takes the step ``step`` of its course, or ""."""
+def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], other: Sequence[Any]) -> tuple[Any, Any, str] | None:
+    """Return the first step of a function that differs from another course, the other's step, and the user's line; or None."""
+    course = _Course(other)
     try:
-        record(function, leaves, {}, course=_Course(step + 1))
-    except _Reached as reached:
-        return source_line(reached)
-    return ""
+        record(function, leaves, {}, course=course)
+    except _Apart as apart:
+        return (*apart.args, source_line(apart))
+    return (None, other[len(course)], "") if len(course) < len(other) else None
 
 
 def may_draw(operation: Any) -> bool:
@@ -232,14 +201,12 @@ def can_record() -> bool:
 
 def _moves(*arguments: Any) -> bool:
     """Tell whether autograd knows a tensor among some arguments to depend on the parameters."""
-    return any(isinstance(x, Tensor) and unwrapped(x).requires_grad for x in torch.utils._pytree.tree_leaves(arguments))
+    return any(unwrapped(x).requires_grad for x in tensors_in(arguments))
 
 
-def _is_complex(x: Any) -> bool:
-    """Tell whether a result of an operation is complex and has a derivative."""
-    if isinstance(x, Tensor):
-        return x.is_complex() and x.requires_grad
-    return isinstance(x, (tuple, list)) and any(map(_is_complex, x))
+def _is_complex(values: Any) -> bool:
+    """Tell whether one of the arguments or results of an operation is complex and has a derivative."""
+    return any(x.is_complex() and x.requires_grad for x in tensors_in(values))
 
 
 class _Recorder(ProxyTorchDispatchMode):
@@ -263,7 +230,7 @@ class _Recorder(ProxyTorchDispatchMode):
             return func(*args, **kwargs)
         self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
-            return self._untraced(func, func, args, kwargs)  # within a transform of torch.func, such as vmap
+            return self._untraced(func, args, kwargs)  # within a transform of torch.func, such as vmap
         if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
             return taken_apart
         if func is aten.lift_fresh.default:
@@ -271,21 +238,13 @@ class _Recorder(ProxyTorchDispatchMode):
             return args[0]
         if func is aten.detach_.default and id(args[0]) not in self.builder.nodes:
             return args[0]
-        return self._run(func, func, args, kwargs)
+        return self._run(func, args, kwargs)
 
-    def at_once(self, func: Any, args: Any) -> Any:
-        """Run and note a function that is one operation; return NotImplemented for any other."""
-        operation = operation_of(func, args)
-        if operation is None or self._has_parts(operation, args, {}) or torch._C._functorch.maybe_current_level() is not None:
-            return NotImplemented
-        self.builder.recording.course.append(operation)
-        return self._run(operation, func, args, {})
-
-    def _run(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
-        """Note an operation, and run it by a function."""
+    def _run(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Note an operation, and run it."""
         if self._is_untraced(operation, args, kwargs):
-            return self._untraced(operation, func, args, kwargs)
-        if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(func, args, kwargs)) is not None:
+            return self._untraced(operation, args, kwargs)
+        if torch._C._is_any_autocast_enabled() and (cast := dtype_of_autocast(operation, args, kwargs)) is not None:
             with self, full_precision():  # the casts are operations too
                 return operation(*cast_to(cast, args), **cast_to(cast, kwargs))
         states = _random_states(args, kwargs) if may_draw(operation) else []
@@ -293,7 +252,7 @@ class _Recorder(ProxyTorchDispatchMode):
             if states:
                 self.builder.edges.look()
             node = self.builder.call(operation, args, kwargs)
-            value = func(*args, **kwargs)
+            value = operation(*args, **kwargs)
             if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
                 self.builder.recording.graph.remove_last()  # to run it again would give other numbers
                 self.builder.add_untraced(value)
@@ -316,37 +275,31 @@ class _Recorder(ProxyTorchDispatchMode):
 
     def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:
         """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
-        if self.builder.complex and any(_is_complex(x) for x in torch.utils._pytree.tree_leaves((args, kwargs))):
-            return True
-        if operation in _DUAL:
+        if operation in _DUAL or (self.builder.complex and _is_complex((args, kwargs))):
             return True
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
         return self.builder.is_outside(targets) or self.builder.passes_gradients(targets)
 
-    def _untraced(self, operation: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    def _untraced(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
         targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
             if targets:
                 self.builder.edges.look()  # they belong to the values before
                 self.builder.keep_constants(targets)
-            value = func(*args, **kwargs)
+            value = operation(*args, **kwargs)
         self.builder.add_untraced(value)
         if targets:
             self.builder.write_untraced(targets)
         return value
 
-    def _has_parts(self, operation: Any, args: Any, kwargs: Any) -> bool:
-        parts = self.decompositions.get(operation)
-        return parts is not None and (not isinstance(parts, Sometimes) or parts.applies(*args, **kwargs))
-
     def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operations that one consists of; one that writes, as its twin that does not, and a copy."""
         twin = None if func in self.decompositions else functional_twin(func)
         whole = func if twin is None else twin
-        if not self._has_parts(whole, args, kwargs) or (twin is not None and not _moves(args, kwargs)):
+        if whole not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
         course = self.builder.recording.course
         known = len(course)
@@ -377,7 +330,7 @@ def _mark_read(x: Tensor) -> None:
 class _FunctionMode(TorchFunctionMode):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
-    What is one operation is noted here at once. A read that leaves nothing in the graph is marked there by an ``aten.item``.
+    A read that leaves nothing in the graph is marked there by an ``aten.item``.
     """
 
     def __init__(self, recorder: _Recorder) -> None:
@@ -386,8 +339,6 @@ class _FunctionMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call through."""
-        if not types and not kwargs and (value := self.recorder.at_once(func, args)) is not NotImplemented:
-            return value
         if "nested" in getattr(func, "__name__", ""):
             raise TraceError(
                 "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
@@ -396,7 +347,7 @@ class _FunctionMode(TorchFunctionMode):
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func in _SILENT_READS:
-            for x in _tensors(args):
+            for x in tensors_in(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
         moved = func == _SET_DATA and place(args[0]) != place(args[1])

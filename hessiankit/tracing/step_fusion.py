@@ -12,12 +12,7 @@ from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 
 def fuse_steps(trace: Trace, kept: Container[int] = ()) -> None:
-    """Fuse steps that a product with an operator would otherwise run one by one.
-
-    Args:
-        trace: Rewritten in place; values keep their ids.
-        kept: Values that something outside the trace reads.
-    """
+    """Fuse steps, in place, that a product with an operator would run one by one; ``kept`` are values read outside the trace."""
     fuse_reshapes(trace, kept)
     fuse_biases(trace, kept)
     trace.applications[:] = ancestors_of_output(trace)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ from hessiankit.tracing.decompositions import DECOMPOSITIONS
 from hessiankit.tracing.derivative_tests import structure
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
-from hessiankit.tracing.in_place import WRITTEN_OUT, in_kind, readers, without_writing
+from hessiankit.tracing.in_place import WRITTEN_OUT, readers, without_writing, written
 from hessiankit.tracing.one_dtype import converted, widest
 from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import may_draw, record
@@ -89,6 +89,14 @@ class Trace(Printed):
         """Append an application and return the id of its output."""
         output = self.add_value(value, moving=True)
         self.applications.append(Application(primitive, inputs, output, name))
+        return output
+
+    def derived(self, primitive: Primitive, inputs: tuple[int, ...], name: str, before: list[Application]) -> int:
+        """Return the id of what a primitive makes of some values; where these move, append its application to ``before``."""
+        moves = not self.moving.isdisjoint(inputs)
+        output = self.add_value(primitive.value(*(self.values[at] for at in inputs)), moving=moves)
+        if moves:
+            before.append(Application(primitive, inputs, output, name))
         return output
 
     def gather(self, application: Application) -> tuple[Tensor | None, ...]:
@@ -200,7 +208,6 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
     result = Trace(course=recording.course)
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
     known: dict[Node, Any] = {}
-    fallbacks: list[str] = []
     differentiable, elsewhere = True, set[int]()
     remaining = iter(leaves.items())
     _floors_before_roots(recording)
@@ -217,7 +224,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
                 constant = _copied(constant)
             known[node] = constant
         elif node.op == "segment":
-            fallbacks += _segment(node, recording.unseen[node], result, ids, known)
+            _segment(node, recording.unseen[node], result, ids, known)
         elif node.op == "output":
             output, *marked = node.args[0]
             if not isinstance(output, Node) or output not in ids:
@@ -233,7 +240,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
                 target: Any = without_writing(node, known, ids, differentiable=differentiable)
                 ran = recording.values.pop(node, None) if target in ORDINARY and target is node.target else None
                 ran = None if ran is None or address(ran) in elsewhere else ran
-                fallbacks += _record(node, target, ran, result, ids, known, differentiable)
+                _record(node, target, ran, result, ids, known, differentiable)
                 if target is not node.target and target is not aten.detach.default:
                     _overwrite(node, result, ids, known)
             except (HessiankitError, torch.OutOfMemoryError):
@@ -244,7 +251,7 @@ def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collect
                     f"({str(error).splitlines()[0]}); it works on tensors that live only there, such as dual "
                     "numbers or those of torch.func. Write it without them"
                 ) from error
-    result.fallbacks = tuple(dict.fromkeys(fallbacks))
+    result.fallbacks = tuple(dict.fromkeys(result.fallbacks))
     return result
 
 
@@ -278,12 +285,8 @@ def _copied(x: Tensor) -> Tensor:
 
 def _record(
     node: Node, target: Any, ran: Tensor | None, result: Trace, ids: dict[Node, int], known: dict[Node, Any], differentiable: bool
-) -> list[str]:
-    """Run one node, as ``target``, unless it ``ran`` already; if a moving value enters it, append its application.
-
-    Returns:
-        The name of a fallback, if any.
-    """
+) -> None:
+    """Run one node, as ``target``, unless it ``ran`` already; if a moving value enters it, append its application."""
     indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
     source: Node = node if indexed is None else indexed
     moving = [n for n in source.all_input_nodes if n in ids]
@@ -292,13 +295,13 @@ def _record(
         args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
         value = target(*args, **kwargs)
     if target is not node.target:
-        value = in_kind(node, value, known)
+        value = value.to(known[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
     if not differentiable or target in WITHOUT_DERIVATIVE:
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
         moving = []
     known[node] = value
     if not moving or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
-        return []
+        return
     is_sparse = [isinstance(known[n], Tensor) and known[n].layout is not torch.strided for n in source.all_input_nodes]
     if value.layout is not torch.strided or any(s and n in ids for s, n in zip(is_sparse, source.all_input_nodes, strict=True)):
         raise TraceError(
@@ -308,7 +311,7 @@ def _record(
     if value.is_complex():
         raise TraceError(f"trace: operation {source.target} returns complex numbers, which are not supported; use real ones")
     if not value.is_floating_point() or not value.numel():
-        return []
+        return
     by_tensor = {id(known[n]): ids[n] for n in moving}
     run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
@@ -318,39 +321,35 @@ def _record(
         args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
         match = rule(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
-            return []  # this output_index comes from inputs that do not move
+            return  # this output_index comes from inputs that do not move
     if match is None:
         inputs = tuple(known[n] for n in moving)
         fallback = _fallback(run, source, moving, known, index)
         dtype = widest(x.dtype for x in inputs)  # as the derivatives are taken
-        primitive, missing = fallback, [fallback.prove(converted(inputs, dtype))]
+        primitive = fallback
+        result.fallbacks += (fallback.prove(converted(inputs, dtype)),)
     else:
-        (primitive, inputs), missing = match, []
+        primitive, inputs = match
     for tensor in inputs:
         if tensor is not None and id(tensor) not in by_tensor:
             by_tensor[id(tensor)] = result.add_value(tensor)
     ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
-    return missing
 
 
-def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> list[str]:
-    """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of.
-
-    Returns:
-        The name of a fallback, if any.
-    """
+def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> None:
+    """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of."""
     value = known[node] = unseen.root.detach()
     moving = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
     if not moving or not value.numel():
-        return []
+        return
     inputs = tuple(ids[n] for _, n in moving)
     if not unseen.names:  # a value that was seen, and written into without gradients: they pass as before
         change = result.add_value(value - known[moving[0][1]])
         ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
-        return []
+        return
     primitive = segment(unseen, [(edge, known[n]) for edge, n in moving])
     ids[node] = result.apply(primitive, inputs, value, node.name)
-    return [primitive.name]
+    result.fallbacks += (primitive.name,)
 
 
 @cache
@@ -411,26 +410,9 @@ def ancestors_of_output(trace: Trace) -> list[Application]:
     return path[::-1]
 
 
-class Reads(Protocol):
-    """Anything with inputs and an output, by id."""
-
-    @property
-    def inputs(self) -> tuple[int | None, ...]:
-        """Ids of what it reads."""
-
-    @property
-    def output(self) -> int:
-        """Id of what it makes."""
-
-
-def last_readers(readers: Sequence[Reads]) -> dict[int, int]:
-    """Return, for each value, the output of the last that reads it."""
+def last_readers(readers: Sequence[Any]) -> dict[int, int]:
+    """Return, for each value, the output of the last that reads it, among applications or other steps in order."""
     return {at: a.output for a in readers for at in a.inputs if at is not None}
-
-
-def first_readers(readers: Sequence[Reads]) -> dict[int, int]:
-    """Return, for each value, the output of the first that reads it."""
-    return last_readers(readers[::-1])
 
 
 def in_one_dtype(trace: Trace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.graph import NUMBER
-from hessiankit.tracing.recording import line_of_step, record
+from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.trace import Trace
 
@@ -140,13 +139,11 @@ class Handshake:
         task, leaves = self._task, list(self._task.leaves.values())
         run = task.read if isinstance(task.loss, str) else lambda: call_and_loss(task, [])
         with task.at():
-            own = record(run, leaves, {}).course
-            pairs = enumerate(zip_longest(own, self._courses[0]))
-            apart = next(((step, *pair) for step, pair in pairs if not _is_same_step(*pair)), None)
-            line = "" if apart is None else line_of_step(run, leaves, apart[0])
+            apart = leaves_course(run, leaves, self._courses[0])
         if apart is not None:
+            own, traced, line = apart
             raise TraceError(
-                f"trace: the module's own call has {apart[1]} where its trace has {apart[2]}{f', at {line}' if line else ''}: "
+                f"trace: the module's own call has {own} where its trace has {traced}{f', at {line}' if line else ''}: "
                 "rounding decides what it computes, by a number that it reads out of a tensor, as between entries that are "
                 "equal; keep such numbers out of it"
             )
@@ -228,11 +225,6 @@ class Handshake:
             "made before the call, requires_grad switched in forward, something that is done only where nobody watches; or the "
             "module's own gradient has lost its digits, as in a saturated softmax"
         )
-
-
-def _is_same_step(x: Any, y: Any) -> bool:
-    """Tell whether two steps are the same operation, truth value or integer; other numbers are rounded."""
-    return x == y or (isinstance(x, (float, complex)) and isinstance(y, (float, complex)))
 
 
 def _largest(x: Tensor) -> Tensor:

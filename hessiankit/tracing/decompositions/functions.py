@@ -41,9 +41,9 @@ def _clamp(x: Tensor, low: Tensor | None = None, high: Tensor | None = None) -> 
 
 for _operation, _function in ((aten.softmax.int, torch.softmax), (aten.log_softmax.int, torch.log_softmax)):
 
-    @decomposes(_operation, when=lambda x, dim, dtype=None: dtype not in (None, x.dtype))
-    def _in_another_type(x: Tensor, dim: int, dtype: Any = None, function: Any = _function) -> Tensor:
-        return function(x.to(dtype), dim)  # type: ignore[no-any-return]
+    @decomposes(_operation)
+    def _in_another_type(x: Tensor, dim: int, dtype: Any = None, function: Any = _function) -> Any:
+        return NotImplemented if dtype in (None, x.dtype) else function(x.to(dtype), dim)
 
 
 def _constant(x: Tensor, size: Sequence[int], fill: Any, dtype: Any = None, device: Any = None) -> Tensor:
@@ -70,7 +70,9 @@ def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
     return x.masked_fill_(hit if wrap and x.ndim == 2 else hit & (at < min(x.shape) * step), number)
 
 
-@decomposes(aten.dropout.default, when=lambda x, p, train: train and 0 < p < 1)
-def _dropped(x: Tensor, p: float, train: bool) -> Tensor:
+@decomposes(aten.dropout.default)
+def _dropped(x: Tensor, p: float, train: bool) -> Any:
     """The kept entries, drawn as torch draws them on a processor from a seed of the module's own, are constants."""
+    if not (train and 0 < p < 1):
+        return NotImplemented
     return x * torch.empty_like(x).bernoulli_(1 - p).div_(1 - p)

@@ -27,17 +27,21 @@ DECOMPOSITIONS |= {
 }
 
 
-@decomposes(aten.matmul.default, aten.mv.default, aten.dot.default, when=lambda a, b: min(a.ndim, b.ndim) < 2)
-def _vector(a: Tensor, b: Tensor) -> Tensor:
+@decomposes(aten.matmul.default, aten.mv.default, aten.dot.default)
+def _vector(a: Tensor, b: Tensor) -> Any:
     """Products with a vector, as products with a matrix of one row or column."""
+    if min(a.ndim, b.ndim) >= 2:
+        return NotImplemented
     rows, columns = (a.unsqueeze(0) if a.ndim == 1 else a), (b.unsqueeze(-1) if b.ndim == 1 else b)
     product = rows @ columns
     product = product.squeeze(-1) if b.ndim == 1 else product
     return product.squeeze(-1 if b.ndim == 1 else -2) if a.ndim == 1 else product
 
 
-@decomposes(aten.linear.default, when=lambda x, weight, bias=None: weight.ndim == 1)
-def _linear_to_a_number(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@decomposes(aten.linear.default)
+def _linear_to_a_number(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    if weight.ndim != 1:
+        return NotImplemented
     product = x @ weight
     return product if bias is None else product + bias
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,28 +29,11 @@ for _name in COMPOSITE:
         DECOMPOSITIONS[_operation] = _operation.decompose
 
 
-@dataclass(frozen=True)
-class Sometimes:
-    """A decomposition of some calls of an operation, chosen by their arguments; other calls stay whole."""
-
-    parts: Callable[..., Any]
-    applies: Callable[..., bool]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.parts(*args, **kwargs) if self.applies(*args, **kwargs) else NotImplemented
-
-
-def decomposes(*operations: Any, when: Callable[..., bool] | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the parts of some operations.
-
-    Args:
-        operations: Of ``aten``.
-        when: Called with the operation's arguments: whether this call has parts. (Parts that return NotImplemented leave the
-            operation whole as well, but recording them takes longer.)
-    """
+def decomposes(*operations: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register the parts of some operations of ``aten``; parts that return NotImplemented leave a call whole."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        DECOMPOSITIONS.update(dict.fromkeys(operations, function if when is None else Sometimes(function, when)))
+        DECOMPOSITIONS.update(dict.fromkeys(operations, function))
         return function
 
     return register

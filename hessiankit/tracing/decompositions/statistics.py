@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -107,26 +109,25 @@ def _cosine(x: Tensor, y: Tensor, dim: int = 1, eps: float = 1e-8) -> Tensor:
     return (x * y).sum(dim)
 
 
+def _products(x: Tensor, dim: int, dtype: Any) -> list[Tensor]:
+    """The products of the first entries along an axis, one by one, so that zeros need no division; [] where they are too many."""
+    if dtype not in (None, x.dtype) or not x.ndim or not 0 < x.shape[dim] <= LONGEST_PRODUCT:
+        return []
+    return list(accumulate(x.unbind(dim), operator.mul))
+
+
 @decomposes(aten.prod.dim_int)
 def _product_along(x: Tensor, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Entry by entry, so that zeros need no division."""
-    if dtype not in (None, x.dtype) or not x.ndim or not 0 < x.shape[dim] <= LONGEST_PRODUCT:
+    products = _products(x, dim, dtype)
+    if not products:
         return NotImplemented
-    product, *rest = x.unbind(dim)
-    for factor in rest:
-        product = product * factor
-    return product.unsqueeze(dim) if keepdim else product
+    return products[-1].unsqueeze(dim) if keepdim else products[-1]
 
 
 @decomposes(aten.cumprod.default)
 def _cumulative_product(x: Tensor, dim: int, *, dtype: Any = None) -> Any:
-    if dtype not in (None, x.dtype) or not x.ndim or not 0 < x.shape[dim] <= LONGEST_PRODUCT:
-        return NotImplemented
-    product, *rest = x.unbind(dim)
-    products = [product]
-    for factor in rest:
-        products.append(products[-1] * factor)
-    return torch.stack(products, dim)
+    products = _products(x, dim, dtype)
+    return torch.stack(products, dim) if products else NotImplemented
 
 
 for _operation, _total in (

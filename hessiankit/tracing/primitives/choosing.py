@@ -12,7 +12,7 @@ from derivations.indexing import Take, Where
 from derivations.linear import MaskedFill, Reshape
 from derivations.pooling import Extreme
 from derivations.scattering import AddAt, TakeAmong
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, positions, rule
 
 
 @rule(aten.masked_fill.Scalar)
@@ -44,9 +44,8 @@ def _along(operation: Any) -> Rule:
         if not x.ndim:
             return Reshape(()), (x,)
         dim = {**dict(zip(names[1:], rest, strict=False)), **options}.get("dim", -1)
-        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
         whole = at if at.ndim == x.ndim else at.unsqueeze(dim)
-        return Take(positions.gather(dim, whole).reshape(at.shape)), (x,)
+        return Take(positions(x).gather(dim, whole).reshape(at.shape)), (x,)
 
     return match
 
@@ -69,16 +68,7 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
 
     def match(x: Tensor, *rest: Any, result: Tensor) -> Match:
         within = operation(x, *rest)[1].flatten(-axes)
-        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape).flatten(-axes)
-        return Take(positions.gather(-1, within).reshape(result.shape)), (x,)
-
-    return match
-
-
-def _pooled_by_maximum_to(axes: int) -> Rule:
-    def match(x: Tensor, *rest: Any, result: Tensor, output_index: int) -> Match:
-        operation = (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)[axes - 2]
-        return _pooled_by_maximum(operation, axes)(x, *rest, result=result)
+        return Take(positions(x).flatten(-axes).gather(-1, within).reshape(result.shape)), (x,)
 
     return match
 
@@ -92,7 +82,7 @@ def _among(operation: Any, *places: int) -> Rule:
             return None
         replaced, start = list(args), 0
         for k, x in zip(places, tensors, strict=True):
-            replaced[k] = torch.arange(start, start + x.numel(), device=x.device).reshape(x.shape)
+            replaced[k] = start + positions(x)
             start += x.numel()
         return TakeAmong(operation(*replaced, **options)), tuple(tensors)
 
@@ -105,7 +95,7 @@ def _filling(operation: Any, place: int) -> Rule:
     def match(x: Tensor, *rest: Any) -> Match:
         arguments = [x, *rest]
         fill = x.new_full((), arguments[place]) if not isinstance(arguments[place], Tensor) else arguments[place]
-        arguments[0], arguments[place] = torch.arange(x.numel(), device=x.device).reshape(x.shape), x.numel()
+        arguments[0], arguments[place] = positions(x), x.numel()
         return TakeAmong(operation(*arguments)), (x, fill)
 
     return match
@@ -115,8 +105,7 @@ def _with_zeros(operation: Any) -> Rule:
     """The rule of an operation that puts zeros among the entries of its first argument, such as ``diag_embed``."""
 
     def match(x: Tensor, *rest: Any, **options: Any) -> Match:
-        positions = torch.arange(1, 1 + x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape)
-        return TakeAmong(operation(positions, *rest, **options).long()), (x.new_zeros(()), x)
+        return TakeAmong(operation(1.0 + positions(x).double(), *rest, **options).long()), (x.new_zeros(()), x)
 
     return match
 
@@ -125,16 +114,14 @@ def _with_zeros(operation: Any) -> Rule:
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Match:
     if mode == "constant":
         return _filling(aten.constant_pad_nd.default, 2)(x, pad, value or 0.0)
-    positions = torch.arange(x.numel(), dtype=torch.float64, device=x.device).reshape(x.shape)
-    return Take(aten.pad.default(positions, pad, mode).long()), (x,)
+    return Take(aten.pad.default(positions(x).double(), pad, mode).long()), (x,)
 
 
 @rule(aten.index_put.default)
 def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accumulate: bool = False) -> Match:
     if not accumulate:
         return _among(aten.index_put.default, 0, 2)(x, indices, values)
-    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-    at = aten.index.Tensor(positions, indices)
+    at = aten.index.Tensor(positions(x), indices)
     return (AddAt(at), (x, values)) if values.shape == at.shape and are_real(x, values) else None
 
 
@@ -142,16 +129,14 @@ def _index_put(x: Tensor, indices: Sequence[Tensor | None], values: Tensor, accu
 def _index_add(x: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Match:
     if not x.ndim or not are_real(x, source):
         return None
-    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-    return AddAt(positions.index_select(dim, index), alpha), (x, source)
+    return AddAt(positions(x).index_select(dim, index), alpha), (x, source)
 
 
 @rule(aten.scatter_add.default)
 def _scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Match:
     if not x.ndim or source.shape != index.shape or not are_real(x, source):
         return None
-    positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-    return AddAt(positions.gather(dim, index)), (x, source)
+    return AddAt(positions(x).gather(dim, index)), (x, source)
 
 
 @rule(aten.col2im.default)
@@ -167,8 +152,7 @@ def _fold(
 ) -> Match:
     if any(padding):
         return None
-    positions = torch.arange(result.numel(), dtype=torch.float64, device=x.device).reshape(result.shape)
-    at = aten.im2col.default(positions, kernel, dilation, padding, stride).long()
+    at = aten.im2col.default(positions(result).double(), kernel, dilation, padding, stride).long()
     return AddAt(at), (torch.zeros_like(result), x)
 
 
@@ -195,8 +179,8 @@ RULES |= {
     aten.max_pool1d.default: _pooled_by_maximum(aten.max_pool1d_with_indices.default, 1),
     aten.max_pool2d.default: _pooled_by_maximum(aten.max_pool2d_with_indices.default, 2),
     aten.max_pool3d.default: _pooled_by_maximum(aten.max_pool3d_with_indices.default, 3),
-    aten.adaptive_max_pool2d.default: _pooled_by_maximum_to(2),
-    aten.adaptive_max_pool3d.default: _pooled_by_maximum_to(3),
+    aten.adaptive_max_pool2d.default: _pooled_by_maximum(aten.adaptive_max_pool2d.default, 2),
+    aten.adaptive_max_pool3d.default: _pooled_by_maximum(aten.adaptive_max_pool3d.default, 3),
     aten.constant_pad_nd.default: _filling(aten.constant_pad_nd.default, 2),
     aten.diag_embed.default: _with_zeros(aten.diag_embed.default),
     aten.diag.default: _with_zeros(aten.diag.default),

@@ -22,6 +22,11 @@ def are_real(*values: Any) -> bool:
     return all(isinstance(x, Tensor) and x.is_floating_point() for x in values)
 
 
+def positions(x: Tensor) -> Tensor:
+    """Return the position of each entry of a tensor, in its shape: what rearranges entries is applied to these."""
+    return torch.arange(x.numel(), device=x.device).reshape(x.shape)
+
+
 def rule(*operations: Any) -> Callable[[Rule], Rule]:
     """Register a rule for some operations."""
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from derivations.cast import Cast
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take
 from derivations.linear import Expand, Permute, Reshape
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, positions, rule
 
 
 @rule(aten.transpose.int)
@@ -84,8 +83,7 @@ def _taken(operation: Any) -> Rule:
     """The rule of an operation that chooses entries of its first argument: applied to their positions, it gives them away."""
 
     def taken(x: Tensor, *rest: Any, **options: Any) -> Match:
-        positions = torch.arange(x.numel(), device=x.device).reshape(x.shape)
-        return Take(operation(positions, *rest, **options)), (x,)
+        return Take(operation(positions(x), *rest, **options)), (x,)
 
     return taken
 
