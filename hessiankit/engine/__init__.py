@@ -20,7 +20,7 @@ of places once, and half of each place with itself.
 | sweep | tangents (S, *shape) pushed along steps, covectors pulled back with the curvature that the tangents pass | `sweep` |
 | tail | what a cut keeps: curvature of the loss in its value, mixed derivatives in it and the parameters behind | `block_rows` |
 | block row | what the directions of a place give at all later ones: K_tr, and E_t^T K_tr E_r | `block_rows` |
-| reader | what takes block rows: a matrix or a panel of it, `matrix_rows`; sums over rows are `contractions` | `block_rows` |
+| reader | what adds block rows to a matrix or a panel of it; sums over rows are `contractions` | `matrix_rows` |
 
 `diagonal_rows` reads the curvature of each place with itself at equal columns; `cost` counts sweeps from shapes. Rows of long
 chains of small operations are products with unit vectors (`product_rows`), by the `linearisation` that makes all products H v.

@@ -14,7 +14,7 @@ from hessiankit.engine.parts import CHUNK, BatchPart, is_cut, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.task import Task, check_memory
-from hessiankit.engine.product_rows import ProductRows
+from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
@@ -34,11 +34,10 @@ def assemble(
 
     Args:
         task: One batch.
-        matrix: What is added to; its lower half is left alone.
+        matrix: Its lower half is left alone.
         share: What the loss is multiplied by.
-        batch_size: Samples of a chunk, or None.
+        batch_size: As in :func:`parts`.
         progress: Called with (samples done, samples in all).
-        gauss_newton: Whether to add the Gauss-Newton part only.
         on_memory: Called with about the bytes that the derivatives of a chunk take, before they are computed.
 
     Returns:
@@ -68,7 +67,7 @@ def add_part(
         linearised = Linearisation(
             part.task, gauss_newton=gauss_newton, count=normalizer, handshake=handshake, traced=part.traced
         )
-        ProductRows(linearised, share).replay(matrix)
+        add_products(linearised, share, matrix)
         return
     if handshake is not None:
         handshake.add(part.paths.trace, part.paths.adjoints, share)

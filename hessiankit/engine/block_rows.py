@@ -14,71 +14,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
+from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, work_space
 from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
-
-
-class Columns:
-    """Columns of mixed derivatives: each parameter's entries, in the order of H.
-
-    Attributes:
-        cuts: Of each Jacobian's entries, by :func:`key`.
-        pieces: A parameter, some columns and which of its entries these are, in few runs.
-        size: How many there are.
-    """
-
-    def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
-        self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
-        self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
-        self.size: int = before.size if before else 0
-        for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
-            self.cuts[key(u)] = slice(self.size, self.size + u.size)
-            self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
-            self.size += u.size
-
-
-def shifted(at: slice, by: int) -> slice:
-    """Return a slice moved by some entries."""
-    return slice(at.start + by, at.stop + by)
-
-
-class Reader(Protocol):
-    """What takes the rows of A as they come."""
-
-    def wants(self, i: str, j: str) -> bool:
-        """Tell whether the block of two parameters is read."""
-
-    def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
-        """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
-
-    def add_pair(
-        self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
-    ) -> None:
-        """Add sum_n u_n^T K_n v_n for K (R, p, q) between outputs of two Jacobians; ``same`` if both are outputs of one place."""
-
-    def add_columns(self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, k: Tensor) -> None:
-        """Add sum_n u_n^T diag(k_n) v_n for k (R, p) between the same outputs ``of_u`` of two Jacobians."""
-
-    def finish(self) -> None:
-        """End the directions that were swept together."""
 
 
 class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
-        reader: What takes the pairs.
+        reader: Takes the pairs.
     """
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: MatrixRows) -> None:
         self.reader = reader
         self._parts: dict[tuple[int, int], list[tuple[Directions, int, int, ParameterJacobian, Tensor]]] = {}
         self._numbers = 0
@@ -145,7 +100,7 @@ class BlockRows:
     def __init__(self, paths: Paths, sections: Sequence[Section]) -> None:
         self.paths, self.sections = paths, sections
 
-    def read(self, reader: Reader) -> None:
+    def read(self, reader: MatrixRows) -> None:
         """Give all rows to a reader, those of the last place first."""
         tail: Tail | None = None
         for section in self.sections:
@@ -294,7 +249,7 @@ class BlockRows:
         cuts: list[tuple[Directions, int, int]],
         columns: Columns,
         tail: Tail | None,
-        reader: Reader,
+        reader: MatrixRows,
         pairs: PairSums,
     ) -> None:
         """Give a reader the rows of some directions."""

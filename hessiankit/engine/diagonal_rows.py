@@ -27,10 +27,7 @@ from hessiankit.engine.sweep import Along, Kept, UnitColumns, all_dense, dense, 
 def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[ParameterJacobian, Tensor], None]) -> None:
     """Call ``add`` with each parameter Jacobian and the diagonal (size,) of its entries.
 
-    Args:
-        paths: By column.
-        sections: Of places with themselves alone; see :func:`hessiankit.engine.sections.sections`.
-        add: Adds the diagonal of some entries.
+    The paths are by column, the sections of places with themselves alone (:func:`hessiankit.engine.sections.sections`).
     """
     rows = BlockRows(paths, sections)
     tail: Tail | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class TooCostly(Exception):
         self.products = products
 
 
+@dataclass
 class DiagonalSum:
     """The weighted sum of the diagonals of several batches.
 
@@ -52,20 +54,18 @@ class DiagonalSum:
         fallbacks: Operations that were differentiated automatically.
     """
 
-    def __init__(
-        self,
-        who: str,
-        tasks: Sequence[Task],
-        parts: Sequence[float],
-        batch_size: int | None,
-        progress: Callable[[int, int], None] | None,
-        most: float = math.inf,
-    ) -> None:
-        self.who, self.most, self.cost = who, most, 0.0
-        self.tasks, self.parts, self.batch_size, self.progress = tasks, parts, batch_size, progress
-        self.entries = torch.zeros(tasks[0].size, dtype=tasks[0].dtype, device=tasks[0].device)
-        self.samples, self.done = sum(task.batch for task in tasks), 0
-        self.loss, self.fallbacks = 0.0, list[str]()
+    who: str
+    tasks: Sequence[Task]
+    parts: Sequence[float]
+    batch_size: int | None
+    progress: Callable[[int, int], None] | None
+    most: float = math.inf
+
+    def __post_init__(self) -> None:
+        first = self.tasks[0]
+        self.entries = torch.zeros(first.size, dtype=first.dtype, device=first.device)
+        self.samples, self.done = sum(task.batch for task in self.tasks), 0
+        self.loss, self.cost, self.fallbacks = 0.0, 0.0, list[str]()
 
     def run(self, *, gauss_newton: bool) -> None:
         """Add all batches."""

@@ -15,8 +15,9 @@ A *site* is a value that is linear in some parameters, row by row; :func:`find_s
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -346,7 +347,7 @@ class Site:
     value: int
     jacobians: list[ParameterJacobian]
     covered: tuple[int, ...]
-    weight_jacobian: ParameterJacobian | None = field(default=None)
+    weight_jacobian: ParameterJacobian | None = None
 
 
 @dataclass(frozen=True)
@@ -373,11 +374,7 @@ def selections(trace: Trace) -> dict[int, EntrySelection]:
 def find_sites(trace: Trace) -> dict[int, Site]:
     """Return every site of a trace, by the id of its value, in the order of the trace."""
     chosen = selections(trace)
-    uses: dict[int, int] = {}
-    for a in trace.applications:
-        for at in a.inputs:
-            if at is not None:
-                uses[at] = uses.get(at, 0) + 1
+    uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
     sites: dict[int, Site] = {}
     for a in trace.applications:
         site = _site(trace, a, chosen, sites, uses)

@@ -62,7 +62,7 @@ class KernelSum:
         mode = int(self.over) + int(past_caches)
         numbers = [self.rows, len(self.terms), int(self.symmetric), mode, *(n for axis in self.axes for n in axis)]
         numbers += [stride for factor in factors for stride in factor.strides]
-        threads = torch.get_num_threads() if self.multiplications > SMALL else 1
+        threads = torch.get_num_threads() if self.rows * math.prod(size for size, _ in self.axes) > SMALL else 1
         skew = (ctypes.c_double * 2)()
         failed = library.hessiankit_sum(
             SINGLE[self.into.dtype],
@@ -75,11 +75,6 @@ class KernelSum:
         if failed:
             raise MemoryError("hessiankit: no memory for a block of the Hessian while it is summed")
         return skew[0] / skew[1] if skew[1] else 0.0
-
-    @property
-    def multiplications(self) -> int:
-        """Number of multiplications."""
-        return self.rows * math.prod(size for size, _ in self.axes)
 
 
 def joined(sums: Sequence[KernelSum]) -> list[KernelSum]:
@@ -115,10 +110,7 @@ def _place(x: Tensor) -> tuple[int, Any, Any]:
 def mirror(kernels: ctypes.CDLL, matrix: Tensor, bounds: Sequence[int]) -> tuple[float, bool]:
     """Fill the lower half of a matrix from the upper one; of the blocks on the diagonal both get the mean.
 
-    Args:
-        kernels: The library.
-        matrix: (P, P), contiguous.
-        bounds: Where each parameter starts, and where the last one ends.
+    The matrix (P, P) is contiguous; each parameter starts at one of the bounds, and the last one ends at the last.
 
     Returns:
         The largest |H - H^T| of the blocks on the diagonal, relative to the largest diagonal entry; whether all is finite.
@@ -142,15 +134,12 @@ NARROW = 4  # entries of the longest axis below which a kernel's vectors are mos
 def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> KernelSum | None:
     """Return sum_n x_n[i] K_n[p, q] y_n[j], to be added to ``into`` (i, p, j, q), as a sum for the compiled kernels.
 
+    None if there are no kernels for this, or all axes are too short.
+
     Args:
-        X: (R, i).
-        Y: (R, j).
-        K: Curvature (R, p, q).
+        X: (R, i); Y is (R, j), and the curvature K (R, p, q).
         into: The block, or a view of it.
         same: Whether X and Y are one, and K is symmetric.
-
-    Returns:
-        None if there are no kernels for this, or all axes are too short.
     """
     sizes = (X.shape[1], K.shape[1], Y.shape[1], K.shape[2])
     if kernels() is None or not _are_plain(into, X, Y, K) or max(sizes) < NARROW:

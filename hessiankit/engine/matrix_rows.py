@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from derivations.directions import together
-from hessiankit.engine.block_rows import Columns, shifted
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
-from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
+from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian, key
 from hessiankit.engine.storage import SymmetricStorage
 
 ROWS = 2**20
@@ -20,8 +19,32 @@ DIRECT = 2**12
 """Numbers of rows of one output from which they are added by the product that makes them."""
 
 
+class Columns:
+    """Columns of mixed derivatives: each parameter's entries, in the order of H.
+
+    Attributes:
+        cuts: Of each Jacobian's entries, by :func:`key`.
+        pieces: A parameter, some columns and which of its entries these are, in few runs.
+        size: How many there are.
+    """
+
+    def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
+        self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
+        self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
+        self.size: int = before.size if before else 0
+        for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
+            self.cuts[key(u)] = slice(self.size, self.size + u.size)
+            self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
+            self.size += u.size
+
+
+def shifted(at: slice, by: int) -> slice:
+    """Return a slice moved by some entries."""
+    return slice(at.start + by, at.stop + by)
+
+
 class MatrixRows:
-    """Adds A + A^T to a matrix; a :class:`hessiankit.engine.block_rows.Reader`.
+    """Adds A + A^T to a matrix: the reader of :class:`hessiankit.engine.block_rows.BlockRows`.
 
     Of two parameters one block is added to, that above the diagonal, which :meth:`SymmetricStorage.mirror` copies below it.
 
@@ -38,7 +61,7 @@ class MatrixRows:
         return self.matrix.wants(i, j)
 
     def add_rows(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, columns: Columns) -> None:
-        """Add rows of some outputs of a Jacobian."""
+        """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
         matrix, order = self.matrix, self.matrix.order
         after: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
         for name, cut, entries in columns.pieces:
@@ -89,7 +112,7 @@ class MatrixRows:
             square = u.unfold(turned[at.start - own.start : at.stop - own.start], 0)
             square = square.narrow(outputs, of_u[0], of_u[1] - of_u[0])
             mirrored = square.permute(2, 3, 0, 1) if u.is_weight else square.T
-            self.matrix.note_asymmetry((square - mirrored).abs().max())
+            self.matrix.asymmetries.append((square - mirrored).abs().max())
 
     def _add_entries(self, u: ParameterJacobian, of_u: tuple[int, int], rows: Tensor, into: Tensor, own: slice | None) -> None:
         """Add rows by runs of entries; to the block of a parameter with itself also their transpose."""
@@ -102,12 +125,15 @@ class MatrixRows:
                 self.matrix.block(u.parameter, u.parameter)[own, at] += rows[span].T
                 if complete and u.parameter not in self._tied and own.start <= at.start < at.stop <= own.stop:
                     square = rows[span, at.start - own.start : at.stop - own.start]
-                    self.matrix.note_asymmetry((square - square.T).abs().max())
+                    self.matrix.asymmetries.append((square - square.T).abs().max())
 
     def add_pair(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor, *, same: bool
     ) -> None:
-        """Add the sum over rows of two Jacobians; of one parameter that two of them share, and its transpose."""
+        """Add sum_n u_n^T K_n v_n for K (R, p, q) between outputs of two Jacobians; ``same`` if both are outputs of one place.
+
+        Of one parameter that two of them share its transpose is added too.
+        """
         if not self.matrix.wants(u.parameter, v.parameter):
             return
         both = u.parameter == v.parameter and not same
@@ -126,7 +152,7 @@ class MatrixRows:
         self._scatter(u, of_u, v, of_v, part, both=both)
 
     def add_columns(self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, k: Tensor) -> None:
-        """Add the sum over rows of two Jacobians between equal outputs."""
+        """Add sum_n u_n^T diag(k_n) v_n for k (R, p) between the same outputs of two Jacobians."""
         if not self.matrix.wants(u.parameter, v.parameter):
             return
         into = None if u.parameter == v.parameter else self._view(u, of_u, v, of_u, k)
@@ -143,7 +169,7 @@ class MatrixRows:
     def _compare(self, K: Tensor) -> None:
         """Note how far curvature (R, p, p) of a place with itself is from symmetric."""
         total = K.sum(0)
-        self.matrix.note_skew((total - total.T).abs().max(), torch.linalg.vector_norm(K))
+        self.matrix.skews.append(((total - total.T).abs().max(), torch.linalg.vector_norm(K)))
 
     def _view(
         self, u: ParameterJacobian, of_u: tuple[int, int], v: ParameterJacobian, of_v: tuple[int, int], K: Tensor

@@ -74,7 +74,7 @@ def parts(
         task: One batch.
         normalizer: What a named loss divides its sum by.
         batch_size: Samples of a part.
-        cut: Whether to cut it there; see :func:`is_cut`, which traces the loss itself.
+        cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`Task.at`.
         share: What the loss is multiplied by.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.

@@ -59,23 +59,16 @@ class ProductCost:
         return self.operations * CALL + self.numbers
 
 
-def product_work(trace: Trace) -> tuple[float, float]:
-    """Return the multiply-adds of a product with the Hessian, six times those of a call, and its passes over a number."""
-    multiplications, passes = 0.0, 0.0
-    for a in trace.applications:
-        inputs, entries = trace.gather(a), trace.values[a.output].numel()
-        passes += 6.0 * entries
-        multiplications += 6.0 * a.primitive.multiplications(inputs, trace.values[a.output])  # type: ignore[arg-type]
-    return multiplications, passes
-
-
 def product_cost(trace: Trace, size: int, itemsize: int) -> ProductCost:
     """Return the cost of ``size`` products with the Hessian of a trace."""
     each = itemsize * (3 * sum(trace.values[a.output].numel() for a in trace.applications) + 2 * size)
     together = max(1, min(size, CACHED // each))
     calls = len(trace.applications) * (SETUP + ROUNDS * math.ceil(size / together))
     calls += 2 * size * sum(a.primitive.calls - 1 for a in trace.applications)
-    multiplications, passes = product_work(trace)
+    multiplications = passes = 0.0  # of one product: six times those of a call
+    for a in trace.applications:
+        passes += 6.0 * trace.values[a.output].numel()
+        multiplications += 6.0 * a.primitive.multiplications(trace.gather(a), trace.values[a.output])  # type: ignore[arg-type]
     return ProductCost(calls, size * multiplications, size * (passes + COPIES * size), each * together)
 
 
@@ -84,24 +77,13 @@ def products_are_cheaper(cost: SweepCost, trace: Trace, size: int, itemsize: int
     return len(trace.applications) >= LONG and product_cost(trace, size, itemsize).work <= CLEARLY * cost.work
 
 
-class ProductRows:
-    """The Hessian of a linearised loss, times a factor, to be added to a symmetric matrix or to panels of it.
-
-    Args:
-        linearised: The loss.
-        scale: The factor.
-    """
-
-    def __init__(self, linearised: Linearisation, scale: float) -> None:
-        self.linearised, self.scale = linearised, scale
-
-    def replay(self, matrix: SymmetricStorage) -> None:
-        """Add the rows that a matrix stores."""
-        size = max((rows.stop for rows in matrix.slices.values()), default=0)
-        step = max(1, CACHED // self.linearised.bytes_per_vector)
-        for start in range(matrix.top.start, matrix.top.stop, step):
-            stop = min(start + step, matrix.top.stop)
-            units = torch.zeros(stop - start, size, dtype=matrix.data.dtype, device=matrix.data.device)
-            units.diagonal(start).fill_(1.0)
-            rows = slice(start - matrix.top.start, stop - matrix.top.start)
-            matrix.add_rows(rows, self.scale * self.linearised.product(units)[:, matrix.left])
+def add_products(linearised: Linearisation, scale: float, matrix: SymmetricStorage) -> None:
+    """Add the Hessian of a linearised loss, times a factor, to a symmetric matrix or to a panel of it."""
+    size = max((rows.stop for rows in matrix.slices.values()), default=0)
+    step = max(1, CACHED // linearised.bytes_per_vector)
+    for start in range(matrix.top.start, matrix.top.stop, step):
+        stop = min(start + step, matrix.top.stop)
+        units = torch.zeros(stop - start, size, dtype=matrix.data.dtype, device=matrix.data.device)
+        units.diagonal(start).fill_(1.0)
+        rows = slice(start - matrix.top.start, stop - matrix.top.start)
+        matrix.add_rows(rows, scale * linearised.product(units)[:, matrix.left])

@@ -65,8 +65,8 @@ class SymmetricStorage:
         self.data = zeros(shape, dtype, device) if data is None else data
         self.is_finite = True  # as far as mirror() has seen
         self.skew = 0.0  # the largest of what sums have returned
-        self._asymmetries: list[Tensor] = []  # differences of entries from their mirror images, half of them
-        self._skews: list[tuple[Tensor, Tensor]] = []  # of curvature, and its size
+        self.asymmetries: list[Tensor] = []  # differences of entries from their mirror images, half of them, as they are met
+        self.skews: list[tuple[Tensor, Tensor]] = []  # differences of curvature from its transpose, and its size
         self._sums: list[KernelSum] = []  # to be added
         self._blocks: dict[int, tuple[str, str]] = {}  # where these begin: the parameters
         self._written: set[tuple[str, str]] = set()  # the blocks that are no longer zero
@@ -104,27 +104,19 @@ class SymmetricStorage:
     def _pair(self, i: str, j: str) -> tuple[str, str]:
         return (i, j) if self.order[i] <= self.order[j] else (j, i)
 
-    def note_asymmetry(self, half: Tensor) -> None:
-        """Note half of a difference between an entry and its mirror image."""
-        self._asymmetries.append(half)
-
-    def note_skew(self, apart: Tensor, size: Tensor) -> None:
-        """Note a difference between curvature and its transpose, and the size of the curvature."""
-        self._skews.append((apart, size))
-
     def _read_notes(self) -> float:
         """Return the largest difference between an entry and its mirror image that was noted."""
-        numbers = read_numbers([x for pair in self._skews for x in pair])
+        numbers = read_numbers([x for pair in self.skews for x in pair])
         for apart, size in zip(numbers[::2], numbers[1::2], strict=True):
             self.skew = max(self.skew, apart / size if size else 0.0)
-        return 2 * max(read_numbers(self._asymmetries), default=0.0)
+        return 2 * max(read_numbers(self.asymmetries), default=0.0)
 
     def finish(self) -> None:
         """Add the queued sums, joined per block where possible; the first sum of a whole block overwrites it."""
         for pending in joined(self._sums):
             pair = self._blocks[pending.into.data_ptr()]
             is_first = pair not in self._written and pending.into.numel() == self.block(*pair).numel()
-            self._run(replace(pending, over=True) if is_first else pending)
+            self.skew = max(self.skew, replace(pending, over=is_first).add())
             self._written.add(pair)
         self._sums, self._blocks = [], {}
 
@@ -133,10 +125,6 @@ class SymmetricStorage:
         self.data[rows] += values
         names = list(self.slices)
         self._written.update((names[i], names[j]) for i in self.rows for j in self.columns if i <= j)
-
-    def _run(self, pending: KernelSum | None) -> None:
-        if pending is not None:
-            self.skew = max(self.skew, pending.add())
 
     def mirror(self) -> float:
         """Average the blocks (i, i), and fill those below them.
