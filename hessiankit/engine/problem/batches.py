@@ -230,7 +230,7 @@ def requests(
     """
     params = repeatable(params)
     several, pairs = batches(who, data, target, loss, module)
-    count_of = _Counts(who, loss, weights, _rule(who, loss, weights, reduction), several)
+    count_of = _Counts(who, loss, weights, reduction, several=several)
     task: Task | None = None
     first = 0
     for number, (inputs, labels) in enumerate(pairs):
@@ -239,8 +239,7 @@ def requests(
             hand_back_memory(task.size)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
-    if count_of.weights is not None and not callable(count_of.weights) and (rest := len(list(islice(count_of.weights, MOST)))):
-        raise InputError(f"{who}: weights has {rest} numbers more than there are batches; pass one for each")
+    count_of.check_used()
     if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
 
@@ -257,30 +256,25 @@ def shares(counts: Sequence[float], loss: Loss, reduction: str | None) -> list[f
     return [count / total for count in counts]
 
 
-def _rule(who: str, loss: Loss, weights: Weights, reduction: str | None) -> str | None:
-    """Return how the batches are put together, "mean" or "sum", or None where it is not known."""
-    if reduction is not None and reduction not in REDUCTIONS:
-        raise InputError(f"{who}: reduction={reduction!r} is not known; pass 'mean' or 'sum', or None for the loss's own")
-    known = known_reduction(loss)
-    if not isinstance(loss, str) and reduction is not None and known is not None and known != reduction:
-        raise InputError(f"{who}: reduction={reduction!r}, but the loss has reduction={known!r}; change the loss, or pass None")
-    if weights is not None and (reduction or known) == "sum":
-        raise InputError(f"{who}: weights are for losses that are means; a sum over all batches needs none")
-    if isinstance(loss, str) or reduction == "sum":
-        return reduction or known
-    return known if known in REDUCTIONS else None
-
-
 class _Counts:
-    """The count of each batch: its weight, or the terms of its loss."""
+    """The count of each batch: its weight, or the terms of its loss; and the rule by which batches are put together."""
 
-    def __init__(self, who: str, loss: Loss, weights: Weights, rule: str | None, several: bool) -> None:
+    def __init__(self, who: str, loss: Loss, weights: Weights, reduction: str | None, *, several: bool) -> None:
+        if reduction is not None and reduction not in REDUCTIONS:
+            raise InputError(f"{who}: reduction={reduction!r} is not known; pass 'mean' or 'sum', or None for the loss's own")
+        own = known_reduction(loss)
+        if not isinstance(loss, str) and reduction is not None and own not in (None, reduction):
+            raise InputError(f"{who}: reduction={reduction!r}, but the loss has reduction={own!r}; change the loss, or pass None")
+        if weights is not None and (reduction or own) == "sum":
+            raise InputError(f"{who}: weights are for losses that are means; a sum over all batches needs none")
         listed = isinstance(weights, Iterable) and not isinstance(weights, str) and getattr(weights, "ndim", 1) > 0
         if weights is not None and not callable(weights) and not listed:
             kind = type(weights).__name__
             raise InputError(f"{who}: weights is a {kind}; pass one number for each batch in a list, or a function")
-        self.who, self.loss, self.rule, self.several = who, loss, rule, several
+        self.who, self.loss, self.several = who, loss, several
         self.weights = weights if weights is None or callable(weights) else iter(weights)
+        rule = reduction or own if isinstance(loss, str) or reduction == "sum" else own
+        self.rule = rule if rule in REDUCTIONS else None
 
     def __call__(self, number: int, inputs: Any, target: Any) -> float:
         """Return the count of a batch; 0 where no label of it counts."""
@@ -299,6 +293,12 @@ class _Counts:
         if isinstance(self.loss, str):
             return known or 1.0
         return known if self.several and self.rule == "mean" and known is not None else 1.0
+
+    def check_used(self) -> None:
+        """Raise InputError if a list of weights has more numbers than there were batches."""
+        rest = [] if self.weights is None or callable(self.weights) else list(islice(self.weights, MOST))
+        if rest:
+            raise InputError(f"{self.who}: weights has {len(rest)} numbers more than there are batches; pass one for each")
 
     def _weight(self, number: int, inputs: Any, target: Any) -> float:
         weight = self.weights(inputs, target) if callable(self.weights) else next(self.weights, None)  # type: ignore[arg-type]

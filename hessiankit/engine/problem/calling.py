@@ -43,29 +43,22 @@ def _accepts(module: nn.Module, positional: Sequence[Any]) -> bool:
     return True
 
 
-def named_leaves(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Any]]:
-    """Yield everything in ``inputs`` that is not a container, with the expression that reaches it.
+def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it.
 
-    >>> [name for name, _ in named_leaves({"x": Tensor(1), "pair": (Tensor(1), None)})]
-    ["inputs['x']", "inputs['pair'][0]", "inputs['pair'][1]"]
+    >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
+    ["inputs['x']", "inputs['pair'][0]"]
     """
-    if isinstance(inputs, (Mapping, tuple, list)):
+    if isinstance(inputs, Tensor):
+        yield name, inputs
+    elif isinstance(inputs, (Mapping, tuple, list)):
         items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
         for key, part in items:
-            yield from named_leaves(part, f"{name}[{key!r}]")
-        return
-    # torch may have been taught to take an object apart
-    leaves = [inputs] if isinstance(inputs, Tensor) else _pytree.tree_leaves(inputs)
-    if len(leaves) == 1 and leaves[0] is inputs:
-        yield name, inputs
-        return
-    for number, leaf in enumerate(leaves):
-        yield from named_leaves(leaf, f"{name}.{number}")
-
-
-def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it."""
-    yield from ((path, x) for path, x in named_leaves(inputs, name) if isinstance(x, Tensor))
+            yield from named_tensors(part, f"{name}[{key!r}]")
+    else:  # torch may have been taught to take an object apart
+        for number, leaf in enumerate(_pytree.tree_leaves(inputs)):
+            if leaf is not inputs:
+                yield from named_tensors(leaf, f"{name}.{number}")
 
 
 def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
@@ -189,7 +182,9 @@ IGNORE_INDEX = -100
 ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 """Losses of torch that average over the entries of outputs and target alike."""
 _LABELS = (nn.CrossEntropyLoss, nn.NLLLoss)
-_FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
+_KINDS: dict[Any, type[nn.Module]] = {
+    "mse": nn.MSELoss,
+    "cross_entropy": nn.CrossEntropyLoss,
     F.mse_loss: nn.MSELoss,
     F.l1_loss: nn.L1Loss,
     F.smooth_l1_loss: nn.SmoothL1Loss,
@@ -202,10 +197,11 @@ _FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
 
 
 def loss_module(loss: Loss) -> nn.Module | None:
-    """Return the torch loss that a callable is: itself, or for one of torch's functions the module with its defaults."""
+    """Return the torch loss that a loss is: itself, or the module with its defaults for one of torch's functions or a name."""
     if type(loss) in (*ELEMENTWISE, *_LABELS):
         return loss  # type: ignore[return-value]
-    kind = _FUNCTIONS.get(loss) if callable(loss) and getattr(loss, "__hash__", None) else None
+    named = loss.removeprefix(SAMPLED) if isinstance(loss, str) else loss
+    kind = _KINDS.get(named) if getattr(named, "__hash__", None) else None
     return None if kind is None else kind()
 
 
@@ -232,8 +228,6 @@ def known_reduction(loss: Loss) -> str | None:
     >>> known_reduction("mse"), known_reduction(nn.NLLLoss(reduction="sum")), known_reduction(len)
     ('mean', 'sum', None)
     """
-    if isinstance(loss, str):
-        return "mean"
     known = loss_module(loss)
     return None if known is None else str(known.reduction)
 
@@ -251,18 +245,14 @@ def known_count(loss: Loss, target: Any) -> float | None:
     if not isinstance(target, Tensor):
         return None
     if isinstance(loss, str) and loss.startswith(SAMPLED):
-        return known_count(loss.removeprefix(SAMPLED), target[:, 0])
-    if loss == "mse":
-        return float(target.numel())
-    if loss == "cross_entropy":
-        return float((target != IGNORE_INDEX).sum())
+        target = target[:, 0]
     known = loss_module(loss)
     if isinstance(known, ELEMENTWISE):
         return float(target.numel())
     if not isinstance(known, _LABELS):
         return None
     if target.is_floating_point():
-        classes = target.shape[1] if target.ndim > 1 else target.shape[0]
+        classes = target.shape[1] if target.ndim > 1 else max(1, target.numel())
         return target.numel() / classes
     kept = target[target != known.ignore_index]
     weight = known.weight
@@ -288,16 +278,13 @@ def check_module(who: str, module: nn.Module) -> None:
                 f"{who}: {what} is a {type(child).__name__} with quantised weights, of which the loss is not a smooth "
                 "function; pass the module from before quantisation"
             )
-        if isinstance(child, nn.modules.dropout._DropoutNd) and child.training and child.p > 0:
-            raise InputError(
-                f"{who}: {what} is a dropout layer (p={child.p}) in training mode, so the loss is random; "
-                "call module.eval() first"
-            )
-        if isinstance(child, nn.MultiheadAttention) and child.training and child.dropout > 0:
-            raise InputError(
-                f"{who}: {what} has a dropout layer for its attention weights (dropout={child.dropout}) and is in training mode, "
-                "so the loss is random; call module.eval() first"
-            )
+        drops = ""
+        if isinstance(child, nn.modules.dropout._DropoutNd) and child.p > 0:
+            drops = f"is a dropout layer (p={child.p})"
+        elif isinstance(child, nn.MultiheadAttention) and child.dropout > 0:
+            drops = f"has a dropout layer for its attention weights (dropout={child.dropout}) and is"
+        if drops and child.training:
+            raise InputError(f"{who}: {what} {drops} in training mode, so the loss is random; call module.eval() first")
     for name, p in module.named_parameters():
         if not p.is_floating_point() and not p.is_complex():
             raise InputError(

@@ -30,8 +30,6 @@ def uniforms(seed: int, draws: int, numbers: Sequence[int], positions: int) -> T
     """Return uniform numbers in (0, 1), a float64 tensor (draws, sequences, positions) on the CPU.
 
     Args:
-        seed: 0 or more.
-        draws: Number of draws.
         numbers: The number of each sequence in the whole data.
         positions: Rows of logits in a sequence.
 
@@ -56,13 +54,8 @@ UNIT = 2.0**52
 def sample_labels(logits: Tensor, numbers: Sequence[int], draws: int, seed: int) -> Tensor:
     """Return labels drawn from softmax(logits), each independently of the others: integers (draws, B, T).
 
-    The label is the first class at which the cumulative probability exceeds the position's uniform number.
-
-    Args:
-        logits: (B, T, C).
-        numbers: The number of each sequence in the whole data.
-        draws: Number of draws.
-        seed: 0 or more.
+    The label is the first class at which the cumulative probability exceeds the position's number of :func:`uniforms`; the
+    logits are (B, T, C).
 
     >>> certain = torch.tensor([[[0.0, 900.0], [900.0, 0.0]]])
     >>> sample_labels(certain, [0], 3, 0).tolist()
@@ -130,13 +123,7 @@ def check_fits(task: Task, kind: str) -> None:
 
 
 def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1) -> Task:
-    """Return a task with the same loss and gradient whose Gauss-Newton matrix is of this kind.
-
-    Args:
-        task: One batch.
-        kind: One of :data:`KINDS`.
-        seed: Of the drawn labels.
-        draws: Labels drawn for each term.
+    """Return a task with the same loss and gradient whose Gauss-Newton matrix is of this kind, one of :data:`KINDS`.
 
     Raises:
         InputError: If the kind does not fit the loss.

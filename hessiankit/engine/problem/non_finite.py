@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hessiankit.support.torch_state import read_numbers
+from hessiankit.tracing.graph import tensors_in
 from hessiankit.tracing.source_line import at_line
 
 
@@ -58,8 +60,7 @@ class _NonFiniteWatch(TorchDispatchMode):
         return result
 
     def _any_spoiled(self, tree: Any) -> bool:
-        tensors = (x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor) and x.is_floating_point())
-        return any(bool(self.spoiled(x).any()) for x in tensors)
+        return any(bool(self.spoiled(x).any()) for x in tensors_in(tree) if x.is_floating_point())
 
 
 def first_spoiled(run: Callable[[], Any]) -> str:
@@ -93,17 +94,14 @@ def first_spoiled_module(module: nn.Module, run: Callable[[], Any]) -> str:
     """Return the name of the first submodule of a run to return NaN or infinity, with the row; "" if none does."""
     bad: list[str] = []
 
-    def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-        def look(_module: nn.Module, _inputs: Any, output: Any) -> None:
-            if not bad and isinstance(output, Tensor) and output.is_floating_point():
-                where = spoiled_at(output, mask=True)
-                if where is not None:
-                    bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
-
-        return look
+    def look(name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        if not bad and isinstance(output, Tensor) and output.is_floating_point():
+            where = spoiled_at(output, mask=True)
+            if where is not None:
+                bad.append(f"{name or 'the module'!r} (row {where[:-1]})")
 
     with ExitStack() as hooks:
         for name, m in module.named_modules():
-            hooks.callback(m.register_forward_hook(watch(name)).remove)
+            hooks.callback(m.register_forward_hook(partial(look, name)).remove)
         run()
     return "".join(bad)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -38,6 +39,7 @@ from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
+from hessiankit.tracing.graph import edges_behind
 from hessiankit.tracing.source_line import at_line, first_line
 
 
@@ -58,12 +60,7 @@ def make_task(
     The module is called once, as it is, and differentiated once if ``handshake``; it is left as it was.
 
     Args:
-        who: What an error message starts with.
-        module: The function under study.
-        inputs: What it is called with.
-        target: What the loss compares with.
-        loss: The loss.
-        params: Which parameters, see :func:`select`.
+        who: What an error message starts with. Arguments that are not explained here are those of a public function.
         handshake: Whether results are compared with the module's own loss and gradient.
         share: Whether the module's own parameters are read later, and no copies.
         before: An earlier request for the same module, whose state counts.
@@ -92,7 +89,8 @@ def make_task(
     copies, labels = map_tensors(copied, data)
     task = Task(module, copies, labels, loss, values, state)
     _check_constant_rows(who, task, inputs)
-    if before is not None and next(chain(state.changed_parameters(), state.changed_buffers()), None) is not None:
+    named = chain(module.named_parameters(), module.named_buffers())
+    if before is not None and next(state.changed(named), None) is not None:
         with task.at():  # training may have moved the module since the earlier batch
             return _called(who, task, inputs, handshake=handshake)[0]
     return _own_call(who, task, data, inputs, handshake=handshake)
@@ -197,7 +195,8 @@ def _called(who: str, task: Task, inputs: Any, *, handshake: bool) -> tuple[Task
     if isinstance(task.loss, str):
         _check_target(who, task, out)
     value = _value_of_callable(who, task, out) if callable(task.loss) else own_loss(task, outputs)
-    if any(function.name() == "CheckpointFunctionBackward" for function in _functions_behind(value)):
+    functions = [] if value.grad_fn is None else [value.grad_fn, *(function for function, _ in edges_behind(value.grad_fn))]
+    if any(function.name() == "CheckpointFunctionBackward" for function in functions):
         raise InputError(
             f"{who}: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
             "torch.utils.checkpoint, or turn checkpointing off"
@@ -216,18 +215,9 @@ def _depends_by_alone(output: Tensor | None, value: Tensor) -> bool:
     """Tell whether autograd knows a value to depend on leaves, and every way to them to pass an output."""
     if output is None or value is output or value.grad_fn is None:
         return False
-    return not any(hasattr(function, "variable") for function in _functions_behind(value, (output.grad_fn, output.output_nr)))
-
-
-def _functions_behind(value: Tensor, end: tuple[Any, int] | None = None) -> set[Any]:
-    """Return the functions of autograd that a value comes from, not through an edge at which to end."""
-    waiting: list[Any] = [] if value.grad_fn is None else [value.grad_fn]
-    known = set(waiting)
-    while waiting:
-        behind = {after for after, number in waiting.pop().next_functions if after and (after, number) != end} - known
-        waiting += behind
-        known |= behind
-    return known
+    return not any(
+        hasattr(function, "variable") for function, _ in edges_behind(value.grad_fn, (output.grad_fn, output.output_nr))
+    )
 
 
 def _check_inputs(who: str, inputs: Any) -> None:
@@ -253,13 +243,13 @@ def _check_function(who: str, task: Task, first: float, random: RandomStates) ->
 
     A call may change buffers that have no effect on the loss, such as running statistics.
     """
-    parameter = next(task.state.changed_parameters(), None)
+    parameter = next(task.state.changed(task.module.named_parameters()), None)
     if parameter is not None:
         raise InputError(
             f"{who}: a call of the module changes its parameter {parameter!r}, so the loss is not a function of the parameters; "
             "call the module once before if it sets itself up, or keep the values as they are in forward"
         )
-    task.state.written.update(task.state.changed_buffers())
+    task.state.written.update(task.state.changed(task.module.named_buffers()))
     buffer = next(iter(sorted(task.state.written)), None)
     attribute, drawn = buffer or task.state.changed_attribute(), random.drawn_from()
     if attribute is None and not drawn:
@@ -286,23 +276,20 @@ def _check_constant_rows(who: str, task: Task, inputs: Any) -> None:
     """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
     constant: list[str] = []
 
-    def hook(name: str) -> Callable[[nn.Module, Any], None]:
-        def look(module: nn.Module, inputs: Any) -> None:
-            x = inputs[0]
-            scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
-            floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
-            if not constant and bool((scale <= floor).any()):
-                row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
-                constant.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
-
-        return look
+    def look(name: str, module: nn.Module, inputs: Any) -> None:
+        x = inputs[0]
+        scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
+        floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
+        if not constant and bool((scale <= floor).any()):
+            row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
+            constant.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
 
     norms = [(n, m) for n, m in task.module.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm)) and m.eps == 0]
     if not norms:
         return
     with task.at():  # which takes the hooks away again
         for name, norm in norms:
-            norm.register_forward_pre_hook(hook(name))
+            norm.register_forward_pre_hook(partial(look, name))
         _run(who, task, inputs)
     if constant:
         raise InputError(

@@ -51,6 +51,7 @@ Index: TypeAlias = "tuple[BasicIndex, ...]"
 T = TypeVar("T")
 
 _INTEGER = re.compile(r"[+-]?[0-9]+")
+_EXPECTED = "expected names, patterns or parameters of the module, e.g. params=['*.weight'] or params=list(module.parameters())"
 _FORM = "expected integers, slices and at most one '...', as in [:, 0:32], or several of these as in [0:4; 12:16]"
 
 
@@ -119,7 +120,7 @@ def _parse_basic(text: str) -> BasicIndex | None:
 
 
 def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of_part") -> Tensor:
-    """Return the positions in vec_r of a tensor of this shape that an index selects, in NumPy's order.
+    """Return the positions in vec_r of a tensor of this shape that an index selects, all different, in NumPy's order.
 
     NumPy would cut a slice that reaches beyond the tensor; here every bound has to lie within it.
 
@@ -127,9 +128,6 @@ def rows_of_part(shape: Sequence[int], index: Index | None, what: str = "rows_of
         shape: Shape of the whole tensor.
         index: What :func:`parse_part` returns; None selects everything.
         what: What an error message starts with.
-
-    Returns:
-        A vector of int64 positions. All are different.
 
     Raises:
         InputError: If the index has too many axes, reaches beyond the tensor, selects nothing or an entry twice.
@@ -197,7 +195,6 @@ def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tens
 
     Args:
         who: The function on whose behalf parameters are chosen; every error message starts with it.
-        module: The module that owns them.
         params: None, all that require grad; or one of these, or an iterable of them: a name; a pattern (``"*.attn.*"``,
             ``"layers.[01].*"``, case matters), which means the parameters that require grad among its matches; a
             parameter object of the module; ``"name[index]"`` (see :func:`parse_part`; the name may be a pattern), which
@@ -229,7 +226,10 @@ def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tens
     if params is None:
         return {name: every[name].detach() for name in trained}
     finder = _Finder(who, module, every)
-    wanted = {name for item in _items(who, params) for name in finder.names(item)}
+    items = [params] if isinstance(params, (str, Tensor)) else params
+    if not isinstance(items, Iterable):
+        raise InputError(f"{who}: params is of type {type(params).__name__}; {_EXPECTED}")
+    wanted = {name for item in items for name in finder.names(item)}
     if finder.unknown:
         known = [name for name, listed in finder.first.items() if every[listed].requires_grad]
         raise InputError(
@@ -238,18 +238,6 @@ def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tens
     if not wanted:
         raise InputError(f"{who}: params is empty, so there is nothing to differentiate; pass names, or None for all parameters")
     return {name: every[name].detach() for name in trained if name in wanted}
-
-
-def _items(who: str, params: Params) -> Iterator[object]:
-    if isinstance(params, (str, Tensor)):
-        yield params
-        return
-    if not isinstance(params, Iterable):
-        raise InputError(
-            f"{who}: params is of type {type(params).__name__}; expected names, patterns or parameters of the module, "
-            "e.g. params=['*.weight'] or params=list(module.parameters())"
-        )
-    yield from params
 
 
 class _Finder:
@@ -271,10 +259,7 @@ class _Finder:
         if isinstance(item, str):
             return self._of_text(item.strip())
         if not isinstance(item, Tensor):
-            raise InputError(
-                f"{self.who}: params holds a value of type {type(item).__name__}; expected names, patterns or parameters of the "
-                "module, e.g. params=['*.weight'] or params=list(module.parameters())"
-            )
+            raise InputError(f"{self.who}: params holds a value of type {type(item).__name__}; {_EXPECTED}")
         if id(item) not in self.of_object:
             kind = "a parameter" if isinstance(item, nn.Parameter) else "a tensor"
             same = [f"{n!r}" for n, p in self.every.items() if p.shape == item.shape]
@@ -291,7 +276,7 @@ class _Finder:
         if text.endswith("]") and (name := text.partition("[")[0].strip()) in self.first:
             return self._parts([self.first[name]], text[text.index("[") + 1 : -1], text)
         matches: list[str] = []
-        if _is_pattern(text):
+        if any(c in text for c in "*?["):  # a pattern
             matches = self._matches(text)
             name, bracket, inside = text[:-1].rpartition("[")
             if not matches and bracket and text.endswith("]") and _parse_index(inside) is not None:
@@ -326,10 +311,6 @@ class _Finder:
         for name in trained:
             rows_of_part(self.every[name].shape, index, f"{self.who}: {asked!r}")
         return trained
-
-
-def _is_pattern(text: str) -> bool:
-    return any(c in text for c in "*?[")
 
 
 def _close(name: str, names: list[str]) -> str:

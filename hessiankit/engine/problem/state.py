@@ -111,15 +111,8 @@ class ModuleState:
         """Tell whether a tensor is one of the module's own."""
         return any(x is own for own, _ in self._tensors.values())
 
-    def changed_parameters(self) -> Iterator[str]:
-        """Yield the names of parameters whose values have changed since."""
-        return self._changed(self.module.named_parameters())
-
-    def changed_buffers(self) -> Iterator[str]:
-        """Yield the names of buffers that have been given other values since."""
-        return self._changed(self.module.named_buffers())
-
-    def _changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+    def changed(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[str]:
+        """Yield the names of the module's parameters or buffers, those of ``tensors``, that have other values now."""
         named = dict(tensors)
         marks = _marks({name: x for name, x in named.items() if name in self._marks})
         new = {name for name in named if name not in self.values or self._marks.get(name) != marks.get(name)}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, Loss, named_tensors, read_outputs, samples
+from hessiankit.engine.problem.calling import Loss, named_tensors, read_outputs, samples
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.containers import arguments
@@ -23,7 +23,7 @@ from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_
 from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.trace import address
 
-__all__ = ["IGNORE_INDEX", "LOSSES", "Loss", "OwnGradient", "Params", "Task", "check_memory"]
+__all__ = ["Loss", "OwnGradient", "Params", "Task", "check_memory"]
 
 
 @dataclass(frozen=True)
