@@ -49,6 +49,7 @@ class Evaluation:
         self._whole: Tensor | None = None
         self._loss: float | None = None
         self._blocks: dict[tuple[str, str], Tensor] = {}
+        self._of_panels: Sequence[Task] = self.tasks
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
@@ -107,9 +108,9 @@ class Evaluation:
             self._blocks.clear()
         return self._whole
 
-    def take(self, matrix: Tensor, loss: float, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
-        """Set the P x P matrix, its loss, asymmetry and fallbacks, computed elsewhere."""
-        self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
+    def take(self, matrix: Tensor, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
+        """Set the P x P matrix, its asymmetry and fallbacks, when it was computed by panels."""
+        self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, self.loss, asymmetry, fallbacks
 
     @computed_later
     def outer(self) -> Tensor:
@@ -199,10 +200,14 @@ class Evaluation:
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
         start = time.perf_counter()
-        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer, into=into)
+        first = tasks[0]
+        if into is None:
+            check_matrix(first.size, first.dtype, first.device)
+        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
+        value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
-            check_finite("hessian", matrix.data, tasks[0].slices, tasks)
+            check_finite("hessian", matrix.data, first.slices, tasks)
         self.check_symmetric(matrix, asymmetry, value, fallbacks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
@@ -232,16 +237,32 @@ class Evaluation:
                 "operations, or use a wider dtype"
             )
 
-    def assembled(
-        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False, into: Tensor | None = None
+    def panel(
+        self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
-        """Return the matrix, its blocks (i, j) for i not after j only, the loss, and the fallbacks."""
-        first = tasks[0]
-        if into is None:
-            check_matrix(first.size, first.dtype, first.device)
-        look = self._look(first)
+        """Return the n-th panel, its blocks (i, j) for i not after j only, the loss, and the fallbacks.
+
+        Loss and gradient are compared with the module's own in the first panel that is computed.
+
+        Args:
+            parts: All panels: rows and columns as positions of parameters, see
+                :class:`hessiankit.engine.storage.SymmetricStorage`.
+            n: Which one.
+            outer: Whether to take the Gauss-Newton part only.
+            look: Called with about the bytes that the derivatives of a chunk take, before they are computed.
+        """
+        first, (rows, columns), samples = self.tasks[0], parts[n], sum(task.batch for task in self.tasks)
+        panel = SymmetricStorage(first.slices, first.dtype, first.device, rows=rows, columns=columns)
+        tell = None if self.progress is None else _shifted(self.progress, n * samples, len(parts) * samples)
+        loss, fallbacks = self._add_all(panel, self._of_panels, tell, look, outer=outer)
+        self._of_panels = [replace(task, reference=None) for task in self.tasks]
+        return panel, loss, fallbacks
+
+    def _add_all(
+        self, matrix: SymmetricStorage, tasks: Sequence[Task], progress: Progress | None, look: Look | None, *, outer: bool
+    ) -> tuple[float, tuple[str, ...]]:
+        """Add all batches to a matrix or a panel of it; return the loss and the fallbacks."""
         samples, done = sum(task.batch for task in tasks), 0
-        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         for task, weight in zip(tasks, self.weights, strict=True):
@@ -250,10 +271,10 @@ class Evaluation:
             values.append(weight * value)
             fallbacks += names
             done += task.batch
-        return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
+        return math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     def _add(
-        self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
+        self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look | None, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
         """Add one batch to the matrix, if any parameter has an effect on its loss; return its loss and fallbacks."""
         try:
@@ -266,7 +287,7 @@ class Evaluation:
         return own_value(task), ()
 
     @staticmethod
-    def _look(first: Task) -> Look:
+    def look(first: Task) -> Look:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)

@@ -148,7 +148,7 @@ def forecast(
         device=str(first.device),
         samples=sum(task.batch for task in tasks),
         batches=len(tasks),
-        chunks=len(plan.chunks),
+        chunks=len(plan.costs),
         panels=parts,
         matrix_bytes=matrix,
         workspace_bytes=workspace,

@@ -1,7 +1,8 @@
-"""Plans: samples in chunks, the matrix in panels, and the cost of each, from shapes."""
+"""Plans: the cost of samples in chunks, from shapes, and the matrix in panels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +40,6 @@ MEASURED = 8  # batches of different lengths that are measured; the others count
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """Samples of one batch that are processed together; ``whole`` if they are the whole batch."""
-
-    batch: int
-    start: int
-    stop: int
-    whole: bool
-
-
-@dataclass(frozen=True)
 class PanelPlan:
     """Panels (rows, columns) of a symmetric matrix, as positions of parameters, and the bytes of the largest."""
 
@@ -58,9 +49,8 @@ class PanelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks with their costs, and panels."""
+    """The cost of each chunk of samples, and panels."""
 
-    chunks: tuple[Chunk, ...]
     costs: tuple[Cost, ...]
     panels: PanelPlan
     fallbacks: tuple[str, ...]
@@ -121,27 +111,20 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
         else PanelPlan(((range(len(sizes)), range(len(sizes))),), 0)
     )
     known: dict[Any, tuple[int, Cost, tuple[str, ...]] | None] = {}
-    by_size = sorted(range(len(tasks)), key=lambda n: -_entries(tasks[n]))
     last: tuple[int, Cost, tuple[str, ...]] | None = None
-    measured: dict[int, tuple[int, Cost, tuple[str, ...]] | None] = {}
-    for n in by_size:
-        key = _signature(tasks[n])
-        if key not in known:
-            known[key] = _measured(tasks[n], batch_size) if len(known) < MEASURED else last
-        measured[n] = last = known[key]
-    chunks: list[Chunk] = []
     costs: list[Cost] = []
     fallbacks: list[str] = []
-    for n, task in enumerate(tasks):
-        one = measured[n]
-        if one is None:  # nothing in it depends on the parameters
+    for task in sorted(tasks, key=_entries, reverse=True):
+        key = _signature(task)
+        if key not in known:
+            known[key] = _measured(task, batch_size) if len(known) < MEASURED else last
+        last = known[key]
+        if last is None:  # nothing in it depends on the parameters
             continue
-        step, cost, names = one
+        samples, cost, names = last
+        costs += [cost] * math.ceil(task.batch / samples)
         fallbacks += names
-        for start in range(0, task.batch, step):
-            chunks.append(Chunk(n, start, min(start + step, task.batch), step >= task.batch))
-            costs.append(cost)
-    return Plan(tuple(chunks), tuple(costs), cut, tuple(dict.fromkeys(fallbacks)))
+    return Plan(tuple(costs), cut, tuple(dict.fromkeys(fallbacks)))
 
 
 def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:
