@@ -36,14 +36,12 @@ SLAB = 2**20  # entries whose squares are added at once, in float64
 class FrobeniusNorms(Printed):
     """Frobenius norms of the blocks of a Hessian, or of its Gauss-Newton part; made by :func:`frobenius_norms`.
 
+    ``kind``, ``loss``, ``fallbacks`` and ``handshake`` are as in :class:`hessiankit.HessianOperator`.
+
     Attributes:
         blocks: By names (i, j), i not after j in the order of ``shapes``: ||H_ij||_F, which is ||H_ji||_F too.
         shapes: Shape of each parameter.
-        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
-        loss: The loss at this point.
-        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
-        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     blocks: dict[tuple[str, str], float]
@@ -153,13 +151,10 @@ def frobenius_norms(
     By panels, memory is one panel of rows (see ``panel_bytes``) and the derivatives of one chunk of samples. Panels take up to
     half of the free memory, because each traces every chunk anew. The module is not changed, so Ctrl-C is safe at any time.
 
+    ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
+    :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        params: Which parameters; whole parameters.
-        kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
-            :func:`hessiankit.hessian_operator`.
-        seed: Of the labels drawn for ``"fisher-mc"``.
-        draws: Labels drawn for each term.
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.

@@ -189,10 +189,9 @@ def _along_a_cotangent(outputs: Any, _target: Any) -> Tensor:
 def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, handshake: bool = True) -> JacobianOperator:
     """Return the Jacobian of ``module(inputs)`` with respect to the parameters as a linear operator; ``.T`` is its transpose.
 
+    Arguments are those of :func:`hessiankit.hessian`, with one batch, whole parameters, and a module that returns one tensor.
+
     Args:
-        module: Any module whose forward torch can trace, and that returns one tensor.
-        inputs: As in :func:`hessiankit.hessian`, one batch.
-        params: As in :func:`hessiankit.hessian`; whole parameters.
         handshake: Compare the inner product of the output with a fixed cotangent, and its gradient, with those of the module's
             own call first.
 

@@ -359,12 +359,10 @@ def hessian_operator(
     finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
     only vectors that are multiplied together are tested, beside one operation of each kind here.
 
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
-        data: The inputs, with ``target``, or several batches, as in :func:`hessiankit.hessian`.
-        target: What the loss compares with, as in :func:`hessiankit.hessian`.
-        loss: As in :func:`hessiankit.hessian`.
-        params: As in :func:`hessiankit.hessian`; whole parameters.
+        data: The inputs, with ``target``, or several batches.
         kind: ``"hessian"``. ``"ggn"``: the outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J, g
             the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
             losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
@@ -376,9 +374,6 @@ def hessian_operator(
         seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
         draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
-        weights: As in :func:`hessiankit.hessian`.
-        reduction: As in :func:`hessiankit.hessian`.
-        handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
             of activations does. Half as much time again.

@@ -86,15 +86,13 @@ def approximations(
     Grosse 2015; Eschenhagen et al. 2023), EKFAC its correction (George et al. 2018). Both have factors for weights and biases
     that occur once, wherever the module multiplies by them; other parameters have their exact diagonal.
 
+    ``against`` (the kind), ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all arguments that are not
+    explained here those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        inputs: The inputs, or several batches.
-        target: What the loss compares with.
         loss: ``"mse"``, ``"cross_entropy"``, or a callable, for which there is no KFAC.
-        against: The kind of the exact matrix, as in :func:`hessiankit.hessian_operator`.
         of: Which approximations, of ``"diagonal"``, ``"tensor"``, ``"layer"``, ``"type"``, ``"kfac"``, ``"ekfac"``, ``"adam"``,
             ``"shampoo"``, ``"muon"``, ``"low-rank"``; by default all that can be made. The identity is always there.
-        params: Which parameters; whole parameters.
         damping: Added to the diagonal of A; by default 1 % of its spectral norm, and on top of that minus its least eigenvalue
             where that is negative.
         rank: Eigenpairs of ``"low-rank"``, those of largest magnitude.
@@ -102,11 +100,7 @@ def approximations(
         method: ``"dense"``: with A in memory. ``"products"``: by products with A, with 95 % intervals of the Frobenius errors;
             no errors by pair and no block-diagonal parts. ``"auto"``: dense up to 2000 parameters.
         products: Products with A for each estimate.
-        batch_size: Samples treated at once.
-        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
-        reduction: ``"mean"`` or ``"sum"`` over all terms.
-        seed: Of drawn labels and random vectors.
-        draws: Labels drawn for each term.
+        seed: Of drawn labels and of random vectors.
 
     Raises:
         InputError: If an argument cannot be used, or what was asked for in ``of`` cannot be made.
