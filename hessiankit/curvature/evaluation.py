@@ -145,35 +145,32 @@ class Evaluation:
 
         A few are computed by products with the Hessian of the two parameters, without the block.
         """
-        slices = self.tasks[0].slices
-        sizes = [slices[n].stop - slices[n].start for n in (i, j)]
-        few = [n if at is None else at.numel() for n, at in zip(sizes, (rows, columns), strict=True)]
-        if self._whole is None and (i, j) not in self._blocks and 2 * min(few) <= sum(sizes):
-            if few[0] < few[1]:
-                return self._products(j, columns, i, rows, few[0]).T
-            return self._products(i, rows, j, columns, few[1])
+        first = self._only(i, j)[0]
+        every = [torch.arange(rows.start, rows.stop, device="cpu") for rows in (first.slices[i], first.slices[j])]
+        down, across = (at if chosen is None else at[chosen] for at, chosen in zip(every, (rows, columns), strict=True))
+        is_few = 2 * min(len(down), len(across)) <= len(every[0]) + len(every[1])
+        if is_few and self._whole is None and (i, j) not in self._blocks:
+            if len(down) < len(across):
+                return self._products(i, j, across, down).T
+            return self._products(i, j, down, across)
         block = self.block(i, j)
         block = block if rows is None else block[rows.to(block.device)]
         return block if columns is None else block[:, columns.to(block.device)]
 
-    def _products(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None, width: int) -> Tensor:
-        """Return a part of a block by products with the unit vectors of its columns."""
+    def _products(self, i: str, j: str, keep: Tensor, along: Tensor) -> Tensor:
+        """Return some rows and columns of the Hessian of two parameters, by products with the unit vectors of the columns."""
         start = time.perf_counter()
         self._check_unchanged()
         tasks = self._only(i, j)
-        slices, size = tasks[0].slices, tasks[0].size
-        at = torch.arange(slices[j].start, slices[j].stop, device="cpu") if columns is None else columns + slices[j].start
-        keep = torch.arange(slices[i].start, slices[i].stop, device="cpu") if rows is None else rows + slices[i].start
-        dtype, device = tasks[0].dtype, tasks[0].device
-        at, keep = at.to(device), keep.to(device)
-        total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)
+        size, device = tasks[0].size, tasks[0].device
+        keep, along = keep.to(device), along.to(device)
+        total = torch.zeros(len(along), len(keep), dtype=tasks[0].dtype, device=device)
         with torch.no_grad():
             for task, weight in zip(tasks, self.weights, strict=True):
                 batch = linearise(task, gauss_newton=False)
                 step = max(1, WORKSPACE // batch.bytes_per_vector)
-                for positions, out in zip(at.split(step), total.split(step), strict=True):
-                    units = total.new_zeros(positions.numel(), size)
-                    units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
+                for positions, out in zip(along.split(step), total.split(step), strict=True):
+                    units = total.new_zeros(len(positions), size).scatter_(1, positions.unsqueeze(1), 1.0)
                     out.add_(batch.product(units)[:, keep], alpha=weight)
                 self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
         if not bool(torch.isfinite(total).all()):
@@ -242,14 +239,8 @@ class Evaluation:
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
         """Return the n-th panel, its blocks (i, j) for i not after j only, the loss, and the fallbacks.
 
-        Loss and gradient are compared with the module's own in the first panel that is computed.
-
-        Args:
-            parts: All panels: rows and columns as positions of parameters, see
-                :class:`hessiankit.engine.storage.SymmetricStorage`.
-            n: Which one.
-            outer: Whether to take the Gauss-Newton part only.
-            look: Called with about the bytes that the derivatives of a chunk take, before they are computed.
+        ``parts`` are all panels: rows and columns as positions of parameters. Loss and gradient are compared with the module's
+        own in the first panel that is computed.
         """
         first, (rows, columns), samples = self.tasks[0], parts[n], sum(task.batch for task in self.tasks)
         panel = SymmetricStorage(first.slices, first.dtype, first.device, rows=rows, columns=columns)

@@ -66,7 +66,7 @@ class Plan:
         return float(sum(getattr(cost, what) for cost in self.costs)) * len(self.panels.parts) / max(1, len(rows))
 
 
-def panels(sizes: Sequence[int], itemsize: int, limit: int) -> PanelPlan:
+def panels(sizes: Sequence[int], itemsize: int, limit: float) -> PanelPlan:
     """Cut the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
 
     Rows of whole parameters, and all columns not before them; of a parameter too large for that, some columns at a time.
@@ -95,21 +95,10 @@ def panels(sizes: Sequence[int], itemsize: int, limit: int) -> PanelPlan:
     return PanelPlan(tuple(parts), largest)
 
 
-def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:
-    """Measure a few samples, by their shapes, and cut the work.
-
-    Args:
-        tasks: One request a batch.
-        batch_size: Samples treated at once, or None.
-        limit: Bytes of a panel, or None for the whole matrix at once.
-    """
+def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math.inf) -> Plan:
+    """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
     first = tasks[0]
     sizes = [p.numel() for p in first.parameters.values()]
-    cut = (
-        panels(sizes, first.dtype.itemsize, limit)
-        if limit is not None
-        else PanelPlan(((range(len(sizes)), range(len(sizes))),), 0)
-    )
     known: dict[Any, tuple[int, Cost, tuple[str, ...]] | None] = {}
     last: tuple[int, Cost, tuple[str, ...]] | None = None
     costs: list[Cost] = []
@@ -124,7 +113,7 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) 
         samples, cost, names = last
         costs += [cost] * math.ceil(task.batch / samples)
         fallbacks += names
-    return Plan(tuple(costs), cut, tuple(dict.fromkeys(fallbacks)))
+    return Plan(tuple(costs), panels(sizes, first.dtype.itemsize, limit), tuple(dict.fromkeys(fallbacks)))
 
 
 def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:

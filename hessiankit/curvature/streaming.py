@@ -9,8 +9,7 @@ import errno
 import math
 import mmap
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -140,27 +139,28 @@ def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     try:
         matrix = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(size, size))
-        with _disk_full_explained(path, matrix.nbytes), open(path, "r+b") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, matrix.offset + matrix.nbytes)
-    except OSError:
+        _reserve(path, matrix.offset + matrix.nbytes)
+    except OSError as error:
         path.unlink(missing_ok=True)
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = (
+            f"hessian: the disk is full: the matrix takes {gib(size * size * kind.itemsize)}; make room, or pass another out=..."
+        )
+        raise OSError(error.errno, text, str(path)) from error
     matrix[range(size), range(size)] = math.nan
     return matrix
 
 
-@contextmanager
-def _disk_full_explained(path: Path, size: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):  # a file system that reserves nothing
-            return
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        text = f"hessian: the disk is full: the matrix takes {gib(size)}; make room, or pass another out=..."
-        raise OSError(error.errno, text, str(path)) from error
+def _reserve(path: Path, size: int) -> None:
+    """Make room for a file on the disk, where the file system does that."""
+    if hasattr(os, "posix_fallocate"):
+        with open(path, "r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
 
 
 def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
