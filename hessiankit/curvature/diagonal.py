@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
-from hessiankit.curvature.operator import HessianOperator, check_effect, check_fallbacks
+from hessiankit.curvature.operator import HessianOperator, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
@@ -181,20 +180,8 @@ def hessian_diagonal(
     check_name(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    tasks, factors = gather(
-        module,
-        inputs,
-        target,
-        loss,
-        params,
-        kind=kind,
-        seed=seed,
-        draws=draws,
-        batch_size=batch_size,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
+    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
     sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
@@ -211,10 +198,7 @@ def hessian_diagonal(
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
     if method == "estimate" or cost > sums.most:
-        with torch.no_grad():
-            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
-        check_effect(tasks, batches)
-        operator = HessianOperator(tasks, batches, factors, kind, None)
+        operator = HessianOperator.of(tasks, factors, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:

@@ -160,19 +160,17 @@ class KroneckerFactors:
                 self.is_drawn = True
             used = self._used_once(J)
             self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, used, counted))
-        held = self._batches[0].held
-        for other in self._batches[1:]:
-            held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
-        names = {one.parameter for _, one in held}
+        names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for n, batch in enumerate(self._batches):
             self._batches[n] = replace(batch, held=[(at, one) for at, one in batch.held if one.parameter in names])
         zeros = self._batches[0].J.output.new_zeros
         for _, one in self._batches[0].held:
-            is_weight = isinstance(one, WeightJacobian)
-            width, n = (one.width, one.X.shape[1]) if isinstance(one, WeightJacobian) else (one.size, 0)
-            transposed = isinstance(one, WeightJacobian) and one.transposed
-            inputs = zeros(n, n) if is_weight else None
-            self.weights.append(LayerFactors(one.parameter, one.at, transposed, inputs, zeros(width, width)))
+            if isinstance(one, WeightJacobian):
+                n, width, transposed = one.X.shape[1], one.width, one.transposed
+                factors = LayerFactors(one.parameter, one.at, transposed, zeros(n, n), zeros(width, width))
+            else:
+                factors = LayerFactors(one.parameter, one.at, False, None, zeros(one.size, one.size))
+            self.weights.append(factors)
         for batch in self._batches:
             self._add(batch)
 

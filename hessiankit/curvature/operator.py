@@ -70,16 +70,13 @@ class HessianOperator(SymmetricOperator):
     return the same.
 
     Attributes:
-        shape: (P, P).
-        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. A half-precision module has
-            products in float32.
-        device: Where the products are computed.
+        torch_dtype: Of vectors; ``dtype`` is the same as NumPy spells it, which SciPy needs. A half-precision module has products
+            in float32.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.
         kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
-        block_size: Vectors treated at once.
         handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
@@ -112,6 +109,18 @@ class HessianOperator(SymmetricOperator):
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], weights: Sequence[float], kind: str) -> HessianOperator:
+        """Return the operator of requests that :func:`~hessiankit.engine.problem.batches.gather` returned.
+
+        Raises:
+            InputError: No batch's loss depends on the parameters.
+        """
+        with torch.no_grad():
+            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
+        check_effect(tasks, batches)
+        return cls(tasks, batches, list(weights), kind, None)
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -399,22 +408,10 @@ def hessian_operator(
     """
     check_options(kind, block_size, seed, draws, recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
-    tasks, batches, counts = linearised(
-        module,
-        data,
-        target,
-        loss=loss,
-        params=params,
-        kind=kind,
-        seed=seed,
-        draws=draws,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
-        share=lean if snapshot is None else not snapshot,
-        recompute=recompute,
-        micro_batch=micro_batch,
-    )
+    share = lean if snapshot is None else not snapshot
+    of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake, "share": share}
+    options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "recompute": recompute, "micro_batch": micro_batch}
+    tasks, batches, counts = linearised(module, data, target, loss=loss, params=params, **options, **of_requests)
     check_effect(tasks, batches)
     operator = HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
     tasks.clear()  # with the module's own gradient
@@ -464,9 +461,7 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
     Raises:
         InputError: Half of the digits differ, or more.
     """
-    with torch.no_grad():
-        batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
-    operator = HessianOperator(tasks, batches, list(weights), kind, None)
+    operator = HessianOperator.of(tasks, weights, kind)
     _ = operator.symmetry_error
     if diagonal is None:
         return
@@ -474,7 +469,7 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
     unit = torch.zeros_like(diagonal)
     unit[at] = 1.0
     seen, expected = float(diagonal[at]), float((operator @ unit)[at])
-    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in batches)) ** 0.5
+    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in operator._batches)) ** 0.5
     if not abs(seen - expected) <= allowed * max(abs(seen), abs(expected)):
         raise InputError(
             f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian; "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,8 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 
 
 @dataclass(frozen=True, eq=False)
-class Structure(ABC):
-    """A symmetric matrix U diag(values) U^T on some entries of a vector.
+class Structure:
+    """A symmetric matrix U diag(values) U^T on some entries of a vector, with U = I unless a kind says otherwise.
 
     Attributes:
         at: Positions of the entries, (n,).
@@ -26,24 +25,18 @@ class Structure(ABC):
     values: Tensor
     numbers: int
 
-    @abstractmethod
     def to_basis(self, rows: Tensor) -> Tensor:
         """Return U^T times the rows, (S, n)."""
+        return rows
 
-    @abstractmethod
     def from_basis(self, rows: Tensor) -> Tensor:
         """Return U times the rows, (S, n)."""
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
 class DiagonalBlock(Structure):
     """A diagonal: U = I."""
-
-    def to_basis(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def from_basis(self, rows: Tensor) -> Tensor:
-        return rows
 
 
 @dataclass(frozen=True, eq=False)

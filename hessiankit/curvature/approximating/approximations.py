@@ -221,9 +221,11 @@ class Point:
     @cached_property
     def exact_diagonal(self) -> Tensor:
         """The diagonal of A, (P,)."""
-        if self.is_dense:
-            return self.matrix.diagonal()
-        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **self.options).flat
+        return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.options["kind"])
+
+    def _diagonal_of(self, kind: str) -> Tensor:
+        options = {**self.options, "kind": kind}
+        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
 
     @cached_property
     def factors(self) -> KroneckerFactors:
@@ -284,10 +286,7 @@ class Point:
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:
-        if self.options["kind"] != "hessian":
-            return self.exact_diagonal
-        options = {**self.options, "kind": "ggn"}
-        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
+        return self._diagonal_of("ggn") if self.options["kind"] == "hessian" else self.exact_diagonal
 
     def _low_rank(self) -> LowRankPlusDiagonal:
         k = min(self.rank, self.size - 1)
