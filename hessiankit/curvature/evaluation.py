@@ -30,14 +30,7 @@ NEARBY = (0.1, 1e-3)  # how far generic parameters are from the given ones; the 
 
 
 class Evaluation:
-    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached.
-
-    Args:
-        tasks: One request a batch, for the same parameters.
-        weights: Factor of each batch's loss.
-        batch_size: Samples treated at once, or None.
-        progress: Called with (samples done, samples in all) while everything is computed.
-    """
+    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached."""
 
     def __init__(
         self, tasks: Sequence[Task], weights: Sequence[float], batch_size: int | None, progress: Progress | None

@@ -24,9 +24,6 @@ class HessianFunction(Printed):
 
     Every call runs the module, traces it and compares the trace with the module's own loss and gradient: nothing is kept from one
     call to the next but the arguments.
-
-    Attributes:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:

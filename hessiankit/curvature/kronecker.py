@@ -55,12 +55,7 @@ class SiteJacobian(JacobianOperator):
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
     """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative of ``share`` times the loss in each row.
 
-    Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients.
-
-    Args:
-        task: With a named loss.
-        Z: The output.
-        share: What the loss is multiplied by.
+    Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients. Z is the output.
     """
     sampled = loss_primitive(task, normalizer_of(task))
     if isinstance(sampled, SampledLoss):
@@ -128,12 +123,7 @@ class KroneckerFactors:
     itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Where that
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
-    other ways, have no factors.
-
-    Args:
-        tasks: The batches, with named losses, or those of a sampled Fisher.
-        shares: What each loss is multiplied by.
-        seed: Of drawn labels.
+    other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
 
     Attributes:
         weights: What has factors.
@@ -253,10 +243,7 @@ class KroneckerFactors:
 def completed(structures: list[Structure], size: int, whole: Callable[[], Tensor]) -> list[Structure]:
     """Return Kronecker structures and the diagonal of the entries without factors.
 
-    Args:
-        structures: Of the entries that have factors.
-        size: Of the whole matrix.
-        whole: Makes the diagonal of the Gauss-Newton matrix, (size,), where there are other entries.
+    ``whole`` makes the diagonal of the Gauss-Newton matrix, (size,), where there are such entries.
 
     Raises:
         InputError: There are no factors.

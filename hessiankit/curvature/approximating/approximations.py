@@ -157,10 +157,7 @@ def approximations(
 
 @dataclass
 class Point:
-    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed.
-
-    The fields are arguments of :func:`approximations`.
-    """
+    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
 
     module: nn.Module
     data: Any
