@@ -23,16 +23,20 @@ class Cost:
     """Cost of one chunk of samples.
 
     Attributes:
+        samples: How many there are.
         flops: Floating-point operations of matrix products, a multiply-add counted as two.
         moved: Bytes that operations read and write.
         operations: How many there are.
         bytes: Alive at once, the matrix not counted.
+        fallbacks: Operations without a closed form.
     """
 
+    samples: int
     flops: float
     moved: float
     operations: int
     bytes: int
+    fallbacks: tuple[str, ...]
 
 
 PANEL = 256 * 2**20  # bytes of the rows of the matrix that are computed before they are written
@@ -53,7 +57,11 @@ class Plan:
 
     costs: tuple[Cost, ...]
     panels: PanelPlan
-    fallbacks: tuple[str, ...]
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations without a closed form."""
+        return tuple(dict.fromkeys(name for cost in self.costs for name in cost.fallbacks))
 
     @property
     def workspace(self) -> int:
@@ -99,25 +107,21 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math
     """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
     first = tasks[0]
     sizes = [p.numel() for p in first.parameters.values()]
-    known: dict[Any, tuple[int, Cost, tuple[str, ...]] | None] = {}
-    last: tuple[int, Cost, tuple[str, ...]] | None = None
+    known: dict[Any, Cost | None] = {}
+    last: Cost | None = None
     costs: list[Cost] = []
-    fallbacks: list[str] = []
     for task in sorted(tasks, key=_entries, reverse=True):
         key = _signature(task)
         if key not in known:
             known[key] = _measured(task, batch_size) if len(known) < MEASURED else last
         last = known[key]
-        if last is None:  # nothing in it depends on the parameters
-            continue
-        samples, cost, names = last
-        costs += [cost] * math.ceil(task.batch / samples)
-        fallbacks += names
-    return Plan(tuple(costs), panels(sizes, first.dtype.itemsize, limit), tuple(dict.fromkeys(fallbacks)))
+        if last is not None:
+            costs += [last] * math.ceil(task.batch / last.samples)
+    return Plan(tuple(costs), panels(sizes, first.dtype.itemsize, limit))
 
 
-def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:
-    """Return samples per chunk, the cost of a chunk and its fallbacks; None if the parameters have no effect."""
+def _measured(task: Task, batch_size: int | None) -> Cost | None:
+    """Return the cost of a chunk of a batch; None if the parameters have no effect."""
     cut = is_cut(task, batch_size)
     with task.at(), torch.no_grad():
         try:
@@ -131,8 +135,9 @@ def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str,
         products = product_cost(trace, task.size, itemsize)
         values = 4 * itemsize * sum(x.numel() for x in trace.values)
         moved, taken = itemsize * products.passes, products.bytes + values
-        return part.stop, Cost(2 * products.multiplications, moved, products.operations, taken), trace.fallbacks
-    return part.stop, Cost(2 * cost.multiplications, itemsize * cost.passes, cost.operations, part.bytes), trace.fallbacks
+        return Cost(part.stop, 2 * products.multiplications, moved, products.operations, taken, trace.fallbacks)
+    moved = itemsize * cost.passes
+    return Cost(part.stop, 2 * cost.multiplications, moved, cost.operations, part.bytes, trace.fallbacks)
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:

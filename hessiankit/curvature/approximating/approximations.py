@@ -134,7 +134,7 @@ def approximations(
     point = Point(module, data, options, batch_size, method, damping, products, minibatch, rank)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
-    wanted = ["identity", *(name for name in APPROXIMATIONS if name != "identity" and (asked is None or name in asked))]
+    wanted = [name for name in APPROXIMATIONS if name == "identity" or asked is None or name in asked]
     for name in wanted:
         try:
             model, about = point.model(name)
