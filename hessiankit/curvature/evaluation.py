@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -249,26 +250,19 @@ class Evaluation:
         samples, done = sum(task.batch for task in tasks), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
         for task, weight in zip(tasks, self.weights, strict=True):
             tell = None if progress is None else _shifted(progress, done, samples)
-            value, names = self._add(task, weight, matrix, tell, look, outer=outer)
+            try:
+                value, names = assemble(task, matrix, share=weight, progress=tell, **options)
+            except TraceError:
+                if reached(task):
+                    raise
+                value, names = own_value(task), ()  # no parameter has an effect on it
             values.append(weight * value)
             fallbacks += names
             done += task.batch
         return math.fsum(values), tuple(dict.fromkeys(fallbacks))
-
-    def _add(
-        self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look | None, *, outer: bool
-    ) -> tuple[float, tuple[str, ...]]:
-        """Add one batch to the matrix, if any parameter has an effect on its loss; return its loss and fallbacks."""
-        try:
-            return assemble(
-                task, matrix, share=weight, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look
-            )
-        except TraceError:
-            if reached(task):
-                raise
-        return own_value(task), ()
 
     @staticmethod
     def look(first: Task) -> Look:

@@ -134,12 +134,10 @@ def forecast(
     )
     first = tasks[0]
     plan = make_plan(tasks, batch_size, math.inf if out is None else PANEL)
-    size, itemsize = tasks[0].size, first.dtype.itemsize
-    matrix = size * size * itemsize
+    size = first.size
+    matrix = size * size * first.dtype.itemsize
     workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
-    parts = len(plan.panels.parts)
-    flops, moved = plan.total("flops"), plan.total("moved")
-    operations = round(plan.total("operations"))
+    flops, moved, operations = plan.total("flops"), plan.total("moved"), round(plan.total("operations"))
     speed = Speed.measure(first.dtype, first.device)
     seconds = flops / speed.flops + (moved + 4 * matrix) / speed.bytes + operations * speed.each
     seconds += (matrix + plan.workspace) / speed.fresh if out is None else 2 * matrix / speed.disk
@@ -150,7 +148,7 @@ def forecast(
         samples=sum(task.batch for task in tasks),
         batches=len(tasks),
         chunks=len(plan.costs),
-        panels=parts,
+        panels=len(plan.panels.parts),
         matrix_bytes=matrix,
         workspace_bytes=workspace,
         memory_bytes=workspace + (matrix if out is None else plan.panels.largest),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from derivations.loss import SampledLoss
 from hessiankit.curvature.jacobian import JacobianOperator
-from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
+from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples
@@ -200,7 +200,13 @@ class KroneckerFactors:
         return every if weight.at is None else every[weight.at.to(every.device)]
 
     def kfac(self) -> list[Structure]:
-        """Return A (x) G for every weight, G for every bias."""
+        """Return A (x) G for every weight, G for every bias.
+
+        Raises:
+            InputError: There are no factors.
+        """
+        if not self.weights:
+            raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
         structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:
@@ -221,23 +227,6 @@ class KroneckerFactors:
                         groups = batch.leading[at] if batch.together else 1
                         total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
         return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
-
-
-def completed(structures: list[Structure], size: int, whole: Callable[[], Tensor]) -> list[Structure]:
-    """Return Kronecker structures and the diagonal of the entries without factors.
-
-    ``whole`` makes the diagonal of the Gauss-Newton matrix, (size,), where there are such entries.
-
-    Raises:
-        InputError: There are no factors.
-    """
-    if not structures:
-        raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
-    covered = torch.zeros(size, dtype=torch.bool, device=structures[0].values.device)
-    for part in structures:
-        covered[part.at] = True
-    uncovered = (~covered).nonzero()[:, 0]
-    return [*structures, diagonal(uncovered, whole()[uncovered])] if len(uncovered) else structures
 
 
 def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:

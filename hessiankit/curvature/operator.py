@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.curvature.cuda_graph import Replayed
-from hessiankit.curvature.kronecker import KroneckerFactors, completed
+from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
-from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
+from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
@@ -256,13 +256,10 @@ class HessianOperator(SymmetricOperator):
         if name not in self._approximations:
             self._check_shared()
             tasks = list(map(_at_the_point, self._tasks, self._batches))
-            if name == "diagonal":
-                every = torch.arange(self.shape[0], device=self.device)
-                parts: list[Structure] = [diagonal(every, self._diagonal(tasks, gauss_newton=self.kind != "hessian"))]
-            else:
-                factors = KroneckerFactors(tasks, self._weights)
-                parts = completed(getattr(factors, name)(), self.shape[0], lambda: self._diagonal(tasks, gauss_newton=True))
-            self._approximations[name] = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+            parts = [] if name == "diagonal" else getattr(KroneckerFactors(tasks, self._weights), name)()
+            gauss_newton = self.kind != "hessian" or name != "diagonal"
+            factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+            self._approximations[name] = factored.completed(lambda: self._diagonal(tasks, gauss_newton=gauss_newton))
         return self._approximations[name]
 
     def _diagonal(self, tasks: list[Task], *, gauss_newton: bool) -> Tensor:

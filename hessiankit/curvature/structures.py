@@ -126,6 +126,13 @@ class StructuredOperator(TensorOperator):
         """How many numbers the matrix stores."""
         return sum(part.numbers for part in self.structures)
 
+    def completed(self, whole: Callable[[], Tensor]) -> StructuredOperator:
+        """Return the matrix with the diagonal that ``whole`` makes, (P,), on the entries that no structure has."""
+        if not len(self.rest):
+            return self
+        structures = [*self.structures, diagonal(self.rest, whole()[self.rest])]
+        return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:
         """Return f(A): the function applied to all eigenvalues, including the zeros of entries without a structure."""
         structures: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]

@@ -19,7 +19,7 @@ from hessiankit.curvature.approximating.optimizers import MiniBatchMoments, samp
 from hessiankit.curvature.approximating.report import Approximation, ApproximationsReport
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors, completed
+from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import positions
@@ -49,7 +49,7 @@ APPROXIMATIONS = {
 DENSE = 2000
 """Parameters up to which the exact matrix is formed unless asked otherwise."""
 METHODS = ("auto", "dense", "products")
-PRODUCTS_ONLY = ("tensor", "layer", "type")
+DENSE_ONLY = ("tensor", "layer", "type")
 """Left out where the exact matrix is not formed."""
 
 
@@ -242,7 +242,7 @@ class Point:
         Raises:
             InputError: If it cannot be made here.
         """
-        if name in PRODUCTS_ONLY and not self.is_dense:
+        if name in DENSE_ONLY and not self.is_dense:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":
             return self._low_rank(), f"top {min(self.rank, self.size - 1)} eigenpairs, diagonal of the rest"
@@ -253,8 +253,8 @@ class Point:
             "tensor": lambda: self._blocks({n: n for n in self.slices}),
             "layer": lambda: self._blocks(self._groups(lambda part: part.layer)),
             "type": lambda: self._blocks(self._groups(lambda part: part.type)),
-            "kfac": lambda: completed(self.factors.kfac(), self.size, lambda: self._outer_diagonal),
-            "ekfac": lambda: completed(self.factors.ekfac(), self.size, lambda: self._outer_diagonal),
+            "kfac": lambda: self.factors.kfac(),
+            "ekfac": lambda: self.factors.ekfac(),
             "adam": lambda: self.moments.adam(),
             "shampoo": lambda: self.moments.shampoo(),
             "muon": lambda: self.moments.muon(),
@@ -262,7 +262,7 @@ class Point:
         model = StructuredOperator(self.size, makers[name](), self.dtype, self.device)
         about = APPROXIMATIONS[name]
         if name in ("kfac", "ekfac"):
-            covered = sum(len(part.at) for part in self.factors.kfac())
+            covered, model = self.size - len(model.rest), model.completed(lambda: self._outer_diagonal)
             about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""
             about += f"; from {DRAWS} drawn labels a term" if self.factors.is_drawn else ""
         return model, about
