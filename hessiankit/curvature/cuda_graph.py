@@ -74,17 +74,11 @@ class Replayed:
 
 @dataclass
 class _Trials:
-    """Calls that are timed.
-
-    Attributes:
-        count: Calls so far.
-        seconds: What the host took for the last one.
-        events: Before and after it, on the device.
-    """
+    """Calls that are timed, so far."""
 
     count: int = 0
-    seconds: float = 0.0
-    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    seconds: float = 0.0  # that the host took for the last one
+    events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # before and after it, on the device
 
     def time(self, product: Product, rows: Tensor) -> Tensor:
         """Return a product, timed from the second one on."""

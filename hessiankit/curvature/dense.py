@@ -337,10 +337,8 @@ def hessian(
         if isinstance(out, Tensor):
             _check_tensor(out, tasks[0])
         if path is not None:
-            of_file: dict[str, Any] = {"overwrite": overwrite, "resume": resume}
             with torch.no_grad():
-                written = write_matrix(path, tasks, factors, batch_size, progress, **of_file)
-            evaluation.take(written.matrix, written.loss, written.asymmetry, written.fallbacks)
+                write_matrix(path, evaluation, overwrite=overwrite, resume=resume)
         evaluation.whole(out if isinstance(out, Tensor) else None)
         if len(evaluation.unused) == len(shapes):
             raise without_effect("hessian", shapes)

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
-from hessiankit.curvature.operator import HessianOperator, check_effect, check_fallbacks
+from hessiankit.curvature.operator import HessianOperator, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import ByName, Params, locate
 from hessiankit.engine.problem.task import Loss
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, unknown
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time, read_numbers
 
@@ -36,13 +35,11 @@ PRODUCTS = 100  # of an estimate
 class CurvatureDiagonal(Printed):
     """The diagonal of the Hessian of a scalar loss, or of its Gauss-Newton part; made by :func:`hessian_diagonal`.
 
+    ``kind``, ``loss``, ``fallbacks`` and ``handshake`` are as in :class:`hessiankit.HessianOperator`.
+
     Attributes:
         values: By parameter name, in the parameter's shape.
-        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
-        loss: The loss at this point.
-        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
-        handshake: Whether loss and gradient were compared with those of the module's own call.
         cost: About how many products with the Hessian take as long as the exact diagonal, as forecast; NaN where it was not.
         estimate: None where the values are exact; else the estimate, with an interval for every entry and trace.
     """
@@ -158,13 +155,10 @@ def hessian_diagonal(
     Behind attention, time grows with the cube of the tokens of a sample; it is forecast from the shapes before that work, to a
     factor of about 2, and what would take longer than ``max_products`` products with the Hessian is refused, or estimated.
 
+    ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
+    :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        params: Which parameters; whole parameters.
-        kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
-            :func:`hessiankit.hessian_operator`.
-        seed: Of the labels drawn for ``"fisher-mc"``.
-        draws: Labels drawn for each term.
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
             :func:`hessiankit.scalar_estimates`; ``"auto"``: an estimate where the exact diagonal would be refused. An estimate
             says so in print, in ``is_estimate`` and in ``estimate``.
@@ -183,24 +177,11 @@ def hessian_diagonal(
     ([[2.0, 4.0]], 6.0)
     """
     start = time.perf_counter()
-    if method not in METHODS:
-        raise unknown(WHO, "method", method, METHODS)
+    check_name(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    tasks, factors = gather(
-        module,
-        inputs,
-        target,
-        loss,
-        params,
-        kind=kind,
-        seed=seed,
-        draws=draws,
-        batch_size=batch_size,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
-    )
+    options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
+    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
     sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
@@ -217,10 +198,7 @@ def hessian_diagonal(
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
     if method == "estimate" or cost > sums.most:
-        with torch.no_grad():
-            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
-        check_effect(tasks, batches)
-        operator = HessianOperator(tasks, batches, factors, kind, None)
+        operator = HessianOperator.of(tasks, factors, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:

@@ -156,24 +156,22 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
         raise InputError(f"{who}: products={products} leave no spread to see; pass {LEAST} or more")
     if not 0 < level < 1:
         raise InputError(f"{who}: level={level} is no share of intervals; pass a number between 0 and 1, 0.95 for one")
-    size, eps = operator.shape[0], torch.finfo(operator.torch_dtype).eps
+    size, dtype, eps = operator.shape[0], operator.torch_dtype, torch.finfo(operator.torch_dtype).eps
 
     def product(vectors: Tensor) -> Tensor:
-        products = (operator @ vectors.to(operator.torch_dtype)).double()
+        products: Tensor = operator @ vectors
         if not bool(torch.isfinite(products).all()):
             raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
         return products
 
     if size <= max(products, SMALL):
-        H = product(torch.eye(size, dtype=torch.float64, device=operator.device))
+        H = product(torch.eye(size, dtype=dtype, device=operator.device)).double()
         exact = [H.trace(), H.square().sum(), *(H.diagonal()[rows].sum() for rows in operator.slices.values())]
         trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
         D, taken = H.diagonal().unsqueeze(1), size
     else:
-        signs = (
-            torch.randint(2, (size, products // 2), generator=torch.Generator().manual_seed(seed), device="cpu").double() * 2 - 1
-        )
-        sketch = Sketch(product, signs.to(operator.device), eps)
+        signs = random_signs(size, products // 2, torch.Generator().manual_seed(seed))
+        sketch = Sketch(product, signs.to(operator.device), dtype)
         trace, squares, D, taken = sketch.trace(), sketch.squares(), sketch.diagonal(), 2 * (products // 2)
         blocks = [sketch.block(rows) for rows in operator.slices.values()]
     norm = math.sqrt(max(0.0, squares.mean))
@@ -186,13 +184,18 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
         estimate(trace, math.sqrt(size) * norm),  # the sum of |eigenvalues| is at most sqrt(P) |H|_F
         estimate(squares, norm**2),
         {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(operator.slices, blocks, sizes, strict=True)},
-        D.mean(1).to(operator.torch_dtype),
-        (entry_half_widths(D, level) + ROUNDING * eps * norm).to(operator.torch_dtype),
+        D.mean(1).to(dtype),
+        (entry_half_widths(D, level) + ROUNDING * eps * norm).to(dtype),
         taken,
         level,
         operator.kind,
         time.perf_counter() - start,
     )
+
+
+def random_signs(size: int, count: int, generator: torch.Generator) -> Tensor:
+    """Return vectors of random signs, (size, count), in float64."""
+    return torch.randint(2, (size, count), generator=generator, device="cpu").double() * 2 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,19 +244,18 @@ class Sketch:
     """What k vectors of signs and 2 k products show of a symmetric matrix H: leave-one-out values of its trace, norm, diagonal.
 
     Args:
-        product: V (P, k) -> H V, taken twice.
+        product: V (P, k) -> H V, taken twice, in a type ``dtype``; all else is in float64.
         signs: Omega (P, k), k < P, of entries 1 and -1.
-        eps: Relative rounding error of a product.
     """
 
-    def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, eps: float) -> None:
+    def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, dtype: torch.dtype) -> None:
         self.signs = signs
         k = signs.shape[1]
-        Y = product(signs)
+        Y = product(signs.to(dtype)).double()
         self.Q, self.R = torch.linalg.qr(Y)
-        self.Z = product(self.Q)
+        self.Z = product(self.Q.to(dtype)).double()
         spread = torch.linalg.svdvals(self.R)
-        if float(spread[-1]) <= k * eps * float(spread[0]):  # Q holds all of H, with or without any one vector
+        if float(spread[-1]) <= k * torch.finfo(dtype).eps * float(spread[0]):  # Q holds all of H, with or without any one vector
             self.S = torch.zeros_like(self.R)
         else:
             eye = torch.eye(k, dtype=self.R.dtype, device=self.R.device)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,14 +31,7 @@ NEARBY = (0.1, 1e-3)  # how far generic parameters are from the given ones; the 
 
 
 class Evaluation:
-    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached.
-
-    Args:
-        tasks: One request a batch, for the same parameters.
-        weights: Factor of each batch's loss.
-        batch_size: Samples treated at once, or None.
-        progress: Called with (samples done, samples in all) while everything is computed.
-    """
+    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached."""
 
     def __init__(
         self, tasks: Sequence[Task], weights: Sequence[float], batch_size: int | None, progress: Progress | None
@@ -49,6 +43,7 @@ class Evaluation:
         self._whole: Tensor | None = None
         self._loss: float | None = None
         self._blocks: dict[tuple[str, str], Tensor] = {}
+        self._of_panels: Sequence[Task] = self.tasks
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
@@ -107,9 +102,9 @@ class Evaluation:
             self._blocks.clear()
         return self._whole
 
-    def take(self, matrix: Tensor, loss: float, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
-        """Set the P x P matrix, its loss, asymmetry and fallbacks, computed elsewhere."""
-        self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, loss, asymmetry, fallbacks
+    def take(self, matrix: Tensor, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
+        """Set the P x P matrix, its asymmetry and fallbacks, when it was computed by panels."""
+        self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, self.loss, asymmetry, fallbacks
 
     @computed_later
     def outer(self) -> Tensor:
@@ -144,35 +139,32 @@ class Evaluation:
 
         A few are computed by products with the Hessian of the two parameters, without the block.
         """
-        slices = self.tasks[0].slices
-        sizes = [slices[n].stop - slices[n].start for n in (i, j)]
-        few = [n if at is None else at.numel() for n, at in zip(sizes, (rows, columns), strict=True)]
-        if self._whole is None and (i, j) not in self._blocks and 2 * min(few) <= sum(sizes):
-            if few[0] < few[1]:
-                return self._products(j, columns, i, rows, few[0]).T
-            return self._products(i, rows, j, columns, few[1])
+        first = self._only(i, j)[0]
+        every = [torch.arange(rows.start, rows.stop, device="cpu") for rows in (first.slices[i], first.slices[j])]
+        down, across = (at if chosen is None else at[chosen] for at, chosen in zip(every, (rows, columns), strict=True))
+        is_few = 2 * min(len(down), len(across)) <= len(every[0]) + len(every[1])
+        if is_few and self._whole is None and (i, j) not in self._blocks:
+            if len(down) < len(across):
+                return self._products(i, j, across, down).T
+            return self._products(i, j, down, across)
         block = self.block(i, j)
         block = block if rows is None else block[rows.to(block.device)]
         return block if columns is None else block[:, columns.to(block.device)]
 
-    def _products(self, i: str, rows: Tensor | None, j: str, columns: Tensor | None, width: int) -> Tensor:
-        """Return a part of a block by products with the unit vectors of its columns."""
+    def _products(self, i: str, j: str, keep: Tensor, along: Tensor) -> Tensor:
+        """Return some rows and columns of the Hessian of two parameters, by products with the unit vectors of the columns."""
         start = time.perf_counter()
         self._check_unchanged()
         tasks = self._only(i, j)
-        slices, size = tasks[0].slices, tasks[0].size
-        at = torch.arange(slices[j].start, slices[j].stop, device="cpu") if columns is None else columns + slices[j].start
-        keep = torch.arange(slices[i].start, slices[i].stop, device="cpu") if rows is None else rows + slices[i].start
-        dtype, device = tasks[0].dtype, tasks[0].device
-        at, keep = at.to(device), keep.to(device)
-        total = torch.zeros(width, keep.numel(), dtype=dtype, device=device)
+        size, device = tasks[0].size, tasks[0].device
+        keep, along = keep.to(device), along.to(device)
+        total = torch.zeros(len(along), len(keep), dtype=tasks[0].dtype, device=device)
         with torch.no_grad():
             for task, weight in zip(tasks, self.weights, strict=True):
                 batch = linearise(task, gauss_newton=False)
                 step = max(1, WORKSPACE // batch.bytes_per_vector)
-                for positions, out in zip(at.split(step), total.split(step), strict=True):
-                    units = total.new_zeros(positions.numel(), size)
-                    units[torch.arange(positions.numel(), device=units.device), positions] = 1.0
+                for positions, out in zip(along.split(step), total.split(step), strict=True):
+                    units = total.new_zeros(len(positions), size).scatter_(1, positions.unsqueeze(1), 1.0)
                     out.add_(batch.product(units)[:, keep], alpha=weight)
                 self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
         if not bool(torch.isfinite(total).all()):
@@ -199,10 +191,14 @@ class Evaluation:
 
     def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
         start = time.perf_counter()
-        matrix, value, fallbacks = self.assembled(tasks, progress, outer=outer, into=into)
+        first = tasks[0]
+        if into is None:
+            check_matrix(first.size, first.dtype, first.device)
+        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
+        value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
         if not matrix.is_finite:
-            check_finite("hessian", matrix.data, tasks[0].slices, tasks)
+            check_finite("hessian", matrix.data, first.slices, tasks)
         self.check_symmetric(matrix, asymmetry, value, fallbacks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
@@ -232,41 +228,44 @@ class Evaluation:
                 "operations, or use a wider dtype"
             )
 
-    def assembled(
-        self, tasks: Sequence[Task], progress: Progress | None = None, *, outer: bool = False, into: Tensor | None = None
+    def panel(
+        self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None
     ) -> tuple[SymmetricStorage, float, tuple[str, ...]]:
-        """Return the matrix, its blocks (i, j) for i not after j only, the loss, and the fallbacks."""
-        first = tasks[0]
-        if into is None:
-            check_matrix(first.size, first.dtype, first.device)
-        look = self._look(first)
+        """Return the n-th panel, its blocks (i, j) for i not after j only, the loss, and the fallbacks.
+
+        ``parts`` are all panels: rows and columns as positions of parameters. Loss and gradient are compared with the module's
+        own in the first panel that is computed.
+        """
+        first, (rows, columns), samples = self.tasks[0], parts[n], sum(task.batch for task in self.tasks)
+        panel = SymmetricStorage(first.slices, first.dtype, first.device, rows=rows, columns=columns)
+        tell = None if self.progress is None else _shifted(self.progress, n * samples, len(parts) * samples)
+        loss, fallbacks = self._add_all(panel, self._of_panels, tell, look, outer=outer)
+        self._of_panels = [replace(task, reference=None) for task in self.tasks]
+        return panel, loss, fallbacks
+
+    def _add_all(
+        self, matrix: SymmetricStorage, tasks: Sequence[Task], progress: Progress | None, look: Look | None, *, outer: bool
+    ) -> tuple[float, tuple[str, ...]]:
+        """Add all batches to a matrix or a panel of it; return the loss and the fallbacks."""
         samples, done = sum(task.batch for task in tasks), 0
-        matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
+        options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
         for task, weight in zip(tasks, self.weights, strict=True):
             tell = None if progress is None else _shifted(progress, done, samples)
-            value, names = self._add(task, weight, matrix, tell, look, outer=outer)
+            try:
+                value, names = assemble(task, matrix, share=weight, progress=tell, **options)
+            except TraceError:
+                if reached(task):
+                    raise
+                value, names = own_value(task), ()  # no parameter has an effect on it
             values.append(weight * value)
             fallbacks += names
             done += task.batch
-        return matrix, math.fsum(values), tuple(dict.fromkeys(fallbacks))
-
-    def _add(
-        self, task: Task, weight: float, matrix: SymmetricStorage, progress: Progress | None, look: Look, *, outer: bool
-    ) -> tuple[float, tuple[str, ...]]:
-        """Add one batch to the matrix, if any parameter has an effect on its loss; return its loss and fallbacks."""
-        try:
-            return assemble(
-                task, matrix, share=weight, batch_size=self.batch_size, progress=progress, gauss_newton=outer, on_memory=look
-            )
-        except TraceError:
-            if reached(task):
-                raise
-        return own_value(task), ()
+        return math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     @staticmethod
-    def _look(first: Task) -> Look:
+    def look(first: Task) -> Look:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)

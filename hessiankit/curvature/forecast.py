@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.benchmark import Timer
 
 from hessiankit.curvature.planning import PANEL, make_plan
 from hessiankit.curvature.streaming import SLAB, check_out
@@ -132,13 +133,11 @@ def forecast(
         module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=False
     )
     first = tasks[0]
-    plan = make_plan(tasks, batch_size, None if out is None else PANEL)
-    size, itemsize = tasks[0].size, first.dtype.itemsize
-    matrix = size * size * itemsize
+    plan = make_plan(tasks, batch_size, math.inf if out is None else PANEL)
+    size = first.size
+    matrix = size * size * first.dtype.itemsize
     workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
-    parts = len(plan.panels.parts)
-    flops, moved = plan.total("flops"), plan.total("moved")
-    operations = round(plan.total("operations"))
+    flops, moved, operations = plan.total("flops"), plan.total("moved"), round(plan.total("operations"))
     speed = Speed.measure(first.dtype, first.device)
     seconds = flops / speed.flops + (moved + 4 * matrix) / speed.bytes + operations * speed.each
     seconds += (matrix + plan.workspace) / speed.fresh if out is None else 2 * matrix / speed.disk
@@ -148,8 +147,8 @@ def forecast(
         device=str(first.device),
         samples=sum(task.batch for task in tasks),
         batches=len(tasks),
-        chunks=len(plan.chunks),
-        panels=parts,
+        chunks=len(plan.costs),
+        panels=len(plan.panels.parts),
         matrix_bytes=matrix,
         workspace_bytes=workspace,
         memory_bytes=workspace + (matrix if out is None else plan.panels.largest),
@@ -180,32 +179,15 @@ class Speed:
         a = torch.ones(64, 256, 64, dtype=dtype, device=device)
         b = torch.ones(2**21, dtype=dtype, device=device)
         c = torch.ones(8, dtype=dtype, device=device)
-        product, copy, small = (_seconds(f, device) for f in (lambda: a.mT @ a, lambda: b + 1, lambda: c + 1))
-        fresh = FRESH**2 * 8 / min(_touched(device) for _ in range(3))
-        return cls(2 * 64 * 256 * 64 * 64 / product, 2 * b.numel() * b.element_size() / copy, fresh, small)
+        product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
+        new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
+        return cls(2 * 64 * 256 * 64 * 64 / product, 2 * b.numel() * b.element_size() / copy, 8 * FRESH**2 / new, small)
 
 
-def _seconds(run: Callable[[], Any], device: torch.device) -> float:
-    run()
-    _wait(device)
-    start, n = time.perf_counter(), 0
-    while time.perf_counter() - start < 0.01 or n < 3:
-        run()
-        n += 1
-        _wait(device)
-    return (time.perf_counter() - start) / n
-
-
-def _touched(device: torch.device) -> float:
-    start = time.perf_counter()
-    zeros((FRESH, FRESH), torch.float64, device).fill_(1.0)
-    _wait(device)
-    return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _seconds(run: Callable[[], Any]) -> float:
+    """Return the time of a call, which ends on the device."""
+    timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+    return timer.blocked_autorange(min_run_time=0.01).median
 
 
 def _duration(seconds: float) -> str:

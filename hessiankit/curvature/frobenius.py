@@ -5,16 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.operator import check_fallbacks
-from hessiankit.curvature.planning import PANEL, Plan, check_workspace, make_plan, panels
-from hessiankit.curvature.streaming import PanelSum
+from hessiankit.curvature.planning import PANEL, check_workspace, make_plan, panels
 from hessiankit.engine.diagnosis import not_finite, without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
@@ -37,14 +36,12 @@ SLAB = 2**20  # entries whose squares are added at once, in float64
 class FrobeniusNorms(Printed):
     """Frobenius norms of the blocks of a Hessian, or of its Gauss-Newton part; made by :func:`frobenius_norms`.
 
+    ``kind``, ``loss``, ``fallbacks`` and ``handshake`` are as in :class:`hessiankit.HessianOperator`.
+
     Attributes:
         blocks: By names (i, j), i not after j in the order of ``shapes``: ||H_ij||_F, which is ||H_ji||_F too.
         shapes: Shape of each parameter.
-        kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
-        loss: The loss at this point.
-        fallbacks: Operations without a closed form, which were differentiated automatically one by one.
         seconds: Time taken.
-        handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
     blocks: dict[tuple[str, str], float]
@@ -154,13 +151,10 @@ def frobenius_norms(
     By panels, memory is one panel of rows (see ``panel_bytes``) and the derivatives of one chunk of samples. Panels take up to
     half of the free memory, because each traces every chunk anew. The module is not changed, so Ctrl-C is safe at any time.
 
+    ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
+    :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        params: Which parameters; whole parameters.
-        kind: ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"`` or ``"fisher-empirical"``, as in
-            :func:`hessiankit.hessian_operator`.
-        seed: Of the labels drawn for ``"fisher-mc"``.
-        draws: Labels drawn for each term.
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
@@ -184,72 +178,72 @@ def frobenius_norms(
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
     tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    shapes = tasks[0].shapes
-    if panel_bytes is None and (dense := _dense(tasks, factors, batch_size, progress, outer=kind != "hessian")) is not None:
-        return FrobeniusNorms(dense[0], shapes, kind, *dense[1:], time.perf_counter() - start, handshake)
+    evaluation, outer = Evaluation(tasks, factors, batch_size, progress), kind != "hessian"
     with torch.no_grad():
-        plan = _plan(tasks, batch_size, panel_bytes)
-        if not plan.chunks:
-            raise without_effect(WHO, shapes)
-        total = PanelSum(tasks, factors, plan.chunks, plan.panels.parts, progress, outer=kind != "hessian")
-        norms: dict[tuple[str, str], float] = {}
-        for n in range(len(plan.panels.parts)):
-            norms |= _norms(total.panel(n)[0])  # which goes before the next one comes
-        value = total.loss()
-    if plan.fallbacks:
+        found = _at_once(evaluation, outer=outer) if panel_bytes is None else None
+        norms, value, fallbacks = found or _by_panels(evaluation, panel_bytes, outer=outer)
+    shapes = tasks[0].shapes
+    if not any(norms.values()) and not any(reached(task) for task in tasks):
+        raise without_effect(WHO, shapes)
+    if fallbacks and found is None:
         check_fallbacks(tasks, factors, kind)
     blocks = {(i, j): norms[i, j] for i in shapes for j in shapes if (i, j) in norms}
-    return FrobeniusNorms(blocks, shapes, kind, value, plan.fallbacks, time.perf_counter() - start, handshake)
+    return FrobeniusNorms(blocks, shapes, kind, value, fallbacks, time.perf_counter() - start, handshake)
 
 
-def _dense(
-    tasks: Sequence[Task],
-    factors: Sequence[float],
-    batch_size: int | None,
-    progress: Callable[[int, int], None] | None,
-    *,
-    outer: bool,
-) -> tuple[dict[tuple[str, str], float], float, tuple[str, ...]] | None:
-    """Return the norms of the blocks of the whole matrix, the loss and the fallbacks; None where it leaves too little memory."""
-    first = tasks[0]
+Found: TypeAlias = tuple[dict[tuple[str, str], float], float, tuple[str, ...]]
+"""Norms of the blocks, the loss and the fallbacks."""
+
+
+def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
+    """Return what the whole matrix gives; None where it leaves too little memory."""
+    first = evaluation.tasks[0]
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
-    evaluation = Evaluation(tasks, factors, batch_size, progress)
+    every = range(len(first.parameters))
     try:
-        matrix, value, fallbacks = evaluation.assembled(tasks, progress, outer=outer)
+        matrix, value, fallbacks = evaluation.panel([(every, every)], 0, outer=outer, look=evaluation.look(first))
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
-    names = list(first.parameters)
-    norms = {(i, j): _norm(matrix.block(i, j)) for n, i in enumerate(names) for j in names[n:]}
-    if (broken := next((pair for pair, norm in norms.items() if not math.isfinite(norm)), None)) is not None:
-        raise not_finite(WHO, *broken, tasks)
-    if not any(norms.values()) and not any(reached(task) for task in tasks):
-        raise without_effect(WHO, names)
+    norms = _norms(matrix, evaluation.tasks)
     if fallbacks:
         evaluation.check_symmetric(matrix, matrix.mirror(), value, fallbacks)
     return norms, value, fallbacks
 
 
-def _plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:
-    """Return a plan whose panels are of ``limit`` bytes, or few and large.
+def _by_panels(evaluation: Evaluation, limit: int | None, *, outer: bool) -> Found:
+    """Return what panels of ``limit`` bytes give, or of None few and large ones, of which one is kept at a time.
 
     Raises:
         OutOfMemoryError: A panel and the work space do not fit.
     """
-    first = tasks[0]
-    plan = make_plan(tasks, batch_size, limit or PANEL)
-    if limit is None and len(plan.panels.parts) > 1:
+    tasks, first = evaluation.tasks, evaluation.tasks[0]
+    plan = make_plan(tasks, evaluation.batch_size, limit or PANEL)
+    cut = plan.panels
+    if limit is None and len(cut.parts) > 1:
         room = (available_memory(first.device) - plan.workspace) // 2
-        sizes = [p.numel() for p in tasks[0].parameters.values()]
-        plan = replace(plan, panels=panels(sizes, first.dtype.itemsize, max(PANEL, room)))
-    check_workspace(plan.workspace, plan.panels.largest, first.device)
-    return plan
+        cut = panels([p.numel() for p in first.parameters.values()], first.dtype.itemsize, max(PANEL, room))
+    check_workspace(plan.workspace, cut.largest, first.device)
+    norms: dict[tuple[str, str], float] = {}
+    for n in range(len(cut.parts)):
+        panel, value, fallbacks = evaluation.panel(cut.parts, n, outer=outer)
+        norms |= _norms(panel, tasks)
+        del panel  # before the next one comes
+    return norms, value, fallbacks
 
 
-def _norms(panel: SymmetricStorage) -> dict[tuple[str, str], float]:
+def _norms(panel: SymmetricStorage, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
+    """Return the norms of the blocks of a panel.
+
+    Raises:
+        InputError: One is not finite.
+    """
     names = list(panel.order)
-    pairs = [(names[i], names[j]) for i in panel.rows for j in panel.columns if i <= j]
-    return {(i, j): _norm(panel.block(i, j)) for i, j in pairs}
+    norms = {(names[i], names[j]): _norm(panel.block(names[i], names[j])) for i in panel.rows for j in panel.columns if i <= j}
+    for pair, norm in norms.items():
+        if not math.isfinite(norm):
+            raise not_finite(WHO, *pair, tasks)
+    return norms
 
 
 def _norm(block: Tensor) -> float:

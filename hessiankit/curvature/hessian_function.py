@@ -24,9 +24,6 @@ class HessianFunction(Printed):
 
     Every call runs the module, traces it and compares the trace with the module's own loss and gradient: nothing is kept from one
     call to the next but the arguments.
-
-    Attributes:
-        module: The module.
     """
 
     def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:
@@ -40,13 +37,12 @@ class HessianFunction(Printed):
         """Return the Hessian at the current parameters.
 
         Args:
-            inputs: One batch; None: that of the last call that succeeded.
-            target: As ``inputs``.
+            inputs: One batch; None: that of the last call that succeeded, and so for ``target``.
+            target: What the loss compares with.
             out: A contiguous (P, P) tensor that takes the matrix; None: a new one.
 
         Raises:
             InputError: As :func:`hessiankit.hessian`; or ``out`` has another shape, dtype or device than the matrix.
-            TraceError: As :func:`hessiankit.hessian`.
         """
         data = (self._data[0] if inputs is None else inputs, self._data[1] if target is None else target)
         result = hessian(self.module, *data, out=out, **self._options)
@@ -73,18 +69,8 @@ def hessian_function(
 ) -> HessianFunction:
     """Return the Hessian as a function of the module's current parameters and of data.
 
-    For curvature along a training run, over many batches or single samples.
-
-    Args:
-        module: As in :func:`hessiankit.hessian`, like all other arguments.
-        inputs: One batch.
-        target: What the loss compares with.
-        loss: The loss.
-        params: Which parameters.
-        batch_size: Samples treated at once.
-
-    Returns:
-        A callable ``f(inputs=None, target=None, *, out=None)`` that returns a :class:`~hessiankit.curvature.dense.Hessian`.
+    For curvature along a training run, over many batches or single samples: ``f(inputs=None, target=None, *, out=None)`` returns
+    a :class:`~hessiankit.curvature.dense.Hessian`. The arguments are those of :func:`hessiankit.hessian`, with one batch.
 
     Raises:
         InputError: As :func:`hessiankit.hessian`; or several batches are given: call the function with one after the other.

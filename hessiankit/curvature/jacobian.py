@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -80,19 +80,17 @@ class JacobianOperator(TensorOperator):
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
-        with torch.no_grad(), full_precision():
-            if not self.fallbacks:
-                yield
-                return
-            with self._task.at(), torch.no_grad():
-                yield
+        with self._task.at() if self.fallbacks else nullcontext(), torch.no_grad(), full_precision():
+            yield
 
     def _rows(self, rows: Tensor) -> Tensor:
         """Push forward: (S, P) to (S, outputs)."""
-        with self._at_the_point():
-            return self._finite(torch.cat([self._push(part) for part in rows.split(self.block_size)]), rows)
+        return self._swept(self._push, rows)
 
-    def _finite(self, products: Tensor, rows: Tensor) -> Tensor:
+    def _swept(self, sweep: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
+        """Return what a sweep makes of rows, some at a time."""
+        with self._at_the_point():
+            products = torch.cat([sweep(part) for part in rows.split(self.block_size)])
         if not bool(torch.isfinite(products).all()) and bool(torch.isfinite(rows).all()):
             place = origin_of_any([self._task])
             raise InputError(f"{WHO}: products with the Jacobian are NaN or infinite{place}. {REMEDY}")
@@ -108,8 +106,7 @@ class JacobianOperator(TensorOperator):
 
     def pull(self, rows: Tensor) -> Tensor:
         """Return J^T times covectors, as rows: (S, outputs) to (S, P)."""
-        with self._at_the_point():
-            return self._finite(torch.cat([self._pull(part) for part in rows.split(self.block_size)]), rows)
+        return self._swept(self._pull, rows)
 
     def _pull(self, rows: Tensor) -> Tensor:
         bars = self._pulled(rows, lambda value, bar: None)
@@ -189,10 +186,9 @@ def _along_a_cotangent(outputs: Any, _target: Any) -> Tensor:
 def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, handshake: bool = True) -> JacobianOperator:
     """Return the Jacobian of ``module(inputs)`` with respect to the parameters as a linear operator; ``.T`` is its transpose.
 
+    Arguments are those of :func:`hessiankit.hessian`, with one batch, whole parameters, and a module that returns one tensor.
+
     Args:
-        module: Any module whose forward torch can trace, and that returns one tensor.
-        inputs: As in :func:`hessiankit.hessian`, one batch.
-        params: As in :func:`hessiankit.hessian`; whole parameters.
         handshake: Compare the inner product of the output with a fixed cotangent, and its gradient, with those of the module's
             own call first.
 

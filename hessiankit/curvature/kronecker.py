@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from derivations.loss import SampledLoss
 from hessiankit.curvature.jacobian import JacobianOperator
-from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, diagonal, kronecker_block
-from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, Site, WeightJacobian, find_sites
+from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, known_count
 from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples
 from hessiankit.engine.problem.loss_trace import loss_primitive, normalizer_of, samples_are_independent
@@ -26,41 +26,10 @@ PULLED, DRAWS = 4096, 16
 """Columns of L'' that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
 
 
-class SiteJacobian(JacobianOperator):
-    """The Jacobian of the output of one batch, with the sites of weights and biases on the way."""
-
-    sites: dict[int, Site]
-    leading: dict[int, int]
-
-    def _prepare(self, task: Task, trace: Trace) -> None:
-        super()._prepare(task, trace)
-        reached = {output for _, _, output in self._steps}
-        self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
-        self.leading = {at: trace.values[at].shape[0] for at in self.sites}
-        self.output = trace.values[self._output]
-
-    def at_sites(self, rows: Tensor) -> dict[int, Tensor]:
-        """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
-        covectors_of: dict[int, Tensor] = {}
-
-        def keep(value: int, bar: Tensor) -> None:
-            if value in self.sites:
-                covectors_of[value] = bar.reshape(len(bar), -1, bar.shape[-1])
-
-        with self._at_the_point():
-            self._pulled(rows, keep)
-        return covectors_of
-
-
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
     """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative of ``share`` times the loss in each row.
 
-    Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients.
-
-    Args:
-        task: With a named loss.
-        Z: The output.
-        share: What the loss is multiplied by.
+    Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients. Z is the output.
     """
     sampled = loss_primitive(task, normalizer_of(task))
     if isinstance(sampled, SampledLoss):
@@ -100,25 +69,79 @@ class LayerFactors:
     rows: int = 0
 
 
-@dataclass(frozen=True, eq=False)
-class FactoredBatch:
-    """A batch: its Jacobian, the columns of L'' (K, B, T, C), and whether one covector can contain a column of each sample.
+class FactoredBatch(JacobianOperator):
+    """The Jacobian of the output of one batch, with the sites of weights and biases on the way, and the columns of L''.
 
     Attributes:
-        J: The Jacobian.
-        columns: See :func:`columns`.
-        together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other.
+        columns: See :func:`columns`, (K, B, T, C).
+        together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other: one
+            covector may then hold a column of every sample.
         drawn: Whether a column holds drawn labels of all terms, and is pulled back at once.
-        held: Weights and biases by the id of their site's value.
+        held: Weights and biases whose whole gradient comes from one site, by the id of its value.
         counted: Which samples have labels that count, where the rows of a site are those of the samples.
     """
 
-    J: SiteJacobian
-    columns: Tensor
-    together: bool
-    drawn: bool
-    held: list[tuple[int, ParameterJacobian]]
-    counted: Tensor | slice
+    def __init__(self, task: Task, share: float, seed: int) -> None:
+        super().__init__(task)
+        Z = self.output
+        together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
+        self.together = together and all(n == task.batch for n in self.leading.values())
+        sweeps, classes = Z.numel() // (task.batch if self.together else 1), Z.shape[-1] if Z.ndim else 1
+        self.counted = counted_samples(task) if self.together else slice(None)
+        self.drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
+        self.columns = columns(as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS) if self.drawn else task, Z, share)
+        self.held = self._used_once()
+
+    def _prepare(self, task: Task, trace: Trace) -> None:
+        super()._prepare(task, trace)
+        reached = {output for _, _, output in self._steps}
+        self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
+        self.leading = {at: trace.values[at].shape[0] for at in self.sites}
+        self.output = trace.values[self._output]
+
+    def _at_sites(self, rows: Tensor) -> dict[int, Tensor]:
+        """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
+        covectors_of: dict[int, Tensor] = {}
+
+        def keep(value: int, bar: Tensor) -> None:
+            if value in self.sites:
+                covectors_of[value] = bar.reshape(len(bar), -1, bar.shape[-1])
+
+        with self._at_the_point():
+            self._pulled(rows, keep)
+        return covectors_of
+
+    def _used_once(self) -> list[tuple[int, ParameterJacobian]]:
+        generator = torch.Generator().manual_seed(0)
+        u = torch.randn(1, self.shape[0], generator=generator, dtype=torch.float64, device="cpu")
+        u = u.to(self.device, self.torch_dtype)
+        bars, whole = self._at_sites(u), self.pull(u)[0]
+        used = []
+        for at, site in self.sites.items():
+            for one in site.jacobians:
+                bias = isinstance(one, GainJacobian) and one.is_ones
+                if at not in bars or not (isinstance(one, WeightJacobian) or bias):
+                    continue
+                own = one.vjp(bars[at][0].unsqueeze(-1))[:, 0]
+                of_whole = whole[self.slices[one.parameter]]
+                of_whole = of_whole if one.at is None else of_whole[one.at.to(self.device)]
+                if float((own - of_whole).abs().max()) <= torch.finfo(self.torch_dtype).eps ** 0.5 * float(own.abs().max()):
+                    used.append((at, one))
+        return used
+
+    def bars(self) -> Iterator[dict[int, Tensor]]:
+        """Yield gradients at the sites for some columns of L'' at a time."""
+        K, B, T, C = self.columns.shape
+        most = max(1, min(self.block_size, ENTRIES // self.output.numel()))
+        samples: list[Any] = [slice(None)] if self.together else list(range(B))
+        terms: list[Any] = [slice(None)] if self.drawn else list(range(T))
+        places = [(k, t, b) for k in range(K) for t in terms for b in samples]
+        for start in range(0, len(places), most):
+            chunk = places[start : start + most]
+            rows = self.columns.new_zeros(len(chunk), B, T, C)
+            for n, (k, t, b) in enumerate(chunk):
+                rows[n, b, t] = self.columns[k, b, t]
+            yield self._at_sites(rows.reshape(len(chunk), -1))
 
 
 class KroneckerFactors:
@@ -128,12 +151,7 @@ class KroneckerFactors:
     itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Where that
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
-    other ways, have no factors.
-
-    Args:
-        tasks: The batches, with named losses, or those of a sampled Fisher.
-        shares: What each loss is multiplied by.
-        seed: Of drawn labels.
+    other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
 
     Attributes:
         weights: What has factors.
@@ -143,84 +161,37 @@ class KroneckerFactors:
     def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:
         if not all(isinstance(task.loss, str) for task in tasks):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
-        self.is_drawn = False
         self.slices = tasks[0].slices
         self.weights: list[LayerFactors] = []
-        self._batches: list[FactoredBatch] = []
-        for task, share in zip(tasks, shares, strict=True):
-            J = SiteJacobian(task)
-            together = J.output.ndim > 0 and len(J.output) == task.batch > 1 and samples_are_independent(task)
-            together = together and all(n == task.batch for n in J.leading.values())
-            classes = J.output.shape[-1] if J.output.ndim else 1
-            sweeps = J.output.numel() if not together else J.output.numel() // task.batch
-            counted = counted_samples(task) if together else slice(None)
-            drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
-            if drawn:
-                task = as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS)
-                self.is_drawn = True
-            used = self._used_once(J)
-            self._batches.append(FactoredBatch(J, columns(task, J.output, share), together, drawn, used, counted))
-        held = self._batches[0].held
-        for other in self._batches[1:]:
-            held = [(at, one) for at, one in held if one.parameter in {x.parameter for _, x in other.held}]
-        names = {one.parameter for _, one in held}
-        for n, batch in enumerate(self._batches):
-            self._batches[n] = replace(batch, held=[(at, one) for at, one in batch.held if one.parameter in names])
-        zeros = self._batches[0].J.output.new_zeros
+        self._batches = [FactoredBatch(task, share, seed) for task, share in zip(tasks, shares, strict=True)]
+        self.is_drawn = any(batch.drawn for batch in self._batches)
+        names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
+        for batch in self._batches:
+            batch.held = [(at, one) for at, one in batch.held if one.parameter in names]
+        zeros = self._batches[0].output.new_zeros
         for _, one in self._batches[0].held:
-            is_weight = isinstance(one, WeightJacobian)
-            width, n = (one.width, one.X.shape[1]) if isinstance(one, WeightJacobian) else (one.size, 0)
-            transposed = isinstance(one, WeightJacobian) and one.transposed
-            inputs = zeros(n, n) if is_weight else None
-            self.weights.append(LayerFactors(one.parameter, one.at, transposed, inputs, zeros(width, width)))
+            if isinstance(one, WeightJacobian):
+                n, width, transposed = one.X.shape[1], one.width, one.transposed
+                factors = LayerFactors(one.parameter, one.at, transposed, zeros(n, n), zeros(width, width))
+            else:
+                factors = LayerFactors(one.parameter, one.at, False, None, zeros(one.size, one.size))
+            self.weights.append(factors)
         for batch in self._batches:
             self._add(batch)
-
-    def _used_once(self, J: SiteJacobian) -> list[tuple[int, ParameterJacobian]]:
-        """Return the weights and biases whose whole gradient comes from one site, in the order of the sites."""
-        generator = torch.Generator().manual_seed(0)
-        u = torch.randn(1, J.shape[0], generator=generator, dtype=torch.float64, device="cpu").to(J.device, J.torch_dtype)
-        bars, whole = J.at_sites(u), J.pull(u)[0]
-        used = []
-        for at, site in J.sites.items():
-            for one in site.jacobians:
-                bias = isinstance(one, GainJacobian) and one.is_ones
-                if at not in bars or not (isinstance(one, WeightJacobian) or bias):
-                    continue
-                own = one.vjp(bars[at][0].unsqueeze(-1))[:, 0]
-                of_whole = whole[J.slices[one.parameter]]
-                of_whole = of_whole if one.at is None else of_whole[one.at.to(J.device)]
-                if float((own - of_whole).abs().max()) <= torch.finfo(J.torch_dtype).eps ** 0.5 * float(own.abs().max()):
-                    used.append((at, one))
-        return used
 
     def _add(self, batch: FactoredBatch) -> None:
         for weight, (_, one) in zip(self.weights, batch.held, strict=True):
             if isinstance(one, WeightJacobian):
                 assert weight.inputs is not None
-                rows = len(batch.J.output) if batch.together else 1
+                rows = len(batch.output) if batch.together else 1
                 X = one.X.reshape(rows, -1, one.X.shape[1])[batch.counted].flatten(0, 1)
                 weight.inputs += X.T @ X
                 weight.rows += len(X)
-        for bars in self._bars(batch):
+        for bars in batch.bars():
             for weight, (at, _) in zip(self.weights, batch.held, strict=True):
                 if at in bars:
                     g = bars[at].reshape(-1, bars[at].shape[-1])
                     weight.gradients += g.T @ g
-
-    def _bars(self, batch: FactoredBatch) -> Iterator[dict[int, Tensor]]:
-        """Yield gradients at the sites for some columns of L'' at a time."""
-        J, (K, B, T, C) = batch.J, batch.columns.shape
-        most = max(1, min(J.block_size, ENTRIES // J.output.numel()))
-        samples: list[Any] = [slice(None)] if batch.together else list(range(B))
-        terms: list[Any] = [slice(None)] if batch.drawn else list(range(T))
-        places = [(k, t, b) for k in range(K) for t in terms for b in samples]
-        for start in range(0, len(places), most):
-            chunk = places[start : start + most]
-            rows = batch.columns.new_zeros(len(chunk), B, T, C)
-            for n, (k, t, b) in enumerate(chunk):
-                rows[n, b, t] = batch.columns[k, b, t]
-            yield J.at_sites(rows.reshape(len(chunk), -1))
 
     def positions(self, weight: LayerFactors) -> Tensor:
         """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
@@ -229,7 +200,13 @@ class KroneckerFactors:
         return every if weight.at is None else every[weight.at.to(every.device)]
 
     def kfac(self) -> list[Structure]:
-        """Return A (x) G for every weight, G for every bias."""
+        """Return A (x) G for every weight, G for every bias.
+
+        Raises:
+            InputError: There are no factors.
+        """
+        if not self.weights:
+            raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
         structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:
@@ -244,32 +221,12 @@ class KroneckerFactors:
         kfac = self.kfac()
         squares = [torch.zeros_like(part.values) for part in kfac]
         for batch in self._batches:
-            for bars in self._bars(batch):
+            for bars in batch.bars():
                 for part, total, (at, one) in zip(kfac, squares, batch.held, strict=True):
                     if at in bars:
-                        groups = batch.J.leading[at] if batch.together else 1
+                        groups = batch.leading[at] if batch.together else 1
                         total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
         return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
-
-
-def completed(structures: list[Structure], size: int, whole: Callable[[], Tensor]) -> list[Structure]:
-    """Return Kronecker structures and the diagonal of the entries without factors.
-
-    Args:
-        structures: Of the entries that have factors.
-        size: Of the whole matrix.
-        whole: Makes the diagonal of the Gauss-Newton matrix, (size,), where there are other entries.
-
-    Raises:
-        InputError: There are no factors.
-    """
-    if not structures:
-        raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
-    covered = torch.zeros(size, dtype=torch.bool, device=structures[0].values.device)
-    for part in structures:
-        covered[part.at] = True
-    uncovered = (~covered).nonzero()[:, 0]
-    return [*structures, diagonal(uncovered, whole()[uncovered])] if len(uncovered) else structures
 
 
 def _squares(part: Structure, one: ParameterJacobian, g: Tensor) -> Tensor:

@@ -27,14 +27,10 @@ def norm(v: Tensor) -> float:
 
 
 def conjugate_gradients(product: Product, b: Tensor, *, precondition: Product | None, tol: float, most: int) -> Tensor:
-    """Return x with |b - A x| <= tol |b|, or the iterate after ``most`` products.
+    """Return x with |b - A x| <= tol |b| for a positive definite A, or the iterate after ``most`` products.
 
-    Args:
-        product: v -> A v, A positive definite.
-        b: (P,).
-        precondition: v -> M v with M about A^-1, symmetric and positive definite.
-        tol: Of the residual as it is updated, relative to |b|.
-        most: Products at most.
+    ``product`` maps v to A v, ``precondition`` to M v with M about A^-1, symmetric and positive definite. The residual is the one
+    that is updated.
 
     >>> A = torch.tensor([[2.0, 2.0], [2.0, 4.0]], dtype=torch.float64)
     >>> b = torch.tensor([4.0, 6.0], dtype=torch.float64)

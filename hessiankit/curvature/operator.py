@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.curvature.cuda_graph import Replayed
-from hessiankit.curvature.kronecker import KroneckerFactors, completed
+from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
-from hessiankit.curvature.structures import Structure, StructuredOperator, diagonal
+from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
@@ -70,16 +70,13 @@ class HessianOperator(SymmetricOperator):
     return the same.
 
     Attributes:
-        shape: (P, P).
-        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. A half-precision module has
-            products in float32.
-        device: Where the products are computed.
+        torch_dtype: Of vectors; ``dtype`` is the same as NumPy spells it, which SciPy needs. A half-precision module has products
+            in float32.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.
         kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
         loss: The loss at this point.
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
-        block_size: Vectors treated at once.
         handshake: Whether loss and gradient were compared with those of the module's own call.
     """
 
@@ -112,6 +109,18 @@ class HessianOperator(SymmetricOperator):
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
+
+    @classmethod
+    def of(cls, tasks: Sequence[Task], weights: Sequence[float], kind: str) -> HessianOperator:
+        """Return the operator of requests that :func:`~hessiankit.engine.problem.batches.gather` returned.
+
+        Raises:
+            InputError: No batch's loss depends on the parameters.
+        """
+        with torch.no_grad():
+            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
+        check_effect(tasks, batches)
+        return cls(tasks, batches, list(weights), kind, None)
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -247,13 +256,10 @@ class HessianOperator(SymmetricOperator):
         if name not in self._approximations:
             self._check_shared()
             tasks = list(map(_at_the_point, self._tasks, self._batches))
-            if name == "diagonal":
-                every = torch.arange(self.shape[0], device=self.device)
-                parts: list[Structure] = [diagonal(every, self._diagonal(tasks, gauss_newton=self.kind != "hessian"))]
-            else:
-                factors = KroneckerFactors(tasks, self._weights)
-                parts = completed(getattr(factors, name)(), self.shape[0], lambda: self._diagonal(tasks, gauss_newton=True))
-            self._approximations[name] = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+            parts = [] if name == "diagonal" else getattr(KroneckerFactors(tasks, self._weights), name)()
+            gauss_newton = self.kind != "hessian" or name != "diagonal"
+            factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+            self._approximations[name] = factored.completed(lambda: self._diagonal(tasks, gauss_newton=gauss_newton))
         return self._approximations[name]
 
     def _diagonal(self, tasks: list[Task], *, gauss_newton: bool) -> Tensor:
@@ -359,12 +365,10 @@ def hessian_operator(
     finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
     only vectors that are multiplied together are tested, beside one operation of each kind here.
 
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: Any module whose forward torch can trace; see :func:`hessiankit.hessian` for what it may return.
-        data: The inputs, with ``target``, or several batches, as in :func:`hessiankit.hessian`.
-        target: What the loss compares with, as in :func:`hessiankit.hessian`.
-        loss: As in :func:`hessiankit.hessian`.
-        params: As in :func:`hessiankit.hessian`; whole parameters.
+        data: The inputs, with ``target``, or several batches.
         kind: ``"hessian"``. ``"ggn"``: the outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J, g
             the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
             losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
@@ -376,9 +380,6 @@ def hessian_operator(
         seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
         draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
-        weights: As in :func:`hessiankit.hessian`.
-        reduction: As in :func:`hessiankit.hessian`.
-        handshake: As in :func:`hessiankit.hessian`; once for each batch, here.
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
             of activations does. Half as much time again.
@@ -404,22 +405,10 @@ def hessian_operator(
     """
     check_options(kind, block_size, seed, draws, recompute, micro_batch)
     lean = recompute is not None or micro_batch is not None or _is_large(module)
-    tasks, batches, counts = linearised(
-        module,
-        data,
-        target,
-        loss=loss,
-        params=params,
-        kind=kind,
-        seed=seed,
-        draws=draws,
-        weights=weights,
-        reduction=reduction,
-        handshake=handshake,
-        share=lean if snapshot is None else not snapshot,
-        recompute=recompute,
-        micro_batch=micro_batch,
-    )
+    share = lean if snapshot is None else not snapshot
+    of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake, "share": share}
+    options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "recompute": recompute, "micro_batch": micro_batch}
+    tasks, batches, counts = linearised(module, data, target, loss=loss, params=params, **options, **of_requests)
     check_effect(tasks, batches)
     operator = HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
     tasks.clear()  # with the module's own gradient
@@ -469,9 +458,7 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
     Raises:
         InputError: Half of the digits differ, or more.
     """
-    with torch.no_grad():
-        batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
-    operator = HessianOperator(tasks, batches, list(weights), kind, None)
+    operator = HessianOperator.of(tasks, weights, kind)
     _ = operator.symmetry_error
     if diagonal is None:
         return
@@ -479,7 +466,7 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
     unit = torch.zeros_like(diagonal)
     unit[at] = 1.0
     seen, expected = float(diagonal[at]), float((operator @ unit)[at])
-    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in batches)) ** 0.5
+    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in operator._batches)) ** 0.5
     if not abs(seen - expected) <= allowed * max(abs(seen), abs(expected)):
         raise InputError(
             f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian; "

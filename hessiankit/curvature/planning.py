@@ -1,7 +1,8 @@
-"""Plans: samples in chunks, the matrix in panels, and the cost of each, from shapes."""
+"""Plans: the cost of samples in chunks, from shapes, and the matrix in panels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,30 +23,24 @@ class Cost:
     """Cost of one chunk of samples.
 
     Attributes:
+        samples: How many there are.
         flops: Floating-point operations of matrix products, a multiply-add counted as two.
         moved: Bytes that operations read and write.
         operations: How many there are.
         bytes: Alive at once, the matrix not counted.
+        fallbacks: Operations without a closed form.
     """
 
+    samples: int
     flops: float
     moved: float
     operations: int
     bytes: int
+    fallbacks: tuple[str, ...]
 
 
 PANEL = 256 * 2**20  # bytes of the rows of the matrix that are computed before they are written
 MEASURED = 8  # batches of different lengths that are measured; the others count as the next larger one
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Samples of one batch that are processed together; ``whole`` if they are the whole batch."""
-
-    batch: int
-    start: int
-    stop: int
-    whole: bool
 
 
 @dataclass(frozen=True)
@@ -58,12 +53,15 @@ class PanelPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Chunks with their costs, and panels."""
+    """The cost of each chunk of samples, and panels."""
 
-    chunks: tuple[Chunk, ...]
     costs: tuple[Cost, ...]
     panels: PanelPlan
-    fallbacks: tuple[str, ...]
+
+    @property
+    def fallbacks(self) -> tuple[str, ...]:
+        """Operations without a closed form."""
+        return tuple(dict.fromkeys(name for cost in self.costs for name in cost.fallbacks))
 
     @property
     def workspace(self) -> int:
@@ -76,7 +74,7 @@ class Plan:
         return float(sum(getattr(cost, what) for cost in self.costs)) * len(self.panels.parts) / max(1, len(rows))
 
 
-def panels(sizes: Sequence[int], itemsize: int, limit: int) -> PanelPlan:
+def panels(sizes: Sequence[int], itemsize: int, limit: float) -> PanelPlan:
     """Cut the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
 
     Rows of whole parameters, and all columns not before them; of a parameter too large for that, some columns at a time.
@@ -105,47 +103,25 @@ def panels(sizes: Sequence[int], itemsize: int, limit: int) -> PanelPlan:
     return PanelPlan(tuple(parts), largest)
 
 
-def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: int | None) -> Plan:
-    """Measure a few samples, by their shapes, and cut the work.
-
-    Args:
-        tasks: One request a batch.
-        batch_size: Samples treated at once, or None.
-        limit: Bytes of a panel, or None for the whole matrix at once.
-    """
+def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math.inf) -> Plan:
+    """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
     first = tasks[0]
     sizes = [p.numel() for p in first.parameters.values()]
-    cut = (
-        panels(sizes, first.dtype.itemsize, limit)
-        if limit is not None
-        else PanelPlan(((range(len(sizes)), range(len(sizes))),), 0)
-    )
-    known: dict[Any, tuple[int, Cost, tuple[str, ...]] | None] = {}
-    by_size = sorted(range(len(tasks)), key=lambda n: -_entries(tasks[n]))
-    last: tuple[int, Cost, tuple[str, ...]] | None = None
-    measured: dict[int, tuple[int, Cost, tuple[str, ...]] | None] = {}
-    for n in by_size:
-        key = _signature(tasks[n])
-        if key not in known:
-            known[key] = _measured(tasks[n], batch_size) if len(known) < MEASURED else last
-        measured[n] = last = known[key]
-    chunks: list[Chunk] = []
+    known: dict[Any, Cost | None] = {}
+    last: Cost | None = None
     costs: list[Cost] = []
-    fallbacks: list[str] = []
-    for n, task in enumerate(tasks):
-        one = measured[n]
-        if one is None:  # nothing in it depends on the parameters
-            continue
-        step, cost, names = one
-        fallbacks += names
-        for start in range(0, task.batch, step):
-            chunks.append(Chunk(n, start, min(start + step, task.batch), step >= task.batch))
-            costs.append(cost)
-    return Plan(tuple(chunks), tuple(costs), cut, tuple(dict.fromkeys(fallbacks)))
+    for task in sorted(tasks, key=_entries, reverse=True):
+        key = _signature(task)
+        if key not in known:
+            known[key] = _measured(task, batch_size) if len(known) < MEASURED else last
+        last = known[key]
+        if last is not None:
+            costs += [last] * math.ceil(task.batch / last.samples)
+    return Plan(tuple(costs), panels(sizes, first.dtype.itemsize, limit))
 
 
-def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str, ...]] | None:
-    """Return samples per chunk, the cost of a chunk and its fallbacks; None if the parameters have no effect."""
+def _measured(task: Task, batch_size: int | None) -> Cost | None:
+    """Return the cost of a chunk of a batch; None if the parameters have no effect."""
     cut = is_cut(task, batch_size)
     with task.at(), torch.no_grad():
         try:
@@ -159,8 +135,9 @@ def _measured(task: Task, batch_size: int | None) -> tuple[int, Cost, tuple[str,
         products = product_cost(trace, task.size, itemsize)
         values = 4 * itemsize * sum(x.numel() for x in trace.values)
         moved, taken = itemsize * products.passes, products.bytes + values
-        return part.stop, Cost(2 * products.multiplications, moved, products.operations, taken), trace.fallbacks
-    return part.stop, Cost(2 * cost.multiplications, itemsize * cost.passes, cost.operations, part.bytes), trace.fallbacks
+        return Cost(part.stop, 2 * products.multiplications, moved, products.operations, taken, trace.fallbacks)
+    moved = itemsize * cost.passes
+    return Cost(part.stop, 2 * cost.multiplications, moved, cost.operations, part.bytes, trace.fallbacks)
 
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:

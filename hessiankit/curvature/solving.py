@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -88,7 +88,17 @@ class Solution(Printed, WithDict):
 
 
 class SymmetricOperator(TensorOperator):
-    """A symmetric matrix known by its products, with solutions of linear systems; sums and multiples are such operators too."""
+    """A symmetric matrix known by its products, with solutions of linear systems; sums and multiples are such operators too.
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+    >>> (3 * H - sum([H, H])).to_matrix().tolist()
+    [[2.0, 2.0], [2.0, 4.0]]
+    >>> [round(v, 9) for v in (H.inverse() @ torch.tensor([4.0, 6.0], dtype=torch.float64)).tolist()]
+    [1.0, 1.0]
+    """
 
     def _adjoint(self) -> SymmetricOperator:
         return self
@@ -117,30 +127,12 @@ class SymmetricOperator(TensorOperator):
         return solve(self, b, **options)
 
     def inverse(self, damping: float = 0.0, **options: Any) -> InverseOperator:
-        """Return (H + damping I)^-1 as an operator whose products are solutions; options as in :meth:`solve`.
-
-        The product of the inverse of [[2, 2], [2, 4]] with (4, 6):
-
-        >>> import hessiankit as hk
-        >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
-        >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
-        >>> [round(v, 9) for v in (H.inverse() @ torch.tensor([4.0, 6.0], dtype=torch.float64)).tolist()]
-        [1.0, 1.0]
-        """
+        """Return (H + damping I)^-1 as an operator whose products are solutions; options as in :meth:`solve`."""
         return InverseOperator(self, damping, options)
 
 
 class OperatorSum(SymmetricOperator):
-    """sum_k w_k A_k of symmetric operators of one size; made by ``A + B``, ``2 * A`` and ``sum([A, B])``.
-
-    >>> import hessiankit as hk
-    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
-    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
-    >>> (3 * H - sum([H, H])).to_matrix().tolist()
-    [[2.0, 2.0], [2.0, 4.0]]
-    """
+    """sum_k w_k A_k of symmetric operators of one size; made by ``A + B``, ``2 * A`` and ``sum([A, B])``."""
 
     def __init__(self, terms: Sequence[tuple[float, SymmetricOperator]]) -> None:
         first = terms[0][1]
@@ -170,7 +162,6 @@ class InverseOperator(SymmetricOperator):
     converged.
 
     Attributes:
-        shape: (P, P).
         operator: H.
         damping: Added to its diagonal.
     """
@@ -192,6 +183,9 @@ class InverseOperator(SymmetricOperator):
 
 class _NotPositive(Exception):
     """Conjugate gradients met a direction of no positive curvature."""
+
+    def __init__(self, direction: Tensor) -> None:
+        self.direction = direction
 
 
 @checked("solve", leave=("operator", "b", "preconditioner"))
@@ -254,8 +248,8 @@ def solve(
         end = system.products + max_products
         try:
             x, used = _run(first, system, column, M, tol, max_products), first
-        except _NotPositive:
-            lowest = _lowest(operator, system)
+        except _NotPositive as met:
+            lowest = _lowest(system, met.direction)
             if method == "cg":
                 least = f"an eigenvalue of {lowest.value:.6g} or less"
                 raise InputError(
@@ -285,7 +279,6 @@ class _System:
 
     def __init__(self, operator: TensorOperator, damping: float) -> None:
         self.operator, self.damping, self.products = operator, damping, 0
-        self.last: Tensor | None = None  # the direction of no positive curvature
 
     def product(self, v: Tensor) -> Tensor:
         self.products += 1
@@ -308,30 +301,22 @@ class _System:
         Ap = self.product(p)
         least = torch.finfo(self.operator.torch_dtype).eps * norm(p) * norm(Ap)
         if inner(p, Ap) <= least and norm(p):
-            self.last = p
-            raise _NotPositive
+            raise _NotPositive(p)
         return Ap
 
 
 def _run(method: str, system: _System, b: Tensor, M: Product | None, tol: float, most: int) -> Tensor:
+    """Return x by a method; those that stop by their own measure are restarted until |b - A x| is tol |b|."""
     if method == "cg":
         return conjugate_gradients(system.positive, b, precondition=M, tol=tol / 2, most=most)
-
-    def step(r: Tensor, tol: float, still: int) -> Tensor:
-        if method == "minres":
-            return minres(system.product, r, precondition=M, tol=tol / 10, most=still)
-        return lsmr(system.product, r, tol=tol / 4, most=still)
-
-    return _restarted(step, b, tol, most, system)
-
-
-def _restarted(solver: Callable[[Tensor, float, int], Tensor], b: Tensor, tol: float, most: int, system: _System) -> Tensor:
-    """Return x by a method that stops by its own measure, restarted until |b - A x| is tol |b|."""
     x, residual, size = torch.zeros_like(b), b, norm(b)
     end = system.products + most
     while system.products < end and size:
-        still = min(tol * size / norm(residual), max(tol, 1e-3))
-        step = solver(residual, still, max(1, end - system.products))
+        still, remaining = min(tol * size / norm(residual), max(tol, 1e-3)), max(1, end - system.products)
+        if method == "minres":
+            step = minres(system.product, residual, precondition=M, tol=still / 10, most=remaining)
+        else:
+            step = lsmr(system.product, residual, tol=still / 4, most=remaining)
         rest = residual - system.product(step)
         if not norm(rest) < 0.9 * norm(residual):  # stagnates: b is not in the range, or rounding
             return x + step if norm(rest) < norm(residual) else x
@@ -341,11 +326,11 @@ def _restarted(solver: Callable[[Tensor, float, int], Tensor], b: Tensor, tol: f
     return x
 
 
-def _lowest(operator: TensorOperator, system: _System) -> RitzValue:
-    assert system.last is not None
-    lowest = lanczos(lambda v: -(operator @ v), system.last, tol=1e-3, most=LOWEST)
+def _lowest(system: _System, start: Tensor) -> RitzValue:
+    """Return the smallest Ritz value of H from a direction."""
+    lowest = lanczos(lambda v: -(system.operator @ v), start, tol=1e-3, most=LOWEST)
     system.products += lowest.products
-    return RitzValue(-lowest.value, lowest.residual, lowest.products, lowest.converged, lowest.vector)
+    return replace(lowest, value=-lowest.value)
 
 
 def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol: float, most: int) -> Tensor:

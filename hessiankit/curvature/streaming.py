@@ -1,4 +1,4 @@
-"""The P x P matrix, panel by panel, in memory or in a memory-mapped file.
+"""The P x P matrix, panel by panel, in a memory-mapped file.
 
 In an unfinished file the diagonal entry of every row that is not finished is NaN, which no finished matrix holds.
 """
@@ -9,9 +9,7 @@ import errno
 import math
 import mmap
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -19,14 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.planning import PANEL, Chunk, check_workspace, make_plan
-from hessiankit.engine.assembly import add_part
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.planning import PANEL, check_workspace, make_plan
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
-from hessiankit.engine.parts import parts
-from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Task, gib
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
@@ -38,101 +32,6 @@ AGREE = 1e3
 """Times the rounding unit, relative to a block's largest entry: how far rows computed by products may be from those of a file."""
 
 NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
-
-
-class PanelSum:
-    """The Hessian of a sum of losses, or its Gauss-Newton part, by panels.
-
-    Each panel traces the chunks anew, and sweeps the places whose rows it has.
-
-    Args:
-        tasks: One request a batch, for the same parameters.
-        weights: Factor of each batch's loss.
-        chunks: The samples that are treated together; a batch without chunks does not depend on the parameters.
-        parts: The panels: rows and columns as positions of parameters, see :class:`hessiankit.engine.storage.SymmetricStorage`.
-        progress: Called with (samples done, in all), each sample counted once for each panel.
-        outer: Whether to take the Gauss-Newton part only.
-    """
-
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        weights: Sequence[float],
-        chunks: Sequence[Chunk],
-        parts: Sequence[tuple[range, range]],
-        progress: Callable[[int, int], None] | None = None,
-        *,
-        outer: bool = False,
-    ) -> None:
-        self.tasks, self.weights, self.chunks, self.outer = tasks, weights, chunks, outer
-        self.parts, self.progress = parts, progress
-        self.slices = tasks[0].slices
-        self.samples = sum(chunk.stop - chunk.start for chunk in chunks)
-        self._values: dict[int, float] = {}
-        self._handshakes = {chunk.batch: Handshake(tasks[chunk.batch]) for chunk in chunks}
-
-    def rows(self, positions: range) -> slice:
-        """Return the rows of the matrix that some parameters have, by their positions."""
-        cuts = list(self.slices.values())
-        return slice(cuts[positions[0]].start, cuts[positions[-1]].stop)
-
-    def panel(self, n: int) -> tuple[SymmetricStorage, float]:
-        """Return the n-th panel, and the largest |H - H^T| of the blocks (i, i) in it before they were averaged.
-
-        Raises:
-            InputError: An entry is not finite.
-        """
-        first = self.tasks[0]
-        rows, columns = self.parts[n]
-        panel, done = SymmetricStorage(self.slices, first.dtype, first.device, rows=rows, columns=columns), n * self.samples
-        for k, chunk in enumerate(self.chunks):
-            with self.tasks[chunk.batch].at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-                self._add(panel, k, chunk)
-            done += chunk.stop - chunk.start
-            if self.progress is not None:
-                self.progress(done, len(self.parts) * self.samples)
-        for handshake in self._handshakes.values():
-            handshake.close()
-        self._handshakes.clear()
-        asymmetry = panel.mirror() * panel.largest()
-        if not panel.is_finite:
-            self._report(panel)
-        return panel, asymmetry
-
-    def loss(self) -> float:
-        """Return the loss, when a panel has been computed."""
-        terms = [self.weights[chunk.batch] * self._values[k] for k, chunk in enumerate(self.chunks)]
-        moving = {chunk.batch for chunk in self.chunks}
-        for n, task in enumerate(self.tasks):
-            if n not in moving:
-                terms.append(self.weights[n] * own_value(task))
-        return math.fsum(terms)
-
-    def _add(self, panel: SymmetricStorage, k: int, chunk: Chunk) -> None:
-        task, scale = self.tasks[chunk.batch], self.weights[chunk.batch]
-        samples = task if chunk.whole else task.part(slice(chunk.start, chunk.stop))
-        (part,) = parts(samples, normalizer_of(task), samples.batch, cut=False, share=scale, gauss_newton=self.outer)
-        self._values[k] = part.loss
-        compare = self._handshakes.get(chunk.batch)
-        add_part(part, panel, compare, normalizer_of(task), share=scale, gauss_newton=self.outer)
-
-    def _report(self, panel: SymmetricStorage) -> None:
-        """Raise the error for the first block of a panel that is not finite, if one is."""
-        names = list(self.slices)
-        for i in panel.rows:
-            for j in panel.columns:
-                if not bool(torch.isfinite(panel.block(names[i], names[j])).all()):
-                    raise not_finite("hessian", names[i], names[j], self.tasks)
-
-
-@dataclass(frozen=True)
-class Written:
-    """A finished matrix, mapped from its file, with loss, asymmetry (NaN if no panel was computed) and fallbacks."""
-
-    matrix: Tensor
-    loss: float
-    asymmetry: float
-    fallbacks: tuple[str, ...]
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
@@ -151,69 +50,74 @@ def check_out(out: str | os.PathLike[str]) -> Path:
     return path
 
 
-def write_matrix(
-    path: Path,
-    tasks: Sequence[Task],
-    weights: Sequence[float],
-    batch_size: int | None,
-    progress: Callable[[int, int], None] | None,
-    *,
-    overwrite: bool,
-    resume: bool,
-) -> Written:
-    """Compute the matrix into a file, and return it mapped from there.
+def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume: bool) -> None:
+    """Compute the matrix of an evaluation into a file, and let the evaluation have it mapped from there.
 
     Args:
         path: Of the file.
-        tasks: One request a batch, for the same parameters.
-        weights: Factor of each batch's loss.
-        batch_size: Samples per chunk, or None.
-        progress: Called with (samples done, in all), each sample counted once for each panel.
+        evaluation: The loss; its progress counts each sample once for each panel.
         overwrite: Whether to replace a file that exists.
         resume: Whether to keep the finished rows of a file that exists, if they are those of this Hessian.
 
     Raises:
-        InputError: There is such a file, and neither of the two is set; or its rows are those of another matrix.
+        InputError: There is such a file, and neither of the two is set; or its rows are those of another matrix; or an entry is
+            not finite.
         OutOfMemoryError: A panel and the work space do not fit.
         OSError: The disk is full, or fails.
     """
-    first = tasks[0]
     if path.exists() and not (overwrite or resume):
         raise InputError(
             f"hessian: {path} exists; pass resume=True to continue it, overwrite=True to replace it, or another out=..."
         )
-    plan = make_plan(tasks, batch_size, PANEL)
+    first = evaluation.tasks[0]
+    plan = make_plan(evaluation.tasks, evaluation.batch_size, PANEL)
     check_workspace(plan.workspace + SLAB, plan.panels.largest, first.device)
     if resume and path.exists():
         matrix = _opened(path, first.size, first.dtype)
-        _check_rows(path, matrix, tasks, weights)
+        _check_rows(path, matrix, evaluation)
     else:
         path.unlink(missing_ok=True)
         matrix = _created(path, first.size, first.dtype)
-    total = PanelSum(tasks, weights, plan.chunks, plan.panels.parts, progress)
-    asymmetry = largest = math.nan
     try:
-        for rows, parts in groupby(range(len(total.parts)), lambda n: total.parts[n][0]):
-            at = total.rows(rows)
-            if not bool(np.isnan(matrix.diagonal()[at]).any()):
-                continue
-            for n in parts:
-                panel, apart = total.panel(n)
-                if panel.top.start == panel.left.start:
-                    diagonal = panel.data.diagonal().cpu().numpy().copy()
-                    panel.data.fill_diagonal_(math.nan)
-                    asymmetry, largest = np.fmax(asymmetry, apart), np.fmax(largest, np.abs(diagonal).max(initial=0.0))
-                _put(matrix, panel)
-            matrix.flush()
-            matrix[range(at.start, at.stop), range(at.start, at.stop)] = diagonal
-        matrix.flush()
+        asymmetry = _write_panels(matrix, evaluation, plan.panels.parts)
     except BaseException:
         if bool(np.isnan(matrix.diagonal()).all()):
             path.unlink()
         raise
-    loss = math.fsum(w * own_value(task) for w, task in zip(weights, tasks, strict=True))
-    relative = float(asymmetry / largest) if largest else 0.0
-    return Written(_mapped(path, matrix.offset, first.size, matrix.dtype), loss, relative, plan.fallbacks)
+    evaluation.take(_mapped(path, matrix.offset, first.size, matrix.dtype), asymmetry, plan.fallbacks)
+
+
+def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[tuple[range, range]]) -> float:
+    """Write the rows that are not finished; return the relative asymmetry of their blocks (i, i), NaN of none."""
+    cuts = list(evaluation.tasks[0].slices.values())
+    asymmetry = largest = math.nan
+    for rows, numbers in groupby(range(len(parts)), lambda n: parts[n][0]):
+        at = range(cuts[rows[0]].start, cuts[rows[-1]].stop)
+        if not bool(np.isnan(matrix.diagonal()[at.start : at.stop]).any()):
+            continue
+        for n in numbers:
+            panel, _, _ = evaluation.panel(parts, n)
+            apart = panel.mirror() * panel.largest()
+            if not panel.is_finite:
+                _report(panel, evaluation.tasks)
+            if panel.top.start == panel.left.start:
+                diagonal = panel.data.diagonal().cpu().numpy().copy()
+                panel.data.fill_diagonal_(math.nan)
+                asymmetry, largest = np.fmax(asymmetry, apart), np.fmax(largest, np.abs(diagonal).max(initial=0.0))
+            _put(matrix, panel)
+        matrix.flush()
+        matrix[at, at] = diagonal
+    matrix.flush()
+    return float(asymmetry / largest) if largest else 0.0
+
+
+def _report(panel: SymmetricStorage, tasks: Sequence[Task]) -> None:
+    """Raise the error for the first block of a panel that is not finite, if one is."""
+    names = list(panel.slices)
+    for i in panel.rows:
+        for j in panel.columns:
+            if not bool(torch.isfinite(panel.block(names[i], names[j])).all()):
+                raise not_finite("hessian", names[i], names[j], tasks)
 
 
 def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
@@ -235,36 +139,37 @@ def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     try:
         matrix = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(size, size))
-        with _disk_full_explained(path, matrix.nbytes), open(path, "r+b") as file:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(file.fileno(), 0, matrix.offset + matrix.nbytes)
-    except OSError:
+        _reserve(path, matrix.offset + matrix.nbytes)
+    except OSError as error:
         path.unlink(missing_ok=True)
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = (
+            f"hessian: the disk is full: the matrix takes {gib(size * size * kind.itemsize)}; make room, or pass another out=..."
+        )
+        raise OSError(error.errno, text, str(path)) from error
     matrix[range(size), range(size)] = math.nan
     return matrix
 
 
-@contextmanager
-def _disk_full_explained(path: Path, size: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):  # a file system that reserves nothing
-            return
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        text = f"hessian: the disk is full: the matrix takes {gib(size)}; make room, or pass another out=..."
-        raise OSError(error.errno, text, str(path)) from error
+def _reserve(path: Path, size: int) -> None:
+    """Make room for a file on the disk, where the file system does that."""
+    if hasattr(os, "posix_fallocate"):
+        with open(path, "r+b") as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, size)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS):
+                    raise
 
 
-def _check_rows(path: Path, matrix: np.memmap, tasks: Sequence[Task], weights: Sequence[float]) -> None:
+def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
     """Compare one random combination of the finished rows of each parameter with a product with the Hessian.
 
     Raises:
         InputError: They differ by more than rounding.
     """
-    first, generator = tasks[0], torch.Generator().manual_seed(0)
+    first, generator = evaluation.tasks[0], torch.Generator().manual_seed(0)
     finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
     along = torch.zeros(len(finished), first.size, dtype=torch.float64, device="cpu")
     seen = torch.zeros_like(along)
@@ -275,7 +180,7 @@ def _check_rows(path: Path, matrix: np.memmap, tasks: Sequence[Task], weights: S
             chunk = slice(start, min(start + step, rows.stop))
             seen[k] += torch.from_numpy(along[k, chunk].numpy() @ matrix[chunk])
     expected = torch.zeros_like(along)
-    for task, weight in zip(tasks, weights, strict=True):
+    for task, weight in zip(evaluation.tasks, evaluation.weights, strict=True):
         batch = linearise(task, gauss_newton=False)
         expected += weight * batch.product(along.to(first.device, first.dtype)).cpu().double()
     eps, largest = torch.finfo(first.dtype).eps, float(expected.abs().max()) if finished else 0.0

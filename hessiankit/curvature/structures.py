@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,8 +12,8 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 
 
 @dataclass(frozen=True, eq=False)
-class Structure(ABC):
-    """A symmetric matrix U diag(values) U^T on some entries of a vector.
+class Structure:
+    """A symmetric matrix U diag(values) U^T on some entries of a vector, with U = I unless a kind says otherwise.
 
     Attributes:
         at: Positions of the entries, (n,).
@@ -26,24 +25,18 @@ class Structure(ABC):
     values: Tensor
     numbers: int
 
-    @abstractmethod
     def to_basis(self, rows: Tensor) -> Tensor:
         """Return U^T times the rows, (S, n)."""
+        return rows
 
-    @abstractmethod
     def from_basis(self, rows: Tensor) -> Tensor:
         """Return U times the rows, (S, n)."""
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
 class DiagonalBlock(Structure):
     """A diagonal: U = I."""
-
-    def to_basis(self, rows: Tensor) -> Tensor:
-        return rows
-
-    def from_basis(self, rows: Tensor) -> Tensor:
-        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +125,13 @@ class StructuredOperator(TensorOperator):
     def numbers(self) -> int:
         """How many numbers the matrix stores."""
         return sum(part.numbers for part in self.structures)
+
+    def completed(self, whole: Callable[[], Tensor]) -> StructuredOperator:
+        """Return the matrix with the diagonal that ``whole`` makes, (P,), on the entries that no structure has."""
+        if not len(self.rest):
+            return self
+        structures = [*self.structures, diagonal(self.rest, whole()[self.rest])]
+        return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:
         """Return f(A): the function applied to all eigenvalues, including the zeros of entries without a structure."""

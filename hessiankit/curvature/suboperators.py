@@ -21,9 +21,7 @@ class SubOperator(TensorOperator):
     A product takes one product with A.
 
     Attributes:
-        shape: (rows, columns).
-        rows: Positions in the vectors of A, ascending.
-        columns: Positions in the vectors of A, ascending.
+        rows: Positions in the vectors of A, ascending; so are ``columns``.
 
     >>> import hessiankit as hk
     >>> layer = torch.nn.Linear(2, 1, dtype=torch.float64)
@@ -31,6 +29,8 @@ class SubOperator(TensorOperator):
     >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
     >>> H["weight"].to_matrix().tolist(), H["bias", "weight"].to_matrix().tolist()
     ([[2.0, 2.0], [2.0, 4.0]], [[2.0, 2.0]])
+    >>> H.block_diagonal().to_matrix().tolist()
+    [[2.0, 2.0, 0.0], [2.0, 4.0, 0.0], [0.0, 0.0, 2.0]]
     """
 
     def __init__(self, whole: TensorOperator, rows: Tensor, columns: Tensor) -> None:
@@ -53,15 +53,7 @@ class BlockDiagonalOperator(SymmetricOperator):
     A product takes one product with A for each block; entries in no block are multiplied by zero.
 
     Attributes:
-        shape: (P, P).
         groups: Name -> positions of the block's entries.
-
-    >>> import hessiankit as hk
-    >>> layer = torch.nn.Linear(2, 1, dtype=torch.float64)
-    >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
-    >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
-    >>> H.block_diagonal().to_matrix().tolist()
-    [[2.0, 2.0, 0.0], [2.0, 4.0, 0.0], [0.0, 0.0, 2.0]]
     """
 
     def __init__(self, whole: TensorOperator, groups: Mapping[str, Tensor]) -> None:
@@ -86,14 +78,8 @@ class BlockDiagonalOperator(SymmetricOperator):
 def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
     """Return the positions in a vector of parameters, ascending, of a name, a pattern, ``"name[index]"`` or a list of these.
 
-    Args:
-        who: What an error message starts with.
-        wanted: What is asked for.
-        shapes: Shape of each parameter.
-        slices: Entries of each parameter.
-
     Raises:
-        InputError: If something is not there.
+        InputError: If something is not there; the message starts with ``who``.
 
     >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
     [0, 1, 4, 5]

@@ -101,11 +101,7 @@ class TensorOperator(LinearOperator):
         result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
         return result
 
-    def _matvec(self, x: Any) -> Any:
-        return self._numpy_product(x)
-
-    def _matmat(self, X: Any) -> Any:
-        return self._numpy_product(X)
+    _matvec = _matmat = _numpy_product  # what SciPy calls
 
     def _transpose(self) -> LinearOperator:
         return self._adjoint()  # real

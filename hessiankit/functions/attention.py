@@ -78,13 +78,12 @@ def scaled_dot_product_attention(
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
-    ndim = max(x.ndim for x in (query, key, value) if x is not None)
-    arranged = [x[(None,) * (ndim - x.ndim)] for x in (query, key, value)]
-    mask = attn_mask if attn_mask is None or attn_mask.ndim == ndim else attn_mask[(None,) * (ndim - attn_mask.ndim)]
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
+    tensors = [query, key, value]
+    if attn_mask is not None:
+        tensors.append(attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype))
+    ndim = max(query.ndim, key.ndim, value.ndim)
     primitive = ScaledDotProductAttention(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    return call(primitive, *arranged, *(() if mask is None else (mask,)), stacks=True)
+    return call(primitive, *(x[(None,) * (ndim - x.ndim)] for x in tensors), stacks=True)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit import frobenius_norms, hessian_diagonal
 from hessiankit.curvature import evaluation, frobenius, planning
-from hessiankit.curvature import streaming as panel_sum
 from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.engine import diagonal_sum, parts, sections
 
@@ -257,7 +256,7 @@ def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
 
 def test_what_does_not_fit_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
-    monkeypatch.setattr(panel_sum, "SymmetricStorage", None)
+    monkeypatch.setattr(evaluation, "SymmetricStorage", None)
     with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples take"):
         frobenius_norms(six(), ROWS, TARGET)
 
@@ -273,7 +272,7 @@ def test_at_once_where_the_matrix_fits(kind: str, batch_size: int | None, monkey
     module, batches, steps = six(), [(ROWS, TARGET), (ROWS[:2], TARGET[:2])], []
     panels = frobenius_norms(module, batches, kind=kind, weights=[3, 2])
     monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
-    monkeypatch.setattr(frobenius, "PanelSum", None)  # is not reached
+    monkeypatch.setattr(frobenius, "_by_panels", None)  # is not reached
     options: dict[str, Any] = {"kind": kind, "weights": [3, 2], "batch_size": batch_size}
     found = frobenius_norms(module, batches, progress=lambda *done: steps.append(done), **options)
     dense = hk.hessian(module, batches, weights=[3, 2])
@@ -289,8 +288,8 @@ def test_by_panels_where_the_derivatives_do_not_fit_beside_the_matrix(monkeypatc
     expected = hk.hessian(module, ROWS, TARGET).matrix
     monkeypatch.setattr(frobenius, "available_memory", lambda device: 2**30)
     monkeypatch.setattr(evaluation, "available_memory", lambda device: expected.nbytes + 1000)
-    panels: list[Any] = []
-    monkeypatch.setattr(frobenius, "PanelSum", lambda *a, **k: panels.append(a) or panel_sum.PanelSum(*a, **k))
+    panels, by_panels = list[Any](), frobenius._by_panels
+    monkeypatch.setattr(frobenius, "_by_panels", lambda *a, **k: panels.append(a) or by_panels(*a, **k))
     monkeypatch.setattr(frobenius, "PANEL", 2**28)
     found = frobenius_norms(module, ROWS, TARGET)
     assert len(panels) == 1

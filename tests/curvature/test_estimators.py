@@ -63,7 +63,7 @@ def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> No
     H, k = draw(12, 12), 4
     H = H + H.T
     signs = draw(12, k, seed=3).sign()
-    sketch = estimators.Sketch(H.matmul, signs, 2e-16)
+    sketch = estimators.Sketch(H.matmul, signs, torch.float64)
     trace, squares, diagonal = sketch.trace().values, sketch.squares().values, sketch.diagonal()
     assert (sketch.block(slice(3, 9)).values - diagonal[3:9].sum(0)).abs().max() <= 1e-10 * diagonal.abs().max()
     for i in range(k):
@@ -86,7 +86,7 @@ def test_the_variance_of_a_mean_is_unbiased_over_all_draws(k: int) -> None:
     means, variances = [], []
     for choice in itertools.product(range(4), repeat=k):
         omega = torch.stack([frame[:, column] for frame, column in zip(frames, choice, strict=True)], 1)
-        sample = estimators.Sketch(H.matmul, omega, 2e-16).block(slice(0, 2))
+        sample = estimators.Sketch(H.matmul, omega, torch.float64).block(slice(0, 2))
         means.append(sample.mean)
         variances.append(float(sample.values.var()) / k + sample.covariance)
     assert statistics.mean(means) == pytest.approx(float(H.diagonal()[:2].sum()), rel=1e-10)

@@ -19,7 +19,7 @@ from hessiankit.curvature.approximating.optimizers import MiniBatchMoments, samp
 from hessiankit.curvature.approximating.report import Approximation, ApproximationsReport
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors, completed
+from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import positions
@@ -49,7 +49,7 @@ APPROXIMATIONS = {
 DENSE = 2000
 """Parameters up to which the exact matrix is formed unless asked otherwise."""
 METHODS = ("auto", "dense", "products")
-PRODUCTS_ONLY = ("tensor", "layer", "type")
+DENSE_ONLY = ("tensor", "layer", "type")
 """Left out where the exact matrix is not formed."""
 
 
@@ -86,15 +86,13 @@ def approximations(
     Grosse 2015; Eschenhagen et al. 2023), EKFAC its correction (George et al. 2018). Both have factors for weights and biases
     that occur once, wherever the module multiplies by them; other parameters have their exact diagonal.
 
+    ``against`` (the kind), ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all arguments that are not
+    explained here those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        inputs: The inputs, or several batches.
-        target: What the loss compares with.
         loss: ``"mse"``, ``"cross_entropy"``, or a callable, for which there is no KFAC.
-        against: The kind of the exact matrix, as in :func:`hessiankit.hessian_operator`.
         of: Which approximations, of ``"diagonal"``, ``"tensor"``, ``"layer"``, ``"type"``, ``"kfac"``, ``"ekfac"``, ``"adam"``,
             ``"shampoo"``, ``"muon"``, ``"low-rank"``; by default all that can be made. The identity is always there.
-        params: Which parameters; whole parameters.
         damping: Added to the diagonal of A; by default 1 % of its spectral norm, and on top of that minus its least eigenvalue
             where that is negative.
         rank: Eigenpairs of ``"low-rank"``, those of largest magnitude.
@@ -102,11 +100,7 @@ def approximations(
         method: ``"dense"``: with A in memory. ``"products"``: by products with A, with 95 % intervals of the Frobenius errors;
             no errors by pair and no block-diagonal parts. ``"auto"``: dense up to 2000 parameters.
         products: Products with A for each estimate.
-        batch_size: Samples treated at once.
-        weights: The number of terms of each batch, for losses whose mean is over an unknown number.
-        reduction: ``"mean"`` or ``"sum"`` over all terms.
-        seed: Of drawn labels and random vectors.
-        draws: Labels drawn for each term.
+        seed: Of drawn labels and of random vectors.
 
     Raises:
         InputError: If an argument cannot be used, or what was asked for in ``of`` cannot be made.
@@ -140,7 +134,7 @@ def approximations(
     point = Point(module, data, options, batch_size, method, damping, products, minibatch, rank)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
-    wanted = ["identity", *(name for name in APPROXIMATIONS if name != "identity" and (asked is None or name in asked))]
+    wanted = [name for name in APPROXIMATIONS if name == "identity" or asked is None or name in asked]
     for name in wanted:
         try:
             model, about = point.model(name)
@@ -163,10 +157,7 @@ def approximations(
 
 @dataclass
 class Point:
-    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed.
-
-    The fields are arguments of :func:`approximations`.
-    """
+    """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
 
     module: nn.Module
     data: Any
@@ -227,9 +218,11 @@ class Point:
     @cached_property
     def exact_diagonal(self) -> Tensor:
         """The diagonal of A, (P,)."""
-        if self.is_dense:
-            return self.matrix.diagonal()
-        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **self.options).flat
+        return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.options["kind"])
+
+    def _diagonal_of(self, kind: str) -> Tensor:
+        options = {**self.options, "kind": kind}
+        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
 
     @cached_property
     def factors(self) -> KroneckerFactors:
@@ -249,7 +242,7 @@ class Point:
         Raises:
             InputError: If it cannot be made here.
         """
-        if name in PRODUCTS_ONLY and not self.is_dense:
+        if name in DENSE_ONLY and not self.is_dense:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":
             return self._low_rank(), f"top {min(self.rank, self.size - 1)} eigenpairs, diagonal of the rest"
@@ -260,8 +253,8 @@ class Point:
             "tensor": lambda: self._blocks({n: n for n in self.slices}),
             "layer": lambda: self._blocks(self._groups(lambda part: part.layer)),
             "type": lambda: self._blocks(self._groups(lambda part: part.type)),
-            "kfac": lambda: completed(self.factors.kfac(), self.size, lambda: self._outer_diagonal),
-            "ekfac": lambda: completed(self.factors.ekfac(), self.size, lambda: self._outer_diagonal),
+            "kfac": lambda: self.factors.kfac(),
+            "ekfac": lambda: self.factors.ekfac(),
             "adam": lambda: self.moments.adam(),
             "shampoo": lambda: self.moments.shampoo(),
             "muon": lambda: self.moments.muon(),
@@ -269,7 +262,7 @@ class Point:
         model = StructuredOperator(self.size, makers[name](), self.dtype, self.device)
         about = APPROXIMATIONS[name]
         if name in ("kfac", "ekfac"):
-            covered = sum(len(part.at) for part in self.factors.kfac())
+            covered, model = self.size - len(model.rest), model.completed(lambda: self._outer_diagonal)
             about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""
             about += f"; from {DRAWS} drawn labels a term" if self.factors.is_drawn else ""
         return model, about
@@ -290,10 +283,7 @@ class Point:
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:
-        if self.options["kind"] != "hessian":
-            return self.exact_diagonal
-        options = {**self.options, "kind": "ggn"}
-        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
+        return self._diagonal_of("ggn") if self.options["kind"] == "hessian" else self.exact_diagonal
 
     def _low_rank(self) -> LowRankPlusDiagonal:
         k = min(self.rank, self.size - 1)

@@ -11,7 +11,7 @@ from scipy.linalg import LinAlgError, eigh
 from torch import Tensor
 
 from hessiankit.curvature.dense import spectral_norm
-from hessiankit.curvature.estimators import Estimate, Sketch
+from hessiankit.curvature.estimators import Estimate, Sketch, random_signs
 from hessiankit.curvature.krylov import conjugate_gradients, norm
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
@@ -72,16 +72,8 @@ def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tenso
 class DenseTruth:
     """The exact matrix A in memory, with what every comparison needs of it.
 
-    Args:
-        matrix: A, (P, P).
-        gradient: g, (P,).
-        slices: Entries of each parameter.
-        damping: None: 1 % of the spectral norm, and on top of it minus the least eigenvalue where that is negative.
-
     Attributes:
-        least: The least eigenvalue of A.
-        spectral: Its spectral norm.
-        frobenius: Its Frobenius norm.
+        least: The least eigenvalue of A; ``spectral`` and ``frobenius`` are its norms.
         damping: The number that is added to the diagonal.
         pairs: Norms of its blocks, see :func:`block_norms`.
     """
@@ -150,14 +142,7 @@ class ProductTruth:
     """The exact matrix A by its products: norms with intervals, the step by conjugate gradients, ends of spectra by Lanczos.
 
     Attributes as in :class:`DenseTruth`, from Ritz values (the spectral norm is a lower bound) and estimates; ``notes`` say what
-    has not converged.
-
-    Args:
-        operator: A.
-        damping: As in :class:`DenseTruth`.
-        products: Products with A for each estimate.
-        seed: Of random vectors.
-        positive: Whether A is known to have no negative eigenvalue, so that ``least`` is 0.
+    has not converged. ``positive`` says that A is known to have no negative eigenvalue, so that ``least`` is 0.
     """
 
     def __init__(self, operator: HessianOperator, damping: float | None, products: int, seed: int, *, positive: bool) -> None:
@@ -167,8 +152,7 @@ class ProductTruth:
         self._start = torch.randn(size, generator=generator, dtype=torch.float64, device="cpu").to(
             operator.device, operator.torch_dtype
         )
-        signs = torch.randint(2, (size, min(products // 2, size - 1)), generator=generator, device="cpu")
-        self._signs = (signs.double() * 2 - 1).to(operator.device)
+        self._signs = random_signs(size, min(products // 2, size - 1), generator).to(operator.device)
         top, bottom = self._largest(operator.__matmul__, "A"), 0.0
         if not positive:
             bottom = -self._largest(lambda v: -(operator @ v), "-A")
@@ -189,13 +173,7 @@ class ProductTruth:
 
     def _norm(self, product: Callable[[Tensor], Tensor]) -> Estimate:
         """Return the Frobenius norm with its interval."""
-        operator = self.operator
-        eps = torch.finfo(operator.torch_dtype).eps
-
-        def doubled(V: Tensor) -> Tensor:
-            return product(V.to(operator.torch_dtype)).double()
-
-        squares = Sketch(doubled, self._signs, eps).squares()
+        squares = Sketch(product, self._signs, self.operator.torch_dtype).squares()
         half, root = squares.half_width(LEVEL), math.sqrt(max(squares.mean, 0.0))
         return Estimate(root, half / (2 * root) if root else 0.0)
 

@@ -38,14 +38,7 @@ def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
 
 
 class MiniBatchMoments:
-    """Second moments of the gradients of mini-batches of b samples, from the gradients of single samples.
-
-    Args:
-        gradients: (B, P).
-        minibatch: b.
-        shapes: Shape of each parameter.
-        slices: Entries of each parameter.
-    """
+    """Second moments of the gradients of mini-batches of b samples, from the gradients of single samples, (B, P)."""
 
     def __init__(self, gradients: Tensor, minibatch: int, shapes: dict[str, tuple[int, ...]], slices: dict[str, slice]) -> None:
         mean = gradients.mean(0, keepdim=True)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 from torch import Tensor
 
 from hessiankit.curvature.approximating.measure import Measures, Model
 from hessiankit.curvature.estimators import Estimate
-from hessiankit.curvature.plot_frame import INK, STYLE, Picture, write_picture
+from hessiankit.curvature.plot_frame import INK, Picture, picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.support.errors import InputError, unknown
@@ -123,8 +122,7 @@ class ApproximationsReport(Printed):
             ("cosine with the exact step", [r.measures.step_cosine for r in rows], "linear"),
             ("condition number left", [r.measures.condition for r in rows], "log"),
         ]
-        with mpl.rc_context(STYLE):
-            figure = Picture(7.5, 0.6 + 0.26 * len(rows), layout="constrained")
+        with picture("plot", 7.5, 0.6 + 0.26 * len(rows), path, layout="constrained") as figure:
             axes = figure.subplots(1, 3, sharey=True)
             for axis, (title, values, scale) in zip(axes, panels, strict=True):
                 shown = [v if math.isfinite(v) else 0.0 for v in values]
@@ -143,7 +141,6 @@ class ApproximationsReport(Printed):
             of = f"{NAMES[self.against]}, {self.parameters:,} parameters, damping {self.damping:.3g}"
             figure.suptitle(of, fontsize=9)
         if path is not None:
-            write_picture("plot", figure, Path(path))
             header = ("approximation", "frobenius", "spectral", "alignment", "step cosine", "condition")
             write_numbers(Path(path).with_suffix(".csv"), header, [(r.name, *map(_full, _values(r))) for r in rows[::-1]])
         return figure
