@@ -44,6 +44,7 @@ def residual(s: Any, x: Tensor) -> Tensor:
 
 
 SHAPES = {"Q": (4, 5), "K": (4, 5), "V": (4, 6), "b": (6,), "E": (4, 4)}
+INDEX = torch.tensor([[0, 3, 1, 6], [2, 2, 5, 0], [4, 1, 3, 3]])
 KEYS, ADDED, FACTOR = draw(5, 3, seed=3), draw(2, 3, 4, seed=8), draw(4, 5, seed=8)
 
 # Three matrices in a row: whether the engine brackets them anew.
@@ -118,6 +119,7 @@ ROWS_MEET = {
         {"U": (3, 4), "T": (5, 5), "V": (4, 2)},
         (2, 5, 3),
     ),
+    "entries by an index": Case(lambda s, x: torch.tanh(x + s.b[INDEX]) @ s.V, {"b": (7,), "V": (4, 4)}),
     "functions in a row": Case(lambda s, x: torch.tanh(torch.exp(torch.sin(x @ s.W)) @ s.V), {"W": (4, 4), "V": (4, 3)}),
     "tokens pooled": Case(lambda s, x: torch.tanh(x @ s.A).mean(1) @ s.B, {"A": (4, 5), "B": (5, 2)}),
     "samples meet": Case(
