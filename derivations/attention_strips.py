@@ -12,7 +12,7 @@ the adjoint of its output and b the second-order adjoint, where C_A is the covar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -48,6 +48,7 @@ class Heads:
         adjoint: W, (H, L, E_v); None where no tangents are pulled.
         keeps_weights: Whether A and M are kept from one call to the next.
         seen: The strips whose rows are known: their largest weight, and the logarithm of their sum.
+        kept: A and M of strips, where they are kept; the strips themselves hold these heads, and would not be freed with them.
 
     >>> zeros, ones = torch.zeros(1, 1, 1), torch.ones(1, 1, 1)
     >>> heads = Heads(zeros, torch.ones(1, 2, 1), torch.tensor([[[2.0], [4.0]]]), 1.0)
@@ -67,6 +68,7 @@ class Heads:
     adjoint: Tensor | None = None
     keeps_weights: bool = False
     seen: set[tuple[int, int]] = field(default_factory=set, repr=False)
+    kept: dict[tuple[int, int], dict[str, Tensor]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def peaks(self) -> Tensor:
@@ -106,13 +108,14 @@ class Heads:
                 q, k, v, b, *into = (None if x is None else x[s] for x in (*moved, bar, *out))
                 strip.pull(b, (q, k, v), into)
 
-    def strips(self) -> Iterable[Strip]:
-        """Return the strips in which a query may see a key: whole heads together, or some queries of one head."""
-        return self._kept if self.keeps_weights else self._made()
-
-    @cached_property
-    def _kept(self) -> list[Strip]:
-        return list(self._made())
+    def strips(self) -> Iterator[Strip]:
+        """Yield the strips in which a query may see a key: whole heads together, or some queries of one head."""
+        for strip in self._made():
+            at = (strip.heads.start, strip.queries.start)
+            vars(strip).update(self.kept.get(at, {}))
+            yield strip
+            if self.keeps_weights:
+                self.kept[at] = {name: x for name, x in vars(strip).items() if name in ("A", "M")}
 
     def _made(self) -> Iterator[Strip]:
         (count, L, _), S = self.Q.shape, self.K.shape[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import hypothesis
 import pytest
@@ -88,8 +90,15 @@ def test_only_small_heads_keep_their_weights(keeps_weights: bool, monkeypatch: p
     primitive, inputs = CASES["causal"]
     at_point = AttentionInStrips(primitive, inputs, inputs[2], None)
     at_point.pull(inputs[2][None], [x[None] for x in inputs])
-    strips = list(at_point.heads.strips())
-    assert all(("A" in vars(strip) and "M" in vars(strip)) is keeps_weights for strip in strips)
+    assert all(vars(strip).keys() >= {"A", "M"} or not keeps_weights for strip in at_point.heads.strips())
+    assert bool(at_point.heads.kept) is keeps_weights
+    heads = weakref.ref(at_point.heads)
+    gc.disable()
+    try:
+        del at_point
+        assert heads() is None  # at once: no cycle holds the weights
+    finally:
+        gc.enable()
 
 
 def test_tangents_need_an_adjoint() -> None:
