@@ -170,7 +170,7 @@ class Paths:
             taken = self.step_work(step)
             numbers += taken.pushed if alone else taken.numbers
             multiplications += taken.multiplications(alone=alone)
-        return numbers, (2 if alone else 3) * PASS * numbers + multiplications
+        return numbers, _work(numbers, multiplications, alone=alone)
 
     def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
         """Return the multiply-adds of the products on a path, for one direction.
@@ -358,7 +358,7 @@ class Reach:
     @property
     def work(self) -> tuple[int, float]:
         """What :meth:`Paths.work` returns of the path."""
-        return self._numbers, (2 if self._alone else 3) * PASS * self._numbers + self._multiplications
+        return self._numbers, _work(self._numbers, self._multiplications, alone=self._alone)
 
     def level(self, at: int) -> int:
         """Return the finest level at which the path keeps the rows of a value apart."""
@@ -369,6 +369,11 @@ class Reach:
         self._numbers += times * (work.pushed if self._alone else work.numbers)
         self._multiplications += times * work.multiplications(alone=self._alone)
         self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
+
+
+def _work(numbers: int, multiplications: float, *, alone: bool) -> float:
+    """Return multiply-adds, with those that take as long as the passes over the numbers."""
+    return (2 if alone else 3) * PASS * numbers + multiplications
 
 
 def _meet(u: ParameterJacobian, others: Sequence[ParameterJacobian]) -> bool:
