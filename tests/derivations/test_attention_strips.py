@@ -101,6 +101,15 @@ def test_only_small_heads_keep_their_weights(keeps_weights: bool, monkeypatch: p
         gc.enable()
 
 
+def test_many_weights_of_all_heads_are_read_in_strips() -> None:
+    """From 128 x 128 weights of all heads together; where a mask moves, they are read whole."""
+    primitive = ScaledDotProductAttention()
+    for heads, kind in ((3, LinearisedAttention), (4, AttentionInStrips)):
+        Q, mask = torch.zeros(heads, 64, 2), torch.zeros(64, 64)
+        assert type(primitive.linearise([Q, Q, Q])) is kind
+        assert type(primitive.linearise([Q, Q, Q, mask], None, [True] * 4)) is LinearisedAttention
+
+
 def test_tangents_need_an_adjoint() -> None:
     primitive, inputs = CASES["causal"]
     one = [draw(1, *x.shape, seed=10 + k) for k, x in enumerate(inputs)]

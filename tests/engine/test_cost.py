@@ -122,6 +122,9 @@ def test_a_product_of_two_values_that_move_is_pushed_bent_and_pulled_by_both() -
     path = paths.reach([place.at for place in paths.places])
     assert paths.multiplications(path) == (2 + 2 + 2) * 2 * 4 * 4 * 2
     assert paths.multiplications(path, alone=True) == (2 + 2) * 2 * 4 * 4 * 2
+    for alone, passes in ((False, 3), (True, 2)):  # pushed, bent and pulled; pushed and bent
+        numbers, work = paths.work(path, alone=alone)
+        assert work == 32 * passes * numbers + paths.multiplications(path, alone=alone)
 
 
 def test_a_part_is_cut_as_the_forecasts_say() -> None:
