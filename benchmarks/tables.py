@@ -9,7 +9,8 @@ Record = dict[str, Any]
 
 DETAILS = "## All methods"
 """What parts the short table of a benchmark from the long one."""
-CELL_HEADERS = ("problem", "P", "B", "dtype", "threads")
+SETTINGS = ("B", "dtype", "threads")
+CELL_HEADERS = ("problem", "P", *SETTINGS)
 NOTES = (
     "- time: median of the rounds, quartiles in brackets. `~` marks a time that is extrapolated linearly from the number of\n"
     "  columns that it names.\n"
@@ -26,14 +27,26 @@ NOTES = (
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
     """Return a Markdown table whose first ``text`` columns are aligned left, the others right.
 
+    A setting (``SETTINGS``) that is the same in all of several rows stands in a line above the table, not in a column.
+
     >>> print(markdown(["a", "b"], [["x", "1"]]))
     | a | b |
     |---|--:|
     | x | 1 |
+    >>> print(markdown(["a", "B", "dtype"], [["x", "1", "float64"], ["y", "8", "float64"]]))
+    All rows: dtype float64.
+    <BLANKLINE>
+    | a | B |
+    |---|--:|
+    | x | 1 |
+    | y | 8 |
     """
-    rule = "".join("---|" if k < text else "--:|" for k in range(len(headers)))
-    lines = [f"| {' | '.join(headers)} |", "|" + rule]
-    lines += [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows]
+    same = [k for k, name in enumerate(headers) if name in SETTINGS and len(rows) > 1 and len({row[k] for row in rows}) == 1]
+    shown = [k for k in range(len(headers)) if k not in same]
+    above = [f"All rows: {', '.join(f'{headers[k]} {rows[0][k]}' for k in same)}.", ""] if same else []
+    rule = "".join("---|" if k < text else "--:|" for k in shown)
+    lines = [*above, f"| {' | '.join(headers[k] for k in shown)} |", "|" + rule]
+    lines += [f"| {' | '.join(row[k].replace('|', '/') for k in shown)} |" for row in rows]
     return "\n".join(lines)
 
 

@@ -51,11 +51,11 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
     ran = _ran(report)
     used = [v for v in VERDICTS if any(v in found for found in counts.values())]
     lines = ["# The papers' statements, with verdicts", "", INTRODUCTION, ""]
-    lines += [_line(("paper", "rows", *used)), _line(["---"] * (2 + len(used)))]
-    for paper, found in counts.items():
-        cells = (str(found.get(v, "")) for v in used)
-        lines.append(_line((f"[{PAPERS[paper].title}](#{paper})", str(sum(found.values())), *cells)))
-    lines += ["", *(f"- **{v}**: {MEANING[v]}" for v in used)]
+    lines += [_line(("verdict", *(f"[{paper}](#{paper})" for paper in counts), "meaning"))]
+    lines += [_line(("---", *["--:"] * len(counts), "---"))]
+    for v in used:
+        lines.append(_line((v, *(str(found.get(v, "")) for found in counts.values()), MEANING[v])))
+    lines.append(_line(("all", *(str(sum(found.values())) for found in counts.values()), "")))
     for paper in counts:
         lines += ["", f'<a id="{paper}"></a>', "", f"## {PAPERS[paper].title}", ""]
         source = ", ".join(text for text in (PAPERS[paper].authors, _arxiv(paper)) if text)

@@ -21,17 +21,23 @@ DISPLAYED = r"(?<!\\)\$\$(.+?)\$\$"
 INLINE = r"(?<![\\$\w])\$(?![\s$])([^$]*[^\s$\\])\$(?![\w$])"
 
 
+LONG = 20
+"""Characters of an inline formula, markup left out, from which on it has a line of its own in a narrow window, which scrolls."""
+
+
 def mathml(formula: str, *, display: bool = False) -> str:
     """Return a formula as MathML; one on lines of its own in a box that scrolls where the window is too narrow.
 
-    >>> "<mi>x</mi>" in mathml("x")
-    True
+    >>> "<mi>x</mi>" in mathml("x"), mathml("x").startswith("<math"), mathml("+".join("abcdefghijkl")).startswith("<span")
+    (True, True, True)
     """
     try:
         found: str = CONVERTER.convert_with_local_state(formula.strip(), displaystyle=display)
     except LatexError as error:
         raise PluginError(f"maths: {formula!r} cannot be converted: {error}; expected LaTeX that GitHub shows too") from error
-    return f'<span class="formula">{found}</span>' if display else found
+    if display:
+        return f'<span class="formula">{found}</span>'
+    return f'<span class="long">{found}</span>' if len(re.sub(r"<[^>]*>|\s", "", found)) > LONG else found
 
 
 class Formula(InlineProcessor):
