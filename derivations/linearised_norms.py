@@ -104,7 +104,7 @@ class LinearisedNorm(Linearised):
         return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
 
     def jacobian_rows(self) -> Tensor:
-        """Return the derivative in X, row by row and transposed, (rows, d, d): P diag(r gamma)."""
+        """Return the derivative with respect to X, row by row and transposed, (rows, d, d): P diag(r gamma)."""
         each = self.scale.expand_as(self.x)
         out = self.off.unsqueeze(2) * (each * self.off).mul_(-1 / self.d).unsqueeze(1)
         if self.centred:
@@ -113,7 +113,7 @@ class LinearisedNorm(Linearised):
         return out
 
     def curvature_rows(self) -> Tensor:
-        """Return the second derivative in X contracted with w, (rows, d, d): -nu r^2 (C - 3 x x^T / d) + e x^T + x e^T."""
+        """Return the second derivative with respect to X, times w, (rows, d, d): -nu r^2 (C - 3 x x^T / d) + e x^T + x e^T."""
         half = torch.addcmul(self.e, self.on_t, self.off, value=-1.5 / self.d).unsqueeze(1) * self.off.unsqueeze(2)
         out = half + half.mT
         if self.centred:

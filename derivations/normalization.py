@@ -137,7 +137,7 @@ class _NormalizationAt(OperationAt):
 
     @cached_property
     def J0(self) -> Matrix:
-        """The Jacobian in X for gamma = 1: (P (x) I_d) (I_L (x) C - V V^T / d), Ld x Ld."""
+        """The Jacobian with respect to X for gamma = 1: (P (x) I_d) (I_L (x) C - V V^T / d), Ld x Ld."""
         return kron(self.P, Identity(int(self.X.shape[1]))) @ self.core
 
     # Value and derivatives -------------------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ Post-Norm vanishes, HybridNorm is balanced. Both are single runs. HybridNorm* an
 at initialisation but for eps (docs/claims.md): what tells their curves apart is how a gain learns, and noise.
 
 Here: eight blocks of width 64 on the bytes of Python's standard library, 240 steps, four seeds
-(:func:`figures._depth_models.olmo`). Above: held-out loss, and its difference to HybridNorm's of the same seed with Student's
-95 % interval. Below: the norm of the loss's gradient in all parameters of each block, at initialisation (the gradient of step 1)
-and after 100 steps, sixteen blocks as in the paper's model, two seeds; and, against the number of blocks, the last block's
-gradient over the first's at initialisation, three seeds. A gradient that explodes on its way down to the first block makes a
-ratio far below 1, one that vanishes a ratio far above. The paper names two initialisations for Pre-Norm, normal (Section 4.4) and
-Megatron (Table 7): both are drawn; and "Post-Norm" in two forms, the authors' code's (Appendix E, shifted) and Equations 3-4.
+(:func:`figures._depth_models.olmo`). Above: held-out loss, and its difference to HybridNorm's of the same seed with
+Student's 95 % interval. Below: the norm of the loss's gradient with respect to all parameters of each block, at
+initialisation (the gradient of step 1) and after 100 steps, sixteen blocks as in the paper's model, two seeds; and, against
+the number of blocks, the last block's gradient over the first's at initialisation, three seeds. A gradient that explodes on
+its way down to the first block makes a ratio far below 1, one that vanishes a ratio far above. The paper names two
+initialisations for Pre-Norm, normal (Section 4.4) and Megatron (Table 7): both are drawn; and "Post-Norm" in two forms, the
+authors' code's (Appendix E, shifted) and Equations 3-4.
 
 What came out, Figure 4: no first block is told apart from HybridNorm after 240 steps (HybridNorm* -0.025 [-0.080, 0.029],
 First-QKV-Pre -0.023 [-0.074, 0.028], EmbedNorm -0.008 [-0.049, 0.034]); HybridNorm* and First-QKV-Pre differ by 0.002.

@@ -76,7 +76,7 @@ class NormRows:
         return self._at.jacobian_rows()
 
     def pull(self, r: Tensor) -> Tensor:
-        """Return the gradient in X of <r, norm(X)>, L x d."""
+        """Return the gradient with respect to X of <r, norm(X)>, L x d."""
         return torch.einsum("ide,ie->id", self.jacobian, r)
 
     def curvature(self, r: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class Place:
         at: Id of the value.
         shape: Of the value.
         jacobians: Its Jacobians in the parameters, by rows (R, w).
-        mixed: Of a product x W, the Jacobian in W of <adjoint, x W> as a function of x: curvature between W and x.
+        mixed: Of a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
         plain: Of a gain, the norm without it, linearised: what the gain multiplies moves by it.
     """
 

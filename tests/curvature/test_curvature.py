@@ -276,7 +276,9 @@ def test_what_has_no_matrix_is_refused_by_name(name: str) -> None:
         call(partly_used(), INPUTS, TARGET[..., :2], params="unused")
     root = Formula(lambda s, x: torch.sqrt(x @ s.W), W=(4, 2), b=(3,))
     place = "products with the Hessian are" if name == "hessian_operator" else r"the block \('W', 'W'\) is"
-    with pytest.raises(hk.TraceError, match="the module's own gradient in 'W' is NaN or infinite where that of the trace is not"):
+    with pytest.raises(
+        hk.TraceError, match="the module's own gradient with respect to 'W' is NaN or infinite where that of the trace is not"
+    ):
         call(root, 0 * INPUTS, TARGET[..., :2])  # no entry moves: the Hessian is zero, and torch multiplies zero by infinity
     root.W.data.zero_()
     with pytest.raises(hk.InputError, match=f"{place} NaN or infinite"):

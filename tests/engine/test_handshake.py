@@ -55,7 +55,7 @@ class _Halved:
 def test_a_wrong_derivative_of_a_primitive_stops_every_result(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     linearise = Linear.linearise
     monkeypatch.setattr(Linear, "linearise", lambda self, *args: _Halved(linearise(self, *args)))
-    with pytest.raises(hk.TraceError, match=r"the gradient in '[02]\.(weight|bias)', as traced, is off by"):
+    with pytest.raises(hk.TraceError, match=r"the gradient with respect to '[02]\.(weight|bias)', as traced, is off by"):
         RESULTS[name](network(), X, T)
 
 

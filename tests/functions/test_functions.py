@@ -412,7 +412,7 @@ def test_inner_loop_of_meta_learning() -> None:
 
 
 def test_gradient_penalty() -> None:
-    """Wasserstein GAN: the norm of the critic's gradient in its input, differentiated in its parameters."""
+    """Wasserstein GAN: the norm of the critic's gradient with respect to its input, differentiated with respect to its parameters."""
     critic = Attend().double()
 
     def penalty() -> Tensor:

@@ -99,5 +99,5 @@ def test_an_entry_that_moves_is_refused_by_all(name: str) -> None:
 
 def test_torch_s_own_gradient_that_is_not_a_number_is_named() -> None:
     module = Units(lambda h: torch.where(h > 0, h.cos() / F.relu(h), h))
-    with pytest.raises(hk.TraceError, match="own gradient in 'lin\\.weight' is NaN or infinite where that"):
+    with pytest.raises(hk.TraceError, match="own gradient with respect to 'lin\\.weight' is NaN or infinite where that"):
         hk.hessian(module, data(), loss=None)

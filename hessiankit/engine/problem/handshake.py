@@ -205,12 +205,12 @@ class Handshake:
         slope = own.gradient[name] if name else None
         if slope is not None and not bool(torch.isfinite(slope).all()):
             return (
-                f"trace: the module's own gradient in {name!r} is NaN or infinite where that of the trace is not: torch "
-                "multiplies an infinite derivative by zero, in an entry that does not move or is not read; keep its inputs away "
-                "from such a point (torch.where or clamp before the operation as well as after it). handshake=False leaves the "
-                "comparison out"
+                f"trace: the module's own gradient with respect to {name!r} is NaN or infinite where that of the trace is not: "
+                "torch multiplies an infinite derivative by zero, in an entry that does not move or is not read; keep its inputs "
+                "away from such a point (torch.where or clamp before the operation as well as after it). handshake=False leaves "
+                "the comparison out"
             )
-        what = f"the gradient in {name!r}" if name else "the loss"
+        what = f"the gradient with respect to {name!r}" if name else "the loss"
         seen = f"trace: {what}, as traced, is off by {different[name]:.1e} of that of the module's own call"
         return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
 
