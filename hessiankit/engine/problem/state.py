@@ -254,8 +254,16 @@ def _marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _sum_of_bits(x: Tensor) -> int:
+    """Return the sum of a tensor's bits, read as integers: of eight bytes where it consists of such, which makes no copy.
+
+    >>> [_sum_of_bits(torch.zeros(2, dtype=torch.float32).index_fill(0, torch.tensor(k), 2**-149)) for k in (0, 1)]
+    [1, 4294967296]
+    """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
-    return int(x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]).sum())
+    flat = x.reshape(-1)
+    whole = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
+    kind = torch.int64 if whole else {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
+    return int(flat.view(kind).sum())
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
