@@ -20,7 +20,7 @@ def pytest_addoption(parser: Any) -> None:
 def _compared() -> list[tuple[str, str, bool]]:
     """Return what the tests of this process compared: the test, the verdict, and whether they agree."""
     testing = sys.modules.get("hessiankit.verify.testing")
-    return [] if testing is None else [(one.test, one.report.verdict, bool(one.report)) for one in testing.COMPARED]
+    return [] if testing is None else [(test, report.verdict, bool(report)) for test, report in testing.COMPARED]
 
 
 def pytest_sessionfinish(session: Any) -> None:

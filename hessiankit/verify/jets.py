@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from derivations.arrays import Array
-from hessiankit.verify.residues import Residue
+from hessiankit.verify.residues import Arithmetic, Residue
 
 Number = int | Fraction | Residue
 
 
-class Jet:
+class Jet(Arithmetic):
     """A number with its gradient {i: g_i} and Hessian {(i, j): h_ij, i <= j}; absent keys are zero.
 
     >>> x, y = Jet(Residue(3), {0: 1}), Jet(Residue(2), {1: 1})
@@ -67,20 +67,6 @@ class Jet:
 
     def __neg__(self) -> Jet:
         return self.chain(-self.value, -1, 0)
-
-    def __sub__(self, other: Any) -> Jet:
-        return self + -other
-
-    def __rsub__(self, other: Any) -> Jet:
-        return -self + other
-
-    def __truediv__(self, other: Any) -> Jet:
-        if isinstance(other, Jet):
-            return self * other.reciprocal()
-        return self * (1 / (Fraction(other) if isinstance(other, int) else other))
-
-    def __rtruediv__(self, other: Any) -> Jet:
-        return self.reciprocal() * other
 
     def reciprocal(self) -> Jet:
         """Return 1 / self."""

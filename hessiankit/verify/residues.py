@@ -27,7 +27,25 @@ Powers: TypeAlias = "frozenset[tuple[Atom, int]]"
 ONE: Powers = frozenset()
 
 
-class Residue:
+class Arithmetic:
+    """Differences and quotients of numbers that have sums, products, negatives and a ``reciprocal()``."""
+
+    __slots__ = ()
+
+    def __sub__(self, other: Any) -> Any:
+        return self + -other
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __truediv__(self, other: Any) -> Any:
+        return self * (other.reciprocal() if isinstance(other, Arithmetic) else 1 / Fraction(other))
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return self.reciprocal() * other
+
+
+class Residue(Arithmetic):
     """A number modulo p, with ``degree`` of its numerator and the denominator ``below``.
 
     >>> x, y = Residue(3, 1), Residue(4, 1)
@@ -69,23 +87,11 @@ class Residue:
     def __neg__(self) -> Residue:
         return Residue(-self.value % P, self.degree, self.below)
 
-    def __sub__(self, other: Any) -> Any:
-        return self + -other
-
-    def __rsub__(self, other: Any) -> Any:
-        return -self + other
-
     def __pow__(self, n: int) -> Any:
         result: Any = 1
         for _ in range(n):
             result = self * result
         return result
-
-    def __truediv__(self, other: Any) -> Any:
-        return self * (other.reciprocal() if isinstance(other, Residue) else 1 / Fraction(other))
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return self.reciprocal() * other
 
     def reciprocal(self) -> Residue:
         """Return 1 / self, whose denominator is the numerator of self; a constant has none."""

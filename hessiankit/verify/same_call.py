@@ -15,8 +15,8 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import central_differences, generic
-from hessiankit.verify.comparison import FLOOR, PERTURBATIONS, SAFETY, Gaps, Judge, Layout, cells_of_labels, method_of, perturbed
-from hessiankit.verify.probes import Probes, probe_directions
+from hessiankit.verify.comparison import CLOSED, Gaps, Judge, Layout, RoundingNoise, cells_of_labels, method_of
+from hessiankit.verify.probes import Direction, Probes, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome
 from hessiankit.verify.rows import MODULE, CheckRow
@@ -83,34 +83,14 @@ class SameCall:
         self.rows.append(self._row("loss", abs(loss - own) / max(abs(own), torch.finfo(torch.float64).tiny), 0.0))
 
     def gradient(self, gradient: Tensor, seconds: float) -> Iterator[CheckRow]:
-        """Compare a gradient (P) with that of the module's own call, each parameter against its largest entry.
-
-        The difference is 0 where a part vanishes but for rounding; that noise (see ``RoundingNoise``) is measured only then.
-        """
-        own, mine = (self.problem.unflatten(g) for g in (self.problem.flat_gradient(), gradient))
-        sizes = {n: max(float(own[n].abs().max()), float(mine[n].abs().max())) for n in own}
-        floor = FLOOR * self.judge.eps * max(sizes.values())
-        noise, errors = dict[str, float](), dict[str, float]()
-        for n, size in sizes.items():
-            gap = float((mine[n] - own[n]).abs().max())
-            errors[n] = gap / size if size else gap
-            if errors[n] > self.rtol and size <= floor:
-                noise = noise or self._gradient_noise(gradient)
-                errors[n] = 0.0 if gap <= noise[n] else errors[n]
-        for group, members in self.groups.items():
-            worst = max((errors[n] for n in members), key=lambda error: (error != error, error))  # NaN is the worst
-            yield self._row(f"gradient: {group}", worst, seconds)
-
-    def _gradient_noise(self, gradient: Tensor) -> dict[str, float]:
-        problem, generator = self.problem, torch.Generator().manual_seed(0)
-        here, change = (problem.flat_gradient(), gradient), torch.zeros_like(problem.theta)
-        for _ in range(PERTURBATIONS):
-            near = perturbed(problem, self.judge.eps, generator)
-            with near.at():
-                there = near.flat_gradient(), operator_of(near, block_size=1).gradient
-            for before, after in zip(here, there, strict=True):
-                change = torch.maximum(change, (after - before).abs())
-        return {name: SAFETY * float(change[where].max()) for name, where in problem.slices.items()}
+        """Compare a gradient (P) with that of the module's own call: two results along one direction, judged as any other."""
+        problem, names = self.problem, list(self.problem.params)
+        routes = {MODULE: lambda at, _: at.flat_gradient()[None], CLOSED: lambda at, _: gradient_by_operator(at)[None]}
+        one = Direction("gradient", tuple(names), 0)
+        judge = Judge(RoundingNoise(problem, routes, self.judge.precision, {one.label: one}))
+        gaps = Layout(problem, [one.label]).gaps(gradient[None], problem.flat_gradient()[None])
+        cells = {f"gradient: {group}": [(names.index(n), 0) for n in members] for group, members in self.groups.items()}
+        yield from judge.rows(gaps, self.rtol, MODULE, seconds, cells)
 
     def wrong_slope(self, mine: Tensor) -> Iterator[str]:
         """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
@@ -192,6 +172,12 @@ def operator_of(problem: Problem, block_size: int | None = None) -> HessianOpera
     """Return the operator of a problem, at the parameters as they are now."""
     module, inputs, target = problem.arguments
     return hessian_operator(module, inputs, target, block_size=block_size, **problem.options)
+
+
+def gradient_by_operator(problem: Problem) -> Tensor:
+    """Return the gradient (P) that the operator of a problem carries, at the values of the problem."""
+    with problem.at():
+        return operator_of(problem, block_size=1).gradient
 
 
 def by_operator(problem: Problem, V: Tensor) -> Tensor:

@@ -3,28 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hessiankit.verify.check_report import CheckReport
 
 
-@dataclass(frozen=True)
-class Compared:
-    """One comparison of a test.
-
-    Attributes:
-        test: Name of the test, as pytest writes it; empty outside pytest.
-        report: The report.
-    """
-
-    test: str
-    report: CheckReport
-
-
-COMPARED: list[Compared] = []
-"""Every comparison of this process, in order; ``pytest --hessian`` prints them."""
+COMPARED: list[tuple[str, CheckReport]] = []
+"""Every comparison of this process, in order: the test ("" outside pytest) and the report; ``pytest --hessian`` prints them."""
 
 
 def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, **options: Any) -> CheckReport:
@@ -47,7 +33,7 @@ def assert_hessian_matches(module: Any, inputs: Any = None, target: Any = None, 
     from hessiankit.verify.check import check
 
     report = check(module, inputs, target, **options)
-    COMPARED.append(Compared(os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], report))
+    COMPARED.append((os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0], report))
     if not report:
         raise AssertionError(f"{report.verdict}\n{report.table()}")
     return report

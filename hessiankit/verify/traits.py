@@ -13,13 +13,13 @@ from torch.overrides import TorchFunctionMode
 from hessiankit.verify.problem import Problem
 
 
-@dataclass(frozen=True)
+@dataclass
 class Traits:
     """Result of ``traits``; a name is "" where there is no such operation."""
 
-    layer_norm_gain: bool  # a ``layer_norm`` with a gain was called on differentiated values
     precision: torch.dtype  # the lowest floating type that differentiated values pass through
-    lowered_by: str  # the operation that first went below the type of the parameters
+    layer_norm_gain: bool = False  # a ``layer_norm`` with a gain was called on differentiated values
+    lowered_by: str = ""  # the operation that first went below the type of the parameters
     padding: str = ""  # why torch's gradient is not that of the loss, where an embedding reads its padding token
     stopped_by: str = ""  # the first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``)
 
@@ -30,12 +30,12 @@ def traits(problem: Problem) -> Traits:
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).double()
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> traits(Problem(module, x, x))
-    Traits(layer_norm_gain=True, precision=torch.float64, lowered_by='', padding='', stopped_by='')
+    Traits(precision=torch.float64, layer_norm_gain=True, lowered_by='', padding='', stopped_by='')
     """
     watch = _TraitWatch(problem.dtype)
     with problem.at(), watch:
         problem.call()
-    return Traits(watch.layer_norm_gain, watch.precision, watch.lowered_by, PADDING if watch.padding else "", watch.stopped_by)
+    return watch.seen
 
 
 PADDING = (
@@ -67,26 +67,24 @@ class _TraitWatch(TorchFunctionMode):
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self.layer_norm_gain = False
-        self.precision, self.lowered_by = dtype, ""
-        self.padding = False
-        self.stopped_by = ""
+        self.seen = Traits(dtype)
 
     def __torch_function__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Call the function and inspect its result."""
-        kwargs = kwargs or {}
+        kwargs, seen = kwargs or {}, self.seen
         result = func(*args, **kwargs)
-        if not self.stopped_by and isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
+        if not seen.stopped_by and isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
             self._note_stop(func, args)
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             name = getattr(func, "__name__", "")
             gain = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            self.padding |= name == "embedding" and _reads_padding(*args, **kwargs)
-            self.layer_norm_gain |= name == "layer_norm" and gain is not None
-            if torch.finfo(result.dtype).eps > torch.finfo(self.precision).eps:
-                self.precision, self.lowered_by = result.dtype, name
+            if name == "embedding" and _reads_padding(*args, **kwargs):
+                seen.padding = PADDING
+            seen.layer_norm_gain |= name == "layer_norm" and gain is not None
+            if torch.finfo(result.dtype).eps > torch.finfo(seen.precision).eps:
+                seen.precision, seen.lowered_by = result.dtype, name
         return result
 
     def _note_stop(self, func: Any, args: Sequence[Any]) -> None:
@@ -95,4 +93,4 @@ class _TraitWatch(TorchFunctionMode):
         reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
         moving = any(isinstance(x, Tensor) and x.requires_grad for x in reads)
         if moving and not any(word in name for word in _MAKERS):
-            self.stopped_by = name if torch.is_grad_enabled() else NO_GRAD
+            self.seen.stopped_by = name if torch.is_grad_enabled() else NO_GRAD
