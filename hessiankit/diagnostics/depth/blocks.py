@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -205,15 +205,15 @@ def _size(modules: Iterable[nn.Module]) -> int:
     return sum(p.numel() for m in modules for p in m.parameters())
 
 
+@dataclass(eq=False)
 class Stream:
     """The input and the output of every block in one forward pass.
 
     ``inputs[l - 1]`` is x_l and ``outputs[l - 1]`` is y_l = x_{l+1}, before the final norm, which lies behind the last block.
     """
 
-    def __init__(self) -> None:
-        self.inputs: list[Tensor] = []
-        self.outputs: list[Tensor] = []
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
 
     @property
     def states(self) -> list[Tensor]:

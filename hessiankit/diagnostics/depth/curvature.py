@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import hessian_operator
@@ -87,36 +87,22 @@ def jacobians(data: BatchedLoss, blocks: Blocks, estimator: Estimator, *, tell: 
         whole = JacobianProducts(record.outputs[-1], record.inputs[0])
         with recording(blocks, leaves="each") as record:
             data.output(batch)
-        maps = [JacobianProducts(y, x) for x, y in zip(record.inputs, record.outputs, strict=True)]
+        branches = [JacobianProducts(y - x, x) for x, y in zip(record.inputs, record.outputs, strict=True)]  # J_l - I
         like, shift = record.inputs[0].detach(), 7919 * number
-        for k, J in enumerate((*maps, whole)):
+        for k, A in enumerate((*branches, whole)):
             tell(number * count + k, len(data.batches) * count)
-            minus = 0.0 if J is whole else 1.0  # times the identity
-
-            spectral[k].append(estimator.largest_singular_value(_gram(J, minus), like.reshape(-1), shift))
-            images = (J.forward(z) - minus * z for z in probes(like, draws, estimator.seed + shift))
-            lengths = [float(Az.double().square().sum()) for Az in images]
+            spectral[k].append(estimator.largest_singular_value(A.gram, like.reshape(-1), shift))
+            lengths = [float(A.forward(z).double().square().sum()) for z in probes(like, draws, estimator.seed + shift)]
             squares[k].append(lengths if draws is not None else [math.fsum(lengths)])
         (v,) = probes(like, 1, estimator.seed + shift)
         product, expected = v, whole.forward(v)
-        for J in maps:
-            product = J.forward(product)
+        for A in branches:
+            product = product + A.forward(product)
         error = max(error, float((product - expected).norm() / expected.norm()))
     sums = [[math.fsum(column) for column in zip(*of_one, strict=True)] for of_one in squares]
     *rms, gain = (root(mean_of(values, exact=draws is None), sum(sizes)) for values in sums)
     *norms, whole_norm = (max(of_one, key=lambda norm: norm.value) for of_one in spectral)
     return Jacobians(tuple(norms), tuple(rms), whole_norm, gain, error, sum(sizes), draws)
-
-
-def _gram(J: JacobianProducts, minus: float) -> Callable[[Tensor], Tensor]:
-    """Return the function v -> A^T A v of flat vectors, A = J - ``minus`` I."""
-
-    def gram(v: Tensor) -> Tensor:
-        v = v.view_as(J.y)
-        Av = J.forward(v) - minus * v
-        return (J.adjoint(Av)[0] - minus * Av).reshape(-1)
-
-    return gram
 
 
 KINDS = ("hessian", "ggn")

@@ -41,6 +41,10 @@ class JacobianProducts:
         """Return J^T w."""
         return _vjp((self.y,), self.x, (w,))
 
+    def gram(self, v: Tensor) -> Tensor:
+        """Return J^T J v of a flat vector, for a single x."""
+        return self.adjoint(self.forward(v.view_as(self.x[0])))[0].reshape(-1)
+
 
 class HessianProducts:
     """Products with the diagonal blocks H_kk of the Hessian of the mean loss over all data, or (``"ggn"``) its Gauss-Newton part.

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import platform
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -220,17 +220,16 @@ def check_same_function(
                 run(calls)
         else:
             ranks.together(lambda: run(calls))
-    held = ranks.gather([zlib.crc32(line.encode()) for line in calls.lines])
-    other = next((rank for rank, lines in enumerate(held) if lines != held[0]), None)
-    if other is None:
+    if len(set(ranks.gather(digest(calls.lines)))) == 1:
         return
-    pairs = zip([*held[0], None], [*held[other], None], strict=False)
-    at = next(k for k, (mine, its) in enumerate(pairs) if mine != its)
-    lines = ranks.gather(calls.lines[at] if at < len(calls.lines) else "nothing more")
-    raise InputError(
-        f"{ranks.who}: the same data take operation {at} as {lines[0]} on rank 0 and {lines[other]} on rank {other}; expected "
-        "the same module on every rank, with the same attributes (an eps, a flag, a number in forward or in the loss)"
-    )
+    first, *others = ranks.gather(calls.lines)
+    for rank, lines in enumerate(others, 1):
+        for at, (mine, its) in enumerate(zip_longest(first, lines, fillvalue="nothing more")):
+            if mine != its:
+                raise InputError(
+                    f"{ranks.who}: the same data take operation {at} as {mine} on rank 0 and {its} on rank {rank}; expected the "
+                    "same module on every rank, with the same attributes (an eps, a flag, a number in forward or in the loss)"
+                )
 
 
 def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *, sharded: bool = False) -> None:

@@ -28,7 +28,7 @@ from hessiankit.diagnostics.distributed.ranks import Ranks, check_same_forward, 
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, check_devices, evaluating, forward
 from hessiankit.diagnostics.sharpness.options import MeasuredParts, SharpnessOptions, measured_parts
 from hessiankit.diagnostics.sharpness.probe import probe, watch_lookups
-from hessiankit.diagnostics.sharpness.replicate import Cotangents, Replicates, SquaredGradients, cotangents
+from hessiankit.diagnostics.sharpness.replicate import Drawn, Replicates, SquaredGradients, drawn_for
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.engine.problem.calling import samples
 from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
@@ -106,9 +106,9 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
     ranks.together(lambda: _check_sharding(ranks, model, measured))
     steps, spare = _steps(ranks, batches)
 
-    def draw(batch: MicroBatch, output: Tensor) -> Cotangents | None:
+    def draw(batch: MicroBatch, output: Tensor) -> Drawn | None:
         check_devices(ranks.who, batch, model)
-        return cotangents(output, batch, options)
+        return drawn_for(output, batch, options)
 
     with gradients_aside(model) as clear, evaluating(model), watch_lookups(model, measured.parts) as seen, torch.enable_grad():
         sums = SquaredGradients(measured, options, ranks.whole)
@@ -127,7 +127,7 @@ def sharded_replicates(ranks: Ranks, model: nn.Module, batches: Sequence[MicroBa
                 continue
             scale = ranks.size * math.sqrt(drawn.terms / terms) if drawn else 0.0
             sums.begin(terms, sequences, unlikely)
-            for d, gradient in enumerate(drawn or repeat(torch.zeros_like(output), draws)):
+            for d, gradient in enumerate(drawn.gradients if drawn else repeat(torch.zeros_like(output), draws)):
                 clear()
                 with ranks.exchange():
                     output.backward(gradient * scale, retain_graph=d + 1 < draws)

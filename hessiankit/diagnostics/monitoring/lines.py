@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
@@ -136,18 +138,9 @@ def _check(path: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> Non
     """Compare headers: the environment may change when a run goes on elsewhere, nothing else may."""
     different = []
     for name in (name for name in here if name != "environment"):
-        old, new = (dict(_leaves(name, header.get(name))) for header in (there, here))
+        old, new = (dict(tree_flatten_with_path(header.get(name))[0]) for header in (there, here))
         at = next((key for key in {**new, **old} if old.get(key) != new.get(key)), None)
         if at is not None:
-            different.append(f"{at} is {old.get(at)!r} there, {new.get(at)!r} here")
+            different.append(f"{name}{keystr(at)} is {old.get(at)!r} there, {new.get(at)!r} here")
     if different:
         raise InputError(f"{WHO}: {path} is of another run: {'; '.join(different)}. Name another file, or measure as there")
-
-
-def _leaves(name: str, x: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what nested dicts and lists hold, with the expression that reaches it."""
-    if not isinstance(x, (dict, list)):
-        yield name, x
-        return
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
-        yield from _leaves(f"{name}[{key!r}]", value)

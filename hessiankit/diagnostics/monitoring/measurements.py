@@ -82,18 +82,10 @@ def eigenvalue(
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
     which route it was computed and why; with an optimizer in its metric, beside its threshold.
 
-    Args:
-        model: The model, in evaluation mode.
-        batches: Pairs (inputs, labels) on the model's device.
-        step: Not read.
-        route: ``"closed form"``: products by :func:`hessiankit.hessian_operator`. ``"autograd"``: two reverse passes a product,
-            with torch's unfused attention, for the fused one has no second derivative. ``"auto"``: closed forms
-            for up to 200,000 parameters of a model that can be traced, autograd for others.
-        tol: Of the residual, relative to the eigenvalue.
-        products: Products with the Hessian at most.
-        seed: Draws the start vector, on the CPU, so that it is the same on every device.
-        optimizer: Whose metric it is.
-        last: Where the eigenvector is kept, from which the next search starts.
+    The ``route`` ``"closed form"`` takes products by :func:`hessiankit.hessian_operator`, ``"autograd"`` by two reverse passes,
+    with torch's unfused attention, for the fused one has no second derivative, and ``"auto"`` closed forms for up to 200,000
+    parameters of a model that can be traced. The search starts from a vector drawn by ``seed``, the same on every device, or
+    from the eigenvector that ``last`` holds, and leaves its own there.
     """
     parameters = trainable(model)
     if optimizer is not None and (why := waits(optimizer)):

@@ -130,11 +130,11 @@ def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: Sharpnes
         probe(model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)
-            drawn = cotangents(output, batch, own)
+            drawn = drawn_for(output, batch, own)
             if drawn is None:
                 continue
             sums.begin(drawn.terms, drawn.sequences, drawn.unlikely)
-            for d, gradient in enumerate(drawn):
+            for d, gradient in enumerate(drawn.gradients):
                 more = d + 1 < own.label_draws
                 slopes = torch.autograd.grad(output, weights, gradient, retain_graph=more, allow_unused=True)
                 gradients = {n: g for n, g in zip(parts.parameters, slopes, strict=True) if g is not None}
@@ -147,51 +147,26 @@ def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: Sharpnes
 
 
 @dataclass(frozen=True, eq=False)
-class Cotangents:
-    """Gradients of sqrt(terms) L in the output of one micro-batch, one for each draw of the labels.
+class Drawn:
+    """The labels drawn for one micro-batch, as gradients of its loss.
 
     Attributes:
-        softmax: The part that does not depend on the labels, of the output's shape: scale times the softmax of the logits, 0 in
-            rows without a label; for squared error the output.
-        rows: Rows of the output, flat, that have a label; None for squared error.
-        labels: (draws, rows); for squared error the residuals (draws, *output.shape).
-        terms: How many terms the loss is the mean of; ``scale`` is 1 / sqrt(terms).
+        gradients: Those of sqrt(terms) L in the output, one a draw, each valid until the next one is read. The square of the
+            gradient that one gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
+        terms: How many terms the loss is the mean of.
         sequences: How many sequences have a position that counts.
         unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
     """
 
-    softmax: Tensor
-    rows: Tensor | None
-    labels: Tensor
+    gradients: Iterator[Tensor]
     terms: int
     sequences: int
-    scale: float
-    unlikely: float = math.inf
-
-    def __iter__(self) -> Iterator[Tensor]:
-        """Yield the gradient of each draw; the next one overwrites it.
-
-        The square of the gradient that it gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
-        """
-        if self.rows is None:
-            for residuals in self.labels:
-                yield (-2.0 * self.scale * residuals).to(self.softmax)
-            return
-        flat = self.softmax.view(-1, self.softmax.shape[-1])
-        for labels in self.labels:
-            before = flat[self.rows, labels]
-            flat[self.rows, labels] = before - self.scale
-            yield self.softmax
-            flat[self.rows, labels] = before
+    unlikely: float
 
 
 @torch.no_grad()
-def cotangents(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Cotangents | None:
-    """Draw labels for a micro-batch and return the gradients of its loss; None where none of its positions counts.
-
-    Squared error, the mean over N entries of (f - y)^2, is minus the logarithm of a Gaussian of variance 1/2: with y drawn from
-    it, f - y = sqrt(1/2) xi, and the mean of the squared gradients is the diagonal of (2 / N) J^T J, the Gauss-Newton matrix.
-    """
+def drawn_for(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> Drawn | None:
+    """Draw labels for a micro-batch with this output; None where none of its positions counts."""
     if output.shape[:1] != (len(batch.numbers),):
         raise InputError(
             f"{WHO}: the model's output has shape {tuple(output.shape)} for {len(batch.numbers)} sequences; expected those"
@@ -203,38 +178,57 @@ def cotangents(output: Tensor, batch: MicroBatch, options: SharpnessOptions) -> 
             f"{WHO}: the model's output is NaN or infinite, first at {at} (sequence {batch.numbers[at[0]]} of the data);"
             " clean the input or the weights, or use a wider dtype"
         )
-    draws, seed, by_token = options.label_draws, options.seed, options.per == "token"
-    data = options.kind == "fisher-empirical"
-    B, classes, z = output.shape[0], output.shape[-1], output.detach()
-    rows: Tensor | None = None
-    if options.loss == "mse":
-        terms, sequences = (output.numel() if by_token else B), B
-        if data:
-            labels = (target - z).unsqueeze(0)
-        else:
-            labels = math.sqrt(0.5) * sample_residuals(output, batch.numbers, draws, seed)
-        scale, softmax, unlikely = 1.0 / math.sqrt(terms), z, math.inf
-    else:
-        counted = (target != IGNORE_INDEX).reshape(B, -1)
-        sequences = int(counted.any(1).sum())
-        terms = int(counted.sum()) if by_token else sequences
-        if terms == 0:
-            return None
-        logits = z.reshape(B, -1, classes)
-        if data:
-            labels = target.reshape(1, -1)
-        else:
-            labels = sample_labels(logits, batch.numbers, draws, seed).reshape(draws, -1)
-        rows = counted.reshape(-1).nonzero()[:, 0]
-        labels, scale = labels[:, rows], 1.0 / math.sqrt(terms)
-        softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
-        softmax.mul_(counted.unsqueeze(-1))
-        unlikely = float(counted.sum() - softmax.amax(-1).double().sum())
-        softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
-        softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
     if not output.requires_grad:
         raise InputError(f"{WHO}: the model's output does not depend on its parameters; do not detach it in forward")
-    return Cotangents(softmax, rows, labels, terms, sequences, scale, unlikely)
+    draw = _residuals if options.loss == "mse" else _labels
+    return draw(output.detach(), target, batch.numbers, options)
+
+
+def _residuals(output: Tensor, target: Tensor, numbers: Sequence[int], options: SharpnessOptions) -> Drawn:
+    """Draw targets of squared error, whose mean over N entries is minus the logarithm of a Gaussian of variance 1/2.
+
+    With y drawn from it, f - y = sqrt(1/2) xi, and the mean of the squared gradients is the diagonal of (2 / N) J^T J, the
+    Gauss-Newton matrix.
+    """
+    if options.kind == "fisher-empirical":
+        residuals = (target - output).unsqueeze(0)
+    else:
+        residuals = math.sqrt(0.5) * sample_residuals(output, numbers, options.draws, options.seed)
+    terms = output.numel() if options.per == "token" else len(output)
+    scale = 1.0 / math.sqrt(terms)
+    gradients = ((-2.0 * scale * of_one).to(output) for of_one in residuals)
+    return Drawn(gradients, terms, len(output), math.inf)
+
+
+def _labels(output: Tensor, target: Tensor, numbers: Sequence[int], options: SharpnessOptions) -> Drawn | None:
+    """Draw the labels of cross entropy, whose gradient in the logits is the softmax less the label's unit vector."""
+    counted = (target != IGNORE_INDEX).reshape(len(output), -1)
+    sequences = int(counted.any(1).sum())
+    terms = int(counted.sum()) if options.per == "token" else sequences
+    if terms == 0:
+        return None
+    logits = output.reshape(len(output), -1, output.shape[-1])
+    if options.kind == "fisher-empirical":
+        labels = target.reshape(1, -1)
+    else:
+        labels = sample_labels(logits, numbers, options.draws, options.seed).reshape(options.draws, -1)
+    rows, scale = counted.reshape(-1).nonzero()[:, 0], 1.0 / math.sqrt(terms)
+    softmax = torch.softmax(logits.float() if logits.dtype.itemsize < 4 else logits, -1)
+    softmax.mul_(counted.unsqueeze(-1))
+    unlikely = float(counted.sum() - softmax.amax(-1).double().sum())
+    softmax.mul_(scale)  # a product of a number and booleans would be rounded to float32
+    softmax = softmax.to(output.dtype).reshape(output.shape).contiguous()
+    return Drawn(_less_labels(softmax, rows, labels[:, rows], scale), terms, sequences, unlikely)
+
+
+def _less_labels(softmax: Tensor, rows: Tensor, labels: Tensor, scale: float) -> Iterator[Tensor]:
+    """Yield the softmax less ``scale`` at the labels (draws, rows) of some rows; each draw is written over the one before."""
+    flat = softmax.view(-1, softmax.shape[-1])
+    for of_one in labels:
+        before = flat[rows, of_one]
+        flat[rows, of_one] = before - scale
+        yield softmax
+        flat[rows, of_one] = before
 
 
 class SquaredGradients:
