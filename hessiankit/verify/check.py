@@ -27,7 +27,7 @@ from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
 from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
-from hessiankit.verify.identities import examine_identities
+from hessiankit.verify.identities import identities
 from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import Direction, Probes, directions, normal, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
@@ -241,8 +241,8 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison)
     else:
         same.of_matrix(closed, probes, options.seed)
-        remarks, identities = same.remarks, examine_identities(problem, closed.matrix, rtol=rtol)
-        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison, identities=identities)
+        remarks, exactly = same.remarks, identities(problem, closed.matrix, rtol=rtol)
+        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison, identities=exactly)
         report = _with_formulas(report, module, options)
     moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
     stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""

@@ -7,14 +7,10 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hessiankit.curvature.dense import hessian
-from hessiankit.engine.problem.calling import Loss
-from hessiankit.engine.problem.selection import Params
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, Table, table
 from hessiankit.verify.in_place import converted, placed
@@ -111,10 +107,8 @@ STEPS = (0.2, -0.37)
 """How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
 
 
-def identities(
-    module: nn.Module, inputs: Any, target: Any = None, *, loss: Loss = "mse", params: Params = None, rtol: float | None = None
-) -> IdentityReport:
-    """Check the gradient and the closed-form Hessian against the exact symmetries of the module.
+def identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
+    """Check a problem's gradient and a Hessian of it (P, P), however computed, against the exact symmetries of the loss.
 
     Where the loss does not change along theta -> exp(t B) theta, one and two derivatives in t and theta give, exactly,
 
@@ -139,33 +133,15 @@ def identities(
     They are necessary, not sufficient: a wrong second derivative of the softmax, say, leaves the gauge of Q K^T. None are looked
     for where the module computes in a lower precision than that of its parameters, or stops a gradient (``detach``).
 
-    Args:
-        module: Any module, in evaluation mode where it has dropout.
-        inputs: What it is called with, one batch as in :func:`hessiankit.hessian`.
-        target: What the loss compares with.
-        loss: As in :func:`hessiankit.hessian`.
-        params: The parameters to take, as in :func:`hessiankit.hessian`.
-        rtol: Tolerance; 1e-10 in float64, 1e-3 below.
-
-    Raises:
-        InputError: If an argument cannot be used.
-
+    >>> from torch import nn
+    >>> from hessiankit import hessian
     >>> _ = torch.manual_seed(0)
     >>> mlp = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1)).double()
     >>> x, y = torch.ones(4, 2, dtype=torch.float64), torch.ones(4, 1, dtype=torch.float64)
-    >>> report = identities(mlp, x, y)
+    >>> report = identities(Problem(mlp, x, y), hessian(mlp, x, y).matrix, rtol=1e-10)
     >>> bool(report), [(row.family, row.name) for row in report.rows]
     (True, [('linear maps', '0.weight, 0.bias | 2.weight')])
     """
-    closed = hessian(module, inputs, target, loss=loss, params=params)
-    values = {name: p.detach() for name, p in module.named_parameters() if name in closed.slices}
-    problem = Problem(module, inputs, target, loss, values)
-    tolerance = rtol if rtol is not None else 1e-10 if traits(problem).precision == torch.float64 else 1e-3
-    return examine_identities(problem, closed.matrix, rtol=tolerance)
-
-
-def examine_identities(problem: Problem, H: Tensor, *, rtol: float) -> IdentityReport:
-    """Check a problem's gradient and a Hessian of it (P, P), however found, against the symmetries of the loss."""
     start = time.perf_counter()
     seen = traits(problem)
     if seen.precision != problem.dtype or seen.stopped_by:

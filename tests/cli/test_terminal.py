@@ -27,7 +27,6 @@ import hessiankit as hk
 from hessiankit.cli.main import main
 from hessiankit.support import tables
 from hessiankit.support.tables import LINES
-from hessiankit.verify.identities import identities
 
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?![\w.])")
 SMALL = """
@@ -92,7 +91,7 @@ RESULTS: dict[str, Callable[[Path], Any]] = {
     "groups": lambda _: hk.blockwise_lr(MODEL, lr=1e-3, ratios="measured", sharpness=hk.sharpness(MODEL, pair(), draws=2)),
     "monitor": measured,
     "depth": lambda _: hk.depth_diagnostics(MODEL, pair()),
-    "identities": lambda _: identities(block(), X, T),
+    "identities": lambda _: hk.check(block(), X, T).identities,
 }
 COMMANDS = {
     "hessian": "hessian --placement pre --heads 2",

@@ -18,7 +18,7 @@ import hessiankit as hk
 from derivations.normalization import RMSNormAt
 from hessiankit.verify.check import AGAINST, INDEPENDENT
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.identities import IdentityReport, examine_identities
+from hessiankit.verify.identities import IdentityReport, identities
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
 
@@ -256,9 +256,9 @@ def test_an_identity_that_does_not_hold_fails_the_report(monkeypatch: pytest.Mon
     def mistaken(problem: Problem, H: torch.Tensor, **options: object) -> IdentityReport:
         wrong = H.clone()
         wrong[problem.slices["feedforward.W_1"]] *= 1.01
-        return examine_identities(problem, wrong, **options)  # type: ignore[arg-type]
+        return identities(problem, wrong, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(sys.modules[hk.check.__module__], "examine_identities", mistaken)
+    monkeypatch.setattr(sys.modules[hk.check.__module__], "identities", mistaken)
     report = hk.check(block(), formulas=False)
     assert not report
     assert all(row.passed for row in report.rows)
