@@ -100,7 +100,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", images: str = 
     hessian = hessiankit.hessian(model, tokens, targets, loss=LOSS)
     H, slices = hessian.matrix, hessian.slices
     problem = Problem(model, tokens, targets, LOSS)
-    empirical, warned = (REFERENCES[name].matrix(problem) for name in ("reverse-over-reverse", "torch.func.hessian"))
+    empirical, warned = (REFERENCES[name].measure(problem).value for name in ("reverse-over-reverse", "torch.func.hessian"))
     columns = [s.start + (s.stop - s.start) // 2 for s in slices.values()]
     measured = REFERENCES["central-differences"].products(problem, torch.eye(len(H), dtype=H.dtype)[columns]).T
     errors = {"reverse over reverse": relative(H - empirical, H, slices), "jacfwd(jacrev)": relative(H - warned, H, slices)}

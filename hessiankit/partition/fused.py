@@ -25,7 +25,6 @@ _ROLES = ("query", "key", "value")
 _HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "num_heads_kv")
 _HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
-_SEPARATE = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"), ("q_lin", "k_lin", "v_lin"))
 
 
 @dataclass(frozen=True)
@@ -42,11 +41,8 @@ class FusedSlice:
     @property
     def merged(self) -> tuple[tuple[int, int], ...]:
         """The segments, adjacent ones merged."""
-        merged: list[tuple[int, int]] = []
-        for first, after in self.segments:
-            adjacent = bool(merged) and merged[-1][1] == first
-            merged[-1:] = [(merged[-1][0], after)] if adjacent else [*merged[-1:], (first, after)]
-        return tuple(merged)
+        firsts, ends = ({segment[k] for segment in self.segments} for k in (0, 1))
+        return tuple(zip(sorted(firsts - ends), sorted(ends - firsts), strict=True))
 
 
 def fused_slices(module: nn.Module, *, separate: bool = False) -> Iterator[FusedSlice]:
@@ -222,10 +218,10 @@ def _separate(module: nn.Module) -> Iterator[Fused]:
             weight = getattr(module, f"{role[0]}_proj_weight")
             yield from _of_parameter(weight, "weight", 0, _equal(role, module.num_heads, module.embed_dim))
     else:
-        for names in _SEPARATE:
-            layers = [getattr(module, name, None) for name in names]
-            if all(isinstance(layer, nn.Linear) for layer in layers):
-                yield from _grouped_heads(module, layers)  # type: ignore[arg-type]
+        named = [(ROLE_OF.get(name.lower()), layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
+        layers = dict(named)
+        if [role for role, _ in named if role is not None] == [role for role in layers if role is not None] and set(_ROLES) <= set(layers):
+            yield from _grouped_heads(module, [layers[role] for role in _ROLES])
 
 
 def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[Fused]:

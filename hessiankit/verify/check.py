@@ -117,9 +117,6 @@ def check(
     True
     """
     check_surroundings("check", block_or_module)
-    complex_one = next((name for name, p in block_or_module.named_parameters() if p.is_complex()), None)
-    if complex_one is not None:
-        raise InputError(f"check: the parameter {complex_one!r} is complex; pass real ones, the Hessian is of a real function")
     names = None if params is None else list(select("check", block_or_module, params))
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:

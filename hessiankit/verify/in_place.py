@@ -20,6 +20,24 @@ from hessiankit.support.torch_state import preserved_buffers, preserved_random_s
 
 
 @contextmanager
+def _holding(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let tensors hold other values of their shape for a while; a ``.grad`` of another dtype is set aside."""
+    pairs = list(values)
+    before = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
+    try:
+        for x, value in pairs:
+            if value.dtype != x.dtype:
+                x.grad = None  # its dtype has to be that of the tensor
+            _hold(x, value.detach())
+        yield
+    finally:
+        for x, data, gradient, wanted in before:
+            _hold(x, data)
+            x.requires_grad_(wanted)
+            x.grad = gradient
+
+
+@contextmanager
 def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     """Let tensors hold other values of their shape for a while, and require gradients; a ``.grad`` of another dtype is set aside.
 
@@ -30,19 +48,10 @@ def placed(values: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
     ([1.0, 1.0], [0.0, 0.0])
     """
     pairs = list(values)
-    before = [(x, x.data, x.grad, x.requires_grad) for x, _ in pairs]
-    try:
-        for x, value in pairs:
-            if value.dtype != x.dtype:
-                x.grad = None  # its dtype has to be that of the tensor
-            x.data = value.detach()
+    with _holding(pairs):
+        for x, _ in pairs:
             x.requires_grad_()
         yield
-    finally:
-        for x, data, gradient, wanted in before:
-            x.requires_grad_(wanted)
-            x.data = data
-            x.grad = gradient
 
 
 @contextmanager
@@ -86,18 +95,9 @@ def converted(owners: Iterable[Any], dtype: torch.dtype | None) -> Iterator[None
     for x in tensors.values():
         wanted = dtype.to_complex() if x.is_complex() and dtype.itemsize > 2 else dtype
         if (x.is_floating_point() or x.is_complex()) and x.dtype != wanted:
-            changed.append((x, x.data, x.grad if x.is_leaf else None, wanted))
-    try:
-        for x, data, gradient, wanted in changed:
-            if gradient is not None:
-                x.grad = None
-            _hold(x, data.to(wanted))
+            changed.append((x, x.data.to(wanted)))
+    with _holding(changed):
         yield
-    finally:
-        for x, data, gradient, _ in changed:
-            _hold(x, data)
-            if gradient is not None:
-                x.grad = gradient
 
 
 def _hold(x: Tensor, data: Tensor) -> None:

@@ -18,7 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, Loss, as_one_argument, read_outputs
+from hessiankit.engine.problem.calling import (
+    IGNORE_INDEX,
+    Loss,
+    as_one_argument,
+    check_labels,
+    check_same_shape,
+    one_kind,
+    read_outputs,
+)
 from hessiankit.engine.problem.state import Held
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
@@ -75,14 +83,12 @@ class Problem:
                 raise InputError(
                     f"Problem: '{name}' has shape {tuple(value.shape)}; the module expects {tuple(known[name].shape)}."
                 )
-        kinds = {(value.dtype, value.device) for value in chosen.values()}
-        if len(kinds) > 1:
-            seen = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-            raise InputError(f"Problem: the parameters are of several kinds ({seen}); cast the module to one of them.")
-        if not chosen or not next(iter(kinds))[0].is_floating_point:
-            raise InputError("Problem: no floating-point parameter to differentiate; give `params` or set requires_grad.")
-        if isinstance(self.loss, str) and self.loss not in _LOSSES:
-            raise InputError(f"Problem: unknown loss '{self.loss}'; expected 'mse', 'cross_entropy', a callable or None.")
+        if not chosen:
+            raise InputError("Problem: no parameter to differentiate; give `params` or set requires_grad.")
+        one_kind("Problem", self.module, chosen)
+        if isinstance(self.loss, str) and (self.loss not in _LOSSES or not isinstance(self.target, Tensor)):
+            seen = f"'{self.loss}' with a target of type {type(self.target).__name__}"
+            raise InputError(f"Problem: the loss is {seen}; expected 'mse' or 'cross_entropy' with a tensor, a callable or None.")
         object.__setattr__(self, "inputs", as_one_argument(self.module, self.inputs))
         object.__setattr__(self, "params", {name: value.detach() for name, value in chosen.items()})
 
@@ -302,29 +308,23 @@ PLAIN: dict[Any, Callable[..., Any]] = {
 """Functions of torch that have kernels without a second derivative or forward mode, and what they are in other operations."""
 
 
-def mean_square(outputs: Tensor, target: Any) -> Tensor:
+def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
     """Return the mean of the squared differences over all entries; ``jvp(grad(f))`` raises through torch's ``mse_loss``.
 
     >>> mean_square(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])).item()
     2.0
     """
-    if not isinstance(target, Tensor) or outputs.shape != target.shape:
-        seen = tuple(target.shape) if isinstance(target, Tensor) else type(target).__name__
-        raise InputError(f"mse: outputs have shape {tuple(outputs.shape)}, the target {seen}; expected the same shape.")
+    check_same_shape("mse", target, outputs.shape)
     return (outputs - target).square().mean()
 
 
-def labelled_cross_entropy(logits: Tensor, labels: Any) -> Tensor:
+def labelled_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the mean cross entropy over the rows whose label is not -100; logits lie along the last axis.
 
     >>> labelled_cross_entropy(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, -100, -100]])).exp().item()
     4.0
     """
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.shape != logits.shape[:-1]:
-        seen = f"{labels.dtype} of shape {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise InputError(
-            f"cross_entropy: logits {tuple(logits.shape)} need integer labels {tuple(logits.shape[:-1])}; got {seen}."
-        )
+    check_labels("cross_entropy", labels, logits.shape)
     return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORE_INDEX)
 
 

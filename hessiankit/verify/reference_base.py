@@ -105,10 +105,6 @@ class Reference:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
         return self.measure(problem, V, chunk=chunk).value
 
-    def matrix(self, problem: Problem) -> Tensor:
-        """Return the Hessian (P, P); column j is the derivative of the gradient along parameter j."""
-        return self.measure(problem).value
-
 
 _HINTS = {
     "ZeroTensors are immutable": "torch cannot take jvp(grad) of this loss; write it as (z - t).square().mean()",

@@ -48,7 +48,7 @@ def skip_if_fixed(result: Outcome | Unsupported, truth: torch.Tensor) -> None:
 def written_out() -> tuple[Problem, torch.Tensor]:
     """Return the problem with a norm that every route can follow, and its Hessian."""
     problem = linear_norm(HandWrittenNorm)
-    return problem, REFERENCES["reverse-over-reverse"].matrix(problem)
+    return problem, REFERENCES["reverse-over-reverse"].measure(problem).value
 
 
 def scaled_block(matrix: torch.Tensor, problem: Problem, i: str, j: str, factor: float) -> torch.Tensor:
@@ -128,7 +128,7 @@ def test_a_kink_at_the_point_makes_differences_stand_down():
 def test_an_error_planted_in_any_block_is_found_there(probed, symmetric):
     problem = head(norm=HandWrittenNorm)
     probes = probe_directions(problem, per_block=1) if probed else None
-    matrix = REFERENCES["reverse-over-reverse"].matrix(problem)
+    matrix = REFERENCES["reverse-over-reverse"].measure(problem).value
     noise = rounding_noise(problem, ["reverse-over-reverse"], torch.float64)
     alive = [name for name in problem.params if name != "k.bias"]
     for i in alive:
