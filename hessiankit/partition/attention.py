@@ -8,16 +8,10 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention
-from hessiankit.partition.findings import TYPE_OF_ROLE, Finding, is_within
+from hessiankit.partition.findings import ROLE_OF, TYPE_OF_ROLE, Finding
 from hessiankit.partition.fused import fused_slices
 from hessiankit.partition.modules import is_linear, is_norm
 
-_OF_CHILD = {
-    "query": "q q_proj query q_lin to_q wq w_q query_proj q_attn linear_q q_linear query_layer queries q_a_proj q_b_proj",
-    "key": "k k_proj key k_lin to_k wk w_k key_proj linear_k k_linear key_layer keys",
-    "value": "v v_proj value v_lin to_v wv w_v value_proj linear_v v_linear value_layer values",
-}
-_ROLE_OF = {name: role for role, names in _OF_CHILD.items() for name in names.split()}
 _OF_OUTPUT = "o o_proj out_proj proj c_proj dense out out_lin wo w_o to_out output o_linear linear_o out_linear"
 _OUTPUTS = frozenset(_OF_OUTPUT.split())
 
@@ -41,7 +35,7 @@ def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]
             continue
         unit = AttentionUnit(path, path, type(module).__name__, dict(fused.get(path, {})))
         for child, layer in module.named_children():
-            role = _ROLE_OF.get(child.lower())
+            role = ROLE_OF.get(child.lower())
             if role is not None and not is_norm(layer):
                 for _, inner in layer.named_modules():
                     if is_linear(inner):
@@ -90,12 +84,11 @@ def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
 
 
 def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
-    for leaf, role in (("q_proj_weight", "query"), ("k_proj_weight", "key"), ("v_proj_weight", "value")):
+    weights = {f"{role[0]}_proj_weight": (role, role) for role in ("query", "key", "value")}
+    learned = {f"bias_{role[0]}": (role, f"learned {role}") for role in ("key", "value")}
+    for leaf, (role, said) in (weights | learned).items():
         if isinstance(p := getattr(module, leaf), Tensor):
-            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], role, f"{leaf} of nn.MultiheadAttention")]
-    for leaf, role in (("bias_k", "key"), ("bias_v", "value")):
-        if isinstance(p := getattr(module, leaf), Tensor):
-            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], f"learned {role}", f"{leaf} of nn.MultiheadAttention")]
+            unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], said, f"{leaf} of nn.MultiheadAttention")]
     _add(unit, module.out_proj, "output", "out_proj of nn.MultiheadAttention")
 
 
@@ -119,8 +112,3 @@ def _linear_maps(unit: AttentionUnit, module: nn.Module) -> Iterator[tuple[str, 
     for child, layer in module.named_modules():
         if is_linear(layer) and not any(id(p) in unit.roles for p in layer.parameters(recurse=False)):
             yield child, layer
-
-
-def unit_of(path: str, units: list[AttentionUnit]) -> AttentionUnit | None:
-    """Return the attention that a module's path lies in."""
-    return next((unit for unit in units if is_within(path, unit.root)), None)

@@ -26,6 +26,13 @@ TYPE_OF_ROLE = {
     "attention sink": "Other",
 }
 """Block type by role. A latent shared by keys and values, and a router, are none of the paper's types."""
+_CHILDREN = {
+    "query": "q q_proj query q_lin to_q wq w_q query_proj q_attn linear_q q_linear query_layer queries q_a_proj q_b_proj",
+    "key": "k k_proj key k_lin to_k wk w_k key_proj linear_k k_linear key_layer keys",
+    "value": "v v_proj value v_lin to_v wv w_v value_proj linear_v v_linear value_layer values",
+}
+ROLE_OF = {name: role for role, names in _CHILDREN.items() for name in names.split()}
+"""Role by the name of a layer in an attention, in small letters."""
 
 
 def type_of(roles: Iterable[str]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention
 from hessiankit.partition.adapters import without_adapters
+from hessiankit.partition.findings import ROLE_OF
 from hessiankit.partition.part import indexed
 from hessiankit.support.arguments import checked
 
@@ -81,7 +82,7 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     Args:
         module: Any module.
         heads: Whether to give every head by itself, also those of separate query, key and value layers
-            (``q_proj, k_proj, v_proj``; ``query, key, value``; ``q, k, v``), with fewer key heads where they are grouped.
+            (``q_proj, k_proj, v_proj``; ``query, key, value``; ``wq, wk, wv``), with fewer key heads where they are grouped.
 
     Returns:
         ``"<attention>.query.weight"``, or ``"<attention>.query.head_0.weight"``, to ``"<parameter>[...]"``.
@@ -218,13 +219,12 @@ def _separate(module: nn.Module) -> Iterator[Fused]:
             weight = getattr(module, f"{role[0]}_proj_weight")
             yield from _of_parameter(weight, "weight", 0, _equal(role, module.num_heads, module.embed_dim))
     else:
-        named = [(ROLE_OF.get(name.lower()), layer) for name, layer in module.named_children() if isinstance(layer, nn.Linear)]
-        layers = dict(named)
-        if [role for role, _ in named if role is not None] == [role for role in layers if role is not None] and set(_ROLES) <= set(layers):
-            yield from _grouped_heads(module, [layers[role] for role in _ROLES])
+        children = [[child for name, child in module.named_children() if ROLE_OF.get(name.lower()) == role] for role in _ROLES]
+        if all(len(layers) == 1 and isinstance(layers[0], nn.Linear) for layers in children):
+            yield from _grouped_heads(module, [layers[0] for layers in children])
 
 
-def _grouped_heads(module: nn.Module, layers: list[nn.Linear]) -> Iterator[Fused]:
+def _grouped_heads(module: nn.Module, layers: list[Any]) -> Iterator[Fused]:
     widths, heads = [layer.out_features for layer in layers], _count(module, _HEADS)
     if not heads or widths[0] % heads:
         return

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from hessiankit.partition.attention import AttentionUnit, attention_units, fused_findings, unit_of
+from hessiankit.partition.attention import AttentionUnit, attention_units, fused_findings
 from hessiankit.partition.findings import Finding, Owner, child_path, is_within
 from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_type
 
@@ -179,7 +179,7 @@ class _PlaceReader:
         return False
 
     def _in_block(self, owner: Owner, p: Tensor) -> Iterator[Finding]:
-        if unit_of(owner.path, self.units) is not None:
+        if any(is_within(owner.path, unit.root) for unit in self.units):
             return  # an unrecognised parameter of an attention
         if not self.alone and self._limb(owner.path) not in self.usual:
             return  # a child that blocks with a recognised attention do not have: possibly another mixer

@@ -102,7 +102,9 @@ class Ranks:
             raise
         except Exception as error:  # of any kind: the other ranks raise it too
             own = error
-        failed = [(rank, line) for rank, line in enumerate(self.gather(self._line(own))) if line is not None]
+        text = " ".join(str(own).split()).removeprefix(f"{self.who}: ")
+        line = None if own is None else (type(own).__name__, text)
+        failed = [(rank, line) for rank, line in enumerate(self.gather(line)) if line is not None]
         if failed:
             raise self._joint(failed) from own
         return result  # type: ignore[return-value]
@@ -133,12 +135,6 @@ class Ranks:
                 f"{self.who}: rank {self.rank} of {self.size} lost the others after {after}: one was killed, is stuck, or raised "
                 f"an error of its own; read the logs of all ranks, and start all again (torch: {said})"
             ) from error
-
-    def _line(self, error: Exception | None) -> tuple[str, str] | None:
-        if error is None:
-            return None
-        text = " ".join(str(error).split()).removeprefix(f"{self.who}: ")
-        return type(error).__name__, text
 
     def _joint(self, failed: list[tuple[int, tuple[str, str]]]) -> HessiankitError:
         rank, (kind, text) = failed[0]

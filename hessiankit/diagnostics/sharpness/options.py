@@ -61,21 +61,13 @@ class SharpnessOptions:
 
 @dataclass(frozen=True, eq=False)
 class MeasuredParts:
-    """The parts of a model that have a gradient.
-
-    Attributes:
-        parts: The parts.
-        parameters: The parameters that they are parts of, by name.
-        frozen: Names of the parameters that do not require a gradient.
-        metric: The name of the preconditioner P; "" for none.
-        roots: P^(-1/2) of each parameter, in its shape; empty for none.
-    """
+    """The parts of a model that have a gradient, and the metric in which it is measured."""
 
     parts: tuple[Part, ...]
-    parameters: dict[str, nn.Parameter]
-    frozen: tuple[str, ...]
-    metric: str = ""
-    roots: Mapping[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, nn.Parameter]  # that they are parts of, by name
+    frozen: tuple[str, ...]  # names of those that do not require a gradient
+    metric: str = ""  # the name of the preconditioner P
+    roots: Mapping[str, Tensor] = field(default_factory=dict)  # P^(-1/2) of each parameter, in its shape; empty without P
 
     def squared_norms(self, whole: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Return ||theta||^2 of each part in the metric, float64 (parts,) on the CPU; ``whole`` as in
@@ -92,8 +84,6 @@ class MeasuredParts:
 
 def measured_parts(model: nn.Module, parts: Iterable[Part] | None, preconditioner: Any = None) -> MeasuredParts:
     """Return those of the given parts, or of all of a model, that have a gradient."""
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{WHO}: expected a torch.nn.Module, got {type(model).__name__}")
     listed = tuple(model_parts(model) if parts is None else getattr(parts, "parts", parts))
     known, names = dict(model.named_parameters()), set()
     for part in listed:
