@@ -129,8 +129,7 @@ def check(
         start, bar = time.perf_counter(), progress_bar() if progress is None else nullcontext(progress)
         with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
             data, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
-            if dtype is not None:
-                data, labels = (cast(x, dtype) for x in (data, labels))
+            data, labels = (cast(x, dtype) for x in (data, labels))
             options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
             kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
@@ -142,7 +141,7 @@ def check(
     except InputError as error:
         if "NaN or infinite" not in str(error) or dtype is None or inputs is None:
             raise
-        if not _finite_as_it_is_only(block_or_module, inputs, target, loss, dtype):
+        if [_has_finite_loss(block_or_module, inputs, target, loss, kind) for kind in (None, dtype)] != [True, False]:
             raise
         kind = next(block_or_module.parameters()).dtype
         note = f"the loss is not finite in {dtype}, as where a mask of finfo.min is cast to a narrower type: compared in {kind}"
@@ -150,19 +149,15 @@ def check(
         return replace(report, remarks=(*report.remarks, note))
 
 
-def _finite_as_it_is_only(module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype) -> bool:
-    """Tell whether a module's loss is finite in its own dtype, and not in another."""
-    finite = []
-    for kind in (None, dtype):
-        with preserved(module, loss), converted((module, loss), kind):
-            data, labels = (x if kind is None else cast(x, kind) for x in (inputs, target))
-            try:
-                problem = Problem(module, data, labels, loss)
-                with problem.at():
-                    finite.append(bool(problem.call().isfinite()))
-            except Exception:  # whatever a module may raise: the first error is the one to report
-                return False
-    return finite == [True, False]
+def _has_finite_loss(module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype | None) -> bool | None:
+    """Tell whether a module's loss is finite in a dtype (None: its own); None where there is no loss."""
+    with preserved(module, loss), converted((module, loss), dtype):
+        try:
+            problem = Problem(module, cast(inputs, dtype), cast(target, dtype), loss)
+            with problem.at():
+                return bool(problem.call().isfinite())
+        except Exception:  # whatever a module may raise: the first error is the one to report
+            return None
 
 
 class _Options(NamedTuple):

@@ -79,17 +79,13 @@ def examine(
     probes: Probes | None = None,
     noise: RoundingNoise | None = None,
 ) -> dict[str, Health]:
-    """Test every result for symmetry and against the others.
+    """Test every result for symmetry and against the others; a result that is no reference is compared, and never judges.
 
     A witness must be finite, symmetric and, by its own estimate, precise. The consensus is the set of witnesses that
     agree with each other and come from the most independent groups, at least two (the two groups that run forward mode
     over a reverse sweep count once); without one, none is healthy. Every result is compared with the members of the
-    consensus from groups other than its own. A result that is no reference (a closed form under test) is compared too,
-    but never judges.
-
-    All comparisons are block pair by block pair, relative to the block's largest entry (for zero blocks see ``Judge``), within
-    the tolerance of the lowest precision that the module computes in (float64: 1e-10, float32: 1e-4) plus the two routes'
-    estimates of their own error.
+    consensus from groups other than its own, block pair by block pair (see ``Judge``), within the tolerance of the lowest
+    precision that the module computes in (:data:`AGREEMENT`) plus the two routes' estimates of their own error.
 
     Args:
         results: Name -> Hessian (P, P), or products (k, P) where ``probes`` are given; ``run_references`` returns it.
@@ -130,18 +126,18 @@ def rounding_noise(
     return RoundingNoise(problem, routes, precision, along)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Case:
     """One result: its symmetry, its own error, and whether it may judge others; ``note`` says why it failed, if it did."""
 
     name: str
     tolerance: float
-    attainable: float = math.inf
-    symmetry: Worst = NOTHING
-    symmetric: bool = False
-    seconds: float = 0.0
-    note: str = ""
+    attainable: float
+    note: str
     failed: bool = False
+    symmetry: Worst = NOTHING
+    symmetric: bool = True
+    seconds: float = 0.0
 
     @property
     def group(self) -> str:
@@ -179,7 +175,7 @@ class SideBySide:
         alike, apart = dict[str, Outcome](), dict[str, Outcome]()
         for name, result in results.items():
             if isinstance(result, Unsupported):
-                self._cases[name] = Case(name, self.tolerance, failed=True, note=result.reason)
+                self._cases[name] = Case(name, self.tolerance, math.inf, result.reason, failed=True)
                 continue
             own, size = result.probes or probes, self.problem.size
             expected = (size, size) if own is None else (len(own.owners), size)
@@ -199,15 +195,13 @@ class SideBySide:
         for (a, first), (b, second) in [*product(known.items(), new.items()), *combinations(new.items(), 2)]:
             self._gaps[frozenset((a, b))].append(layout.gaps(first.value, second.value, errors[a], errors[b]))
         for name, result in new.items():
-            case, error = self._cases.get(name), errors[name]
-            if case is None:
-                case = Case(name, self.tolerance, self.tolerance, note=result.note, symmetric=True)
-                if name != CLOSED and layout.labels == self.judge.names:  # the directions lie on every parameter
-                    pairs = layout.asymmetry(result.value, error, None if probes is None else probes.V)
-                    symmetric = self.judge.within(pairs, self.tolerance)
-                    case = replace(case, symmetry=self.judge.worst(pairs), symmetric=symmetric)
+            is_new, error = name not in self._cases, errors[name]
+            case = self._cases.setdefault(name, Case(name, self.tolerance, self.tolerance, result.note))
+            if is_new and name != CLOSED and layout.labels == self.judge.names:  # the directions lie on every parameter
+                pairs = layout.asymmetry(result.value, error, None if probes is None else probes.V)
+                case.symmetry, case.symmetric = self.judge.worst(pairs), self.judge.within(pairs, self.tolerance)
             own = 0.0 if error is None else self.judge.attainable(error, layout.largest(result.value))
-            self._cases[name] = replace(case, attainable=max(case.attainable, own), seconds=case.seconds + result.seconds)
+            case.attainable, case.seconds = max(case.attainable, own), case.seconds + result.seconds
 
     def gaps(self, a: str, b: str) -> Gaps:
         """Return two results side by side; the one that was added first is first."""

@@ -331,6 +331,6 @@ def labelled_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 _LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}
 
 
-def cast(tree: Any, dtype: torch.dtype) -> Any:
-    """Return nested containers with their floating tensors in another dtype."""
-    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
+def cast(tree: Any, dtype: torch.dtype | None) -> Any:
+    """Return nested containers with their floating tensors in another dtype; None keeps their own."""
+    return tree if dtype is None else map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -112,18 +112,15 @@ def sharpness(
     """
     ranks = Ranks(WHO, group)
     check_versions(ranks)
-    settings = {field.name: options.get(field.name, field.default) for field in fields(SharpnessOptions)}
-    if settings["parts"] is not None:
-        settings["parts"] = tuple(getattr(settings["parts"], "parts", settings["parts"]))
-    ranks.agree(**{name: settings[name] for name in AGREED}, confidence=confidence)
 
     def checked_options() -> SharpnessOptions:
-        own = SharpnessOptions(**settings)
+        own = SharpnessOptions(**options)
         if own.preconditioner is not None:
             raise InputError(f"{WHO}: preconditioner= is read by one process; leave it out over several ranks")
         return own
 
     own = ranks.together(checked_options)
+    ranks.agree(**{name: getattr(own, name) for name in AGREED}, confidence=confidence)
     module = ranks.together(lambda: unwrapped(WHO, model))
     ranks.agree(**{"whether fully_shard has spread the parameters": is_sharded(module)})
     cut = local_batches(ranks, module, data, target, own)
