@@ -2,11 +2,11 @@
 
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
+from hessiankit.verify.comparison import CheckRow
 from hessiankit.verify.exact import ExactRow, check_exact, check_exact_blocks
 from hessiankit.verify.health import Health, examine
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported, run_references
-from hessiankit.verify.rows import CheckRow
 
 __all__ = [
     "REFERENCES", "CheckReport", "CheckRow", "ExactRow", "Health", "Problem", "Unsupported", "check", "check_exact",

@@ -24,7 +24,7 @@ from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.comparison import CLOSED, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
+from hessiankit.verify.comparison import CLOSED, CheckRow, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
 from hessiankit.verify.exact import check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import identities
@@ -32,7 +32,6 @@ from hessiankit.verify.in_place import converted, preserved
 from hessiankit.verify.probes import Direction, Probes, directions, normal, probe_directions, roles
 from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
-from hessiankit.verify.rows import CheckRow
 from hessiankit.verify.same_call import SameCall, by_operator
 from hessiankit.verify.small_blocks import formula_rows, twin_rows
 from hessiankit.verify.traits import STOPPED, traits

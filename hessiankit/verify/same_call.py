@@ -15,11 +15,10 @@ from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import central_differences, generic
-from hessiankit.verify.comparison import CLOSED, Gaps, Judge, Layout, RoundingNoise, cells_of_labels, method_of
+from hessiankit.verify.comparison import CLOSED, MODULE, CheckRow, Gaps, Judge, Layout, RoundingNoise, cells_of_labels, method_of
 from hessiankit.verify.probes import Direction, Probes, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome
-from hessiankit.verify.rows import MODULE, CheckRow
 
 T = TypeVar("T")
 

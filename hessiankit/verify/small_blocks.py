@@ -15,12 +15,11 @@ from hessiankit.curvature.dense import hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.formulas.symbols import symbol_of
 from hessiankit.verify.block_structure import structure_of
-from hessiankit.verify.comparison import Judge, Layout, cells_of_labels, closed_form
+from hessiankit.verify.comparison import FORMULAS, CheckRow, Judge, Layout, cells_of_labels, closed_form
 from hessiankit.verify.health import rounding_noise
 from hessiankit.verify.probes import normal, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Unsupported
-from hessiankit.verify.rows import FORMULAS, CheckRow
 
 TINY = {"length": 3, "width": 4, "head": 2, "hidden": 5}
 """Sizes of the formulas' twin: unequal, so that a swapped index cannot hide."""

@@ -28,7 +28,7 @@ from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.theorems import CHAPTER_NAMES
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.rows import CheckRow
+from hessiankit.verify.comparison import CheckRow
 
 ROOT = Path(hessiankit.__file__).parents[1]
 PARTS = [{"name": name, "type": name, "layer": 0, "role": "", "reason": "", "size": 2} for name in ("FFN", "Norm")]

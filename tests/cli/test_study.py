@@ -16,7 +16,7 @@ from hessiankit.cli.study import digits, patchify, split
 from hessiankit.support.errors import InputError
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.rows import CheckRow
+from hessiankit.verify.comparison import CheckRow
 
 
 @pytest.fixture(autouse=True)

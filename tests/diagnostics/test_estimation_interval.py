@@ -14,7 +14,7 @@ from torch import nn
 from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
-from hessiankit.diagnostics.sharpness.histogram import histogram
+from hessiankit.diagnostics.sharpness.sharpness_report import histogram
 from hessiankit.support.errors import InputError
 
 ONE = torch.ones(1).double()

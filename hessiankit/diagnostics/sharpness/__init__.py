@@ -1,10 +1,9 @@
 """Average sharpness of each block type with confidence intervals: squared gradients of labels drawn from the model."""
 
 from hessiankit.diagnostics.sharpness.estimate import SharpnessEstimate
-from hessiankit.diagnostics.sharpness.histogram import Histogram
 from hessiankit.diagnostics.sharpness.measure import sharpness
 from hessiankit.diagnostics.sharpness.replicate import Replicates, joined, replicates
-from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport, report_of
+from hessiankit.diagnostics.sharpness.sharpness_report import Histogram, SharpnessReport, report_of
 
 __all__ = [
     "Histogram",
