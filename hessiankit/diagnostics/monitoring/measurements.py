@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -100,17 +99,14 @@ def eigenvalue(
         P = optimizer_preconditioner(WHO, optimizer, parameters, dtype=first.dtype, device=first.device)
 
     def exact() -> Product:
-        counts = [float((target != IGNORE_INDEX).sum()) for _, target in batches]
-        names = list(parameters)
-        return hessian_operator(model, list(batches), loss="cross_entropy", params=names, weights=counts).__matmul__
+        return hessian_operator(model, list(batches), loss="cross_entropy", params=list(parameters)).__matmul__
 
     def autograd() -> Product:
-        with sdpa_kernel(SDPBackend.MATH):
-            return HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
+        return HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
 
-    product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
-    of = product if P is None else (lambda v: P.root @ product(P.root @ v))
-    with sdpa_kernel(SDPBackend.MATH) if taken == "autograd" else nullcontext():
+    with sdpa_kernel(SDPBackend.MATH):
+        product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
+        of = product if P is None else (lambda v: P.root @ product(P.root @ v))
         top = lanczos(of, start, tol=tol, most=products)
     if last is not None and top.vector is not None:
         last["vector"] = top.vector
