@@ -37,9 +37,8 @@ def attention_units(model: nn.Module, fused: dict[str, dict[int, list[Finding]]]
         for child, layer in module.named_children():
             role = ROLE_OF.get(child.lower())
             if role is not None and not is_norm(layer):
-                for _, inner in layer.named_modules():
-                    if is_linear(inner):
-                        _add(unit, inner, role, f"{child} of {unit.kind}")
+                for inner in filter(is_linear, layer.modules()):
+                    _add(unit, inner, role, f"{child} of {unit.kind}")
         _add_thirds(unit, module)
         if isinstance(module, nn.MultiheadAttention):
             _add_torch(unit, module)

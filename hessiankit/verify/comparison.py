@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -118,18 +119,12 @@ class RoundingNoise:
     A block that vanishes identically (the bias of the keys, say) is computed as eps times the terms that cancel. Where the
     parameters move by a few units in the last place, such a remainder changes wholly, a true entry by a few eps of itself,
     however small it is. So the largest change, times a safety, separates the two, without any scale from outside the block.
-
-    Args:
-        problem: The loss.
-        routes: The routes whose products are compared; each leaves a remainder of its own.
-        precision: The lowest floating type that the module computes in.
-        along: A direction of each label; None: on each parameter.
     """
 
     problem: Problem
-    routes: Mapping[str, Route]
-    precision: torch.dtype
-    along: Mapping[str, Direction] | None = None
+    routes: Mapping[str, Route]  # whose products are compared; each leaves a remainder of its own
+    precision: torch.dtype  # the lowest floating type that the module computes in
+    along: Mapping[str, Direction] | None = None  # a direction of each label; None: on each parameter
     _columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -143,11 +138,9 @@ class RoundingNoise:
         It is symmetric where the labels are the parameters.
         """
         missing = [label for label in labels if label not in self._columns]
-        if self.along is None and missing:
-            self._measure(missing)
-        elif self.along is not None:
-            for label in missing:  # of a large model one vector at a time
-                self._measure([label])
+        at_once = len(missing) if self.along is None else 1  # of a large model one vector at a time
+        for first in range(0, len(missing), at_once or 1):
+            self._measure(missing[first : first + at_once])
         columns = torch.stack([self._columns[label] for label in labels], 1)
         symmetric = tuple(labels) == tuple(self.problem.params)
         return torch.maximum(columns, columns.T) if symmetric else columns
@@ -159,18 +152,11 @@ class RoundingNoise:
         points = [self.problem, *(perturbed(self.problem, self.eps, generator) for _ in range(PERTURBATIONS))]
         change = self.problem.theta.new_zeros(len(self.problem.params), len(labels))
         for route in self.routes.values():
-            here, *there = (self._products(route, point, V) for point in points)
-            for after in there:
-                if here is not None and after is not None:
+            with suppress(HessiankitError):  # without this route's remainder the comparison is stricter
+                here, *there = (route(point, V) for point in points)
+                for after in there:
                     change = torch.maximum(change, self.problem.largest(after - here).to(change))
         self._columns |= {label: SAFETY * change[:, at] for at, label in enumerate(labels)}
-
-    @staticmethod
-    def _products(route: Route, problem: Problem, V: Tensor) -> Tensor | None:
-        try:
-            return route(problem, V)
-        except HessiankitError:  # the point itself is compared without this route's remainder, which is stricter
-            return None
 
 
 @dataclass(frozen=True)

@@ -67,17 +67,13 @@ def hooks(
     modules: Iterable[nn.Module], before: Callable[..., Any] | None = None, after: Callable[..., Any] | None = None
 ) -> Iterator[None]:
     """Call ``before(module, args, kwargs)`` and ``after(module, args, kwargs, output)`` around every call of the modules."""
-    handles = []
-    try:
+    with ExitStack() as stack:
         for module in modules:
             if before is not None:
-                handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
             if after is not None:
-                handles.append(module.register_forward_hook(after, with_kwargs=True))
+                stack.callback(module.register_forward_hook(after, with_kwargs=True).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @dataclass

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import hessiankit.support.errors
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, evaluating, forward
 from hessiankit.engine.problem.calling import named_tensors
@@ -103,10 +102,14 @@ class Ranks:
         except Exception as error:  # of any kind: the other ranks raise it too
             own = error
         text = " ".join(str(own).split()).removeprefix(f"{self.who}: ")
-        line = None if own is None else (type(own).__name__, text)
-        failed = [(rank, line) for rank, line in enumerate(self.gather(line)) if line is not None]
+        said = (type(own), text) if isinstance(own, HessiankitError) else (RankError, f"{type(own).__name__}: {text}")
+        held = self.gather(None if own is None else said)
+        failed = [rank for rank, line in enumerate(held) if line is not None]
         if failed:
-            raise self._joint(failed) from own
+            kind, text = held[failed[0]]
+            everywhere = len(failed) == self.size and len(set(held)) == 1
+            on = "" if everywhere or self.size == 1 else f"on rank {failed[0]} of {self.size}: "
+            raise kind(f"{self.who}: {on}{text}") from own
         return result  # type: ignore[return-value]
 
     def agree(self, remedy: str = "make the same call everywhere, only with the rank's own data", /, **options: Any) -> None:
@@ -135,16 +138,6 @@ class Ranks:
                 f"{self.who}: rank {self.rank} of {self.size} lost the others after {after}: one was killed, is stuck, or raised "
                 f"an error of its own; read the logs of all ranks, and start all again (torch: {said})"
             ) from error
-
-    def _joint(self, failed: list[tuple[int, tuple[str, str]]]) -> HessiankitError:
-        rank, (kind, text) = failed[0]
-        everywhere = len(failed) == self.size and len({line for _, line in failed}) == 1
-        on = "" if everywhere or self.size == 1 else f"on rank {rank} of {self.size}: "
-        known = getattr(hessiankit.support.errors, kind, None)
-        if isinstance(known, type) and issubclass(known, HessiankitError):
-            error: HessiankitError = known(f"{self.who}: {on}{text}")
-            return error
-        return RankError(f"{self.who}: {on}{kind}: {text}")
 
 
 def _communication(error: BaseException | None) -> str | None:

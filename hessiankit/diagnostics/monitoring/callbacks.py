@@ -77,12 +77,15 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     numbers = {"monitor/loss": record["loss"]} if "loss" in record else {}
     numbers |= {f"sharpness/{name}": one["value"] for name, one in record.get("sharpness", {}).get("types", {}).items()}
     numbers |= {f"norm/{name}": value for name, value in record.get("norms", {}).get("types", {}).items()}
-    if "eigenvalue" in record:
-        numbers["top_eigenvalue"] = record["eigenvalue"]["value"]
-    if "value" in record.get("preconditioned", {}):
-        numbers["preconditioned/eigenvalue"] = record["preconditioned"]["value"]
-        numbers["preconditioned/over_threshold"] = record["preconditioned"]["ratio"]
-    if "sharpness" in record.get("critical", {}):
-        numbers["critical/sharpness"] = record["critical"]["sharpness"]
-        numbers["critical/multiple"] = record["critical"]["multiple"]
+    numbers |= {name: record[part][key] for name, (part, key) in SINGLE.items() if key in record.get(part, {})}
     return {name: float(value) for name, value in numbers.items()}
+
+
+SINGLE = {
+    "top_eigenvalue": ("eigenvalue", "value"),
+    "preconditioned/eigenvalue": ("preconditioned", "value"),
+    "preconditioned/over_threshold": ("preconditioned", "ratio"),
+    "critical/sharpness": ("critical", "sharpness"),
+    "critical/multiple": ("critical", "multiple"),
+}
+"""Name in a trainer's log, section of a measurement, and number of it; one that waits for the optimizer has none."""
