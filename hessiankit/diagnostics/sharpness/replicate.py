@@ -27,27 +27,16 @@ from hessiankit.support.torch_state import wide
 class Replicates:
     """The sum of h over the entries of each part, for each micro-batch and draw, before any statistics.
 
-    Attributes that are not named here are those of :class:`SharpnessReport`.
-
-    Attributes:
-        parts: The parts, in the order of the last axis of ``values``.
-        values: Float64 (micro-batches, draws, parts) on the CPU.
-        terms: How many terms each micro-batch's loss is the mean of, (micro-batches,).
-        squared_norms: ||theta||^2 of each part, (parts,).
-        rows: For each embedding that is looked up by rows, the sum over micro-batches of terms x h, summed along each row:
-            (draws, rows).
-        seen: Which of its rows the data looked up, (rows,).
-        entries: For each parameter, the sum over micro-batches and draws of terms x h, in its shape; empty without histograms.
-        unlikely: How many labels of one draw of all are expected not to be the likeliest one; infinite for squared error.
+    Fields without a comment are those of :class:`SharpnessReport`.
     """
 
-    parts: tuple[Part, ...]
-    values: Tensor
-    terms: Tensor
-    squared_norms: Tensor
-    rows: dict[str, Tensor]
-    seen: dict[str, Tensor]
-    entries: Mapping[str, Tensor]
+    parts: tuple[Part, ...]  # in the order of the last axis of ``values``
+    values: Tensor  # float64 (micro-batches, draws, parts) on the CPU
+    terms: Tensor  # how many terms each micro-batch's loss is the mean of, (micro-batches,)
+    squared_norms: Tensor  # ||theta||^2 of each part, (parts,)
+    rows: dict[str, Tensor]  # of embeddings looked up by rows: the sum of terms x h along each row, (draws, rows)
+    seen: dict[str, Tensor]  # which of its rows the data looked up, (rows,)
+    entries: Mapping[str, Tensor]  # the sum over draws of terms x h, by parameter in its shape; empty without histograms
     sequences: int
     per: str
     loss: str
@@ -56,7 +45,7 @@ class Replicates:
     frozen: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     seconds: float = 0.0
-    unlikely: float = math.inf
+    unlikely: float = math.inf  # how many labels of one draw of all are expected not to be the likeliest one
     metric: str = ""
 
     @property
@@ -150,18 +139,13 @@ def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: Sharpnes
 class Drawn:
     """The labels drawn for one micro-batch, as gradients of its loss.
 
-    Attributes:
-        gradients: Those of sqrt(terms) L in the output, one a draw, each valid until the next one is read. The square of the
-            gradient that one gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
-        terms: How many terms the loss is the mean of.
-        sequences: How many sequences have a position that counts.
-        unlikely: How many of the labels of a draw are expected not to be the likeliest one; infinite for squared error.
+    The square of the gradient that one of them gives a parameter is h of eq. (3) of The Sharpness Disparity Principle.
     """
 
-    gradients: Iterator[Tensor]
-    terms: int
-    sequences: int
-    unlikely: float
+    gradients: Iterator[Tensor]  # of sqrt(terms) L in the output, one a draw, each valid until the next one is read
+    terms: int  # how many terms the loss is the mean of
+    sequences: int  # how many sequences have a position that counts
+    unlikely: float  # how many of the labels of a draw are expected not to be the likeliest one; infinite for squared error
 
 
 @torch.no_grad()
