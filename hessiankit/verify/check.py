@@ -202,7 +202,7 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         along = directions(groups, per_group, options.seed)
         comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
         labels = {direction.label: direction for direction in reversed(along)}
-        routes = SideBySide(Judge(rounding_noise(problem, names, seen.precision, by_operator, labels)), rtol)
+        routes = SideBySide(Judge(rounding_noise(problem, names, seen.precision, by_operator, labels)), seen, rtol)
         results = _along_each(problem, closed, names, along, routes, options.progress)
     else:
         groups, comparison = {name: (name,) for name in problem.params}, "every entry"
@@ -211,7 +211,8 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
             comparison = f"{options.directions or 4} generic directions a parameter"
         more = ["torch.func.hessian"] if options.against is None and not own else []
         results = _all_at_once(problem, names, more, probes, options)
-        routes = SideBySide(Judge(rounding_noise(problem, results, seen.precision, closed_form)), AGREEMENT[seen.precision])
+        judge = Judge(rounding_noise(problem, results, seen.precision, closed_form))
+        routes = SideBySide(judge, seen, AGREEMENT[seen.precision])
         options.progress("agreement of the references", 0, 1)
         mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
         routes.add({CLOSED: Outcome(mine), **results}, probes)

@@ -107,7 +107,7 @@ def examine(
     """
     seen = traits(problem)
     judge = Judge(noise or rounding_noise(problem, results, seen.precision))
-    comparison = SideBySide(judge, AGREEMENT[seen.precision])
+    comparison = SideBySide(judge, seen, AGREEMENT[seen.precision])
     comparison.add({n: Outcome(x, seconds=math.nan) if isinstance(x, Tensor) else x for n, x in results.items()}, probes)
     return comparison.health(results)
 
@@ -162,8 +162,8 @@ class SideBySide:
     the largest entries and differences of every cell are kept. ``tolerance`` is that of a route without an error estimate.
     """
 
-    def __init__(self, judge: Judge, tolerance: float) -> None:
-        self.problem, self.judge, self.tolerance = judge.noise.problem, judge, tolerance
+    def __init__(self, judge: Judge, seen: Traits, tolerance: float) -> None:
+        self.problem, self.judge, self.seen, self.tolerance = judge.noise.problem, judge, seen, tolerance
         self._cases: dict[str, Case] = {}
         self._gaps: dict[frozenset[str], list[Gaps]] = defaultdict(list)
 
@@ -213,11 +213,10 @@ class SideBySide:
         witnesses = {name: case for name, case in cases.items() if case.judges}
         agree = {frozenset(ab) for ab in combinations(witnesses, 2) if self.judge.within(self.gaps(*ab), self.tolerance)}
         consensus = agreeing({name: case.group for name, case in witnesses.items()}, agree)
-        seen = traits(self.problem)
-        return {name: self._health(case, witnesses, consensus, seen) for name, case in cases.items()}
+        return {name: self._health(case, witnesses, consensus) for name, case in cases.items()}
 
-    def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str], seen: Traits) -> Health:
-        judge = self.judge
+    def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str]) -> Health:
+        judge, seen = self.judge, self.seen
         others = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
         compared = {name: self.gaps(case.name, name) for name in others}
         agrees = bool(others) and all(judge.within(compared[name], case.tolerance) for name in others)

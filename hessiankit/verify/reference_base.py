@@ -74,13 +74,10 @@ class Reference:
     route: RouteFunction
     many_calls: bool = False  # a direction costs dozens of calls of the module, so that a few directions have to do
 
-    def measure(
-        self, problem: Problem, V: Tensor | None = None, *, chunk: int | None = None, progress: Progress | None = None
-    ) -> Outcome:
+    def measure(self, problem: Problem, V: Tensor | None = None, *, progress: Progress = silent) -> Outcome:
         """Return H V for directions V, one a row (k, P), or H where V is None; raise Unsupported where the route does not exist.
 
-        ``chunk`` directions are pushed together, by default as many as ``MEMORY_BUDGET`` allows; ``progress`` is called with
-        (done, in all) after each.
+        As many directions are pushed together as ``MEMORY_BUDGET`` allows; ``progress`` is called with (done, in all) after each.
         """
         directions = torch.eye(problem.size, dtype=problem.dtype, device=problem.device) if V is None else V
         if directions.ndim != 2 or directions.shape[1] != problem.size:
@@ -88,11 +85,11 @@ class Reference:
         directions = directions.to(problem.theta)
         try:
             _ = problem.value  # refuses a loss that is random or not finite, before any work
-            chunk = chunk or (directions_at_once(problem) if len(directions) > 1 else 1)
+            chunk = directions_at_once(problem) if len(directions) > 1 else 1
             load_forward_mode()
             start = time.perf_counter()
             with torch.enable_grad():
-                value, error, note = self.route(problem, directions, chunk, progress or silent)
+                value, error, note = self.route(problem, directions, chunk, progress)
         except FAILURES as failure:
             hint = next((f"; {hint}" for text, hint in _HINTS.items() if text in str(failure)), "")
             raise Unsupported(self.name, typed_line(failure) + hint) from failure
@@ -101,9 +98,9 @@ class Reference:
         outcome = Outcome(value.detach(), error, time.perf_counter() - start, note)
         return outcome.mapped(torch.t) if V is None else outcome
 
-    def products(self, problem: Problem, V: Tensor, *, chunk: int | None = None) -> Tensor:
+    def products(self, problem: Problem, V: Tensor) -> Tensor:
         """Return H v for every row v of ``V``: (k, P) -> (k, P)."""
-        return self.measure(problem, V, chunk=chunk).value
+        return self.measure(problem, V).value
 
 
 _HINTS = {

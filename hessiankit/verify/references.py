@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from hessiankit.support.errors import InputError
+from hessiankit.support.progress import Tell, silent
 from hessiankit.verify.probes import Probes
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_automatic import curvlinops, forward_over_reverse, functional, reverse_over_reverse
@@ -32,7 +34,7 @@ def run_references(
     names: Iterable[str] | None = None,
     *,
     probes: Probes | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Tell = silent,
 ) -> dict[str, Outcome | Unsupported]:
     """Run references one after the other; one that does not exist for the problem returns its ``Unsupported``.
 
@@ -57,11 +59,10 @@ def run_references(
     for name in REFERENCES if names is None else names:
         if name not in REFERENCES:
             raise InputError(f"run_references: no reference named '{name}'; choose from {', '.join(REFERENCES)}.")
-        tell = None if progress is None else lambda done, total, name=name: progress(name, done, total)
         reference = REFERENCES[name]
         own = probes if reference.many_calls else None
         try:
-            outcome = reference.measure(problem, V if own is None else own.V, progress=tell)
+            outcome = reference.measure(problem, V if own is None else own.V, progress=partial(progress, name))
             results[name] = replace(outcome, probes=own)
         except Unsupported as reason:
             results[name] = reason
