@@ -39,7 +39,7 @@ class Arithmetic:
         return -self + other
 
     def __truediv__(self: Any, other: Any) -> Any:
-        return self * (other.reciprocal() if isinstance(other, Arithmetic) else 1 / Fraction(other))
+        return self * (1 / Fraction(other) if isinstance(other, (int, float, Fraction)) else other.reciprocal())
 
     def __rtruediv__(self: Any, other: Any) -> Any:
         return self.reciprocal() * other
