@@ -108,7 +108,7 @@ def perturbed(problem: Problem, eps: float, generator: torch.Generator) -> Probl
 def closed_form(problem: Problem, V: Tensor) -> Tensor:
     """Return H V by the closed form, at the values of a problem."""
     with problem.at():
-        matrix = hessian(*problem.arguments, **problem.options).matrix
+        matrix = problem.by(hessian).matrix
     return V.to(matrix) @ matrix
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,8 @@ from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
 from hessiankit.verify.in_place import placed, preserved
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +129,10 @@ class Problem:
         """Where the parameters lie."""
         return next(iter(self.params.values())).device
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        """The module, its inputs and the target, as hessiankit's functions take them."""
-        return self.module, self.inputs, self.target
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The loss and the parameters as options of hessiankit's functions, without the handshake."""
-        return {"loss": self.loss, "params": list(self.params), "handshake": False}
+    def by(self, function: Callable[..., R], **options: Any) -> R:
+        """Return what one of hessiankit's functions makes of the same call, without the handshake."""
+        names = list(self.params)
+        return function(self.module, self.inputs, self.target, loss=self.loss, params=names, handshake=False, **options)
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
         """Cut a flat vector into named parameters."""

@@ -158,28 +158,22 @@ class SameCall:
         return None, 0.0
 
     def _symmetric_operator(self) -> HessianOperator:
-        operator = operator_of(self.problem)
+        operator = self.problem.by(hessian_operator)
         _ = operator.symmetry_error  # refuses what is not symmetric
         return operator
 
     def exact_diagonal(self) -> Tensor:
         """Return the closed form of the diagonal, (P)."""
-        return hessian_diagonal(*self.problem.arguments, **self.problem.options, max_products=None).flat
-
-
-def operator_of(problem: Problem, block_size: int | None = None) -> HessianOperator:
-    """Return the operator of a problem, at the parameters as they are now."""
-    module, inputs, target = problem.arguments
-    return hessian_operator(module, inputs, target, block_size=block_size, **problem.options)
+        return self.problem.by(hessian_diagonal, max_products=None).flat
 
 
 def gradient_by_operator(problem: Problem) -> Tensor:
     """Return the gradient (P) that the operator of a problem carries, at the values of the problem."""
     with problem.at():
-        return operator_of(problem, block_size=1).gradient
+        return problem.by(hessian_operator, block_size=1).gradient
 
 
 def by_operator(problem: Problem, V: Tensor) -> Tensor:
     """Return H V (k, P) by the operator, at the values of a problem."""
     with problem.at():
-        return (operator_of(problem, block_size=1) @ V.T).T
+        return (problem.by(hessian_operator, block_size=1) @ V.T).T
