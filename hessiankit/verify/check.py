@@ -25,7 +25,7 @@ from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import CLOSED, CheckRow, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
-from hessiankit.verify.exact import check_exact_blocks
+from hessiankit.verify.exact import ExactRow, check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import identities
 from hessiankit.verify.in_place import converted, preserved
@@ -227,22 +227,21 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
     options.progress("operator and diagonal", 0, 2)
     exact = {n: x for n in healthy if isinstance(x := results[n], Outcome) and not REFERENCES[n].many_calls}
     same = SameCall(judge, rtol, groups, exact)
+    of_matrix: dict[str, Any] = {}
     if isinstance(closed, HessianOperator):
         same.of_operator(closed)
         remarks = [f"dense blocks and identities: not compared beyond {PRODUCTS:,} parameters{''.join(same.remarks)}"]
-        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison)
     else:
         same.of_matrix(closed, probes, options.seed)
-        remarks, exactly = same.remarks, identities(problem, closed.matrix, rtol=rtol)
-        report = CheckReport((*rows, *same.rows), tuple(health.values()), closed, rtol, comparison, identities=exactly)
-        report = _with_formulas(report, module, options)
-    moves = any(REFERENCES[h.reference].many_calls and not h.healthy for h in report.health)
+        remarks, of_matrix["identities"] = same.remarks, identities(problem, closed.matrix, rtol=rtol)
+        formulas, of_matrix["exact"] = _formulas(module, options)
+        same.rows += formulas
+    moves = any(REFERENCES[name].many_calls and not h.healthy for name, h in health.items())
     stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""
-    return replace(
-        report,
-        remarks=tuple(remark for remark in (seen.padding, stopped, *remarks) if remark),
-        lowered=f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else "",
-    )
+    notes = tuple(remark for remark in (seen.padding, stopped, *remarks) if remark)
+    lowered = f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else ""
+    every = (*rows, *same.rows)
+    return CheckReport(every, tuple(health.values()), closed, rtol, comparison, remarks=notes, lowered=lowered, **of_matrix)
 
 
 def _all_at_once(
@@ -283,15 +282,14 @@ def _along_each(
     return {name: results[name] for name in names}
 
 
-def _with_formulas(report: CheckReport, module: nn.Module, options: _Options) -> CheckReport:
-    """Add the rows of the vec_r formulas and of a wider block, and those of exact arithmetic, where they are asked for."""
+def _formulas(module: nn.Module, options: _Options) -> tuple[list[CheckRow], tuple[ExactRow, ...]]:
+    """Return the rows of the vec_r formulas and of a wider block, and those of exact arithmetic, where they are asked for."""
     rows: list[CheckRow] = []
     with preserved_random_states(module):
         if options.formulas and isinstance(module, TransformerBlock):
             options.progress("formulas, and a wider block", 1, 2)
             rows += [*twin_rows(module, options.seed), *formula_rows(module, options.seed)]
-        exact = check_exact_blocks(module, seed=options.seed) if options.exact else ()
-    return replace(report, rows=(*report.rows, *rows), exact=exact)
+        return rows, check_exact_blocks(module, seed=options.seed) if options.exact else ()
 
 
 def _named(loss: Loss) -> str:
