@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.depth.products import trace_of
+from hessiankit.diagnostics.depth.products import double_backward, trace_of
 from hessiankit.support.errors import InputError, TraceError
 
 IDS, LABELS = tokens(2, 3), tokens(2, 3, seed=1)
@@ -302,3 +302,17 @@ def test_drop_equals_that_of_the_shorter_model(placement):
         assert found.loss_change[k] == pytest.approx(less - loss, abs=1e-13)
         assert found.accuracy_change[k] == pytest.approx(right - accuracy, abs=1e-13)
     assert max(map(abs, found.loss_change)) > 1e-3
+
+
+@pytest.mark.parametrize("named", [False, True], ids=["looked up", "imported by name"])
+def test_attention_has_a_second_derivative_however_a_model_finds_it(named):
+    imported = torch.nn.functional.scaled_dot_product_attention
+    x = torch.randn(1, 600, 4, requires_grad=True)
+    with double_backward():
+        attend = imported if named else torch.nn.functional.scaled_dot_product_attention
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            (slope,) = torch.autograd.grad(attend(x, x, x).pow(3).sum(), x, create_graph=True)
+    (product,) = torch.autograd.grad(slope.sum(), x)
+    assert product.isfinite().all()
+    assert named or max(kept) < 600 * 600, "tokens times tokens were kept"

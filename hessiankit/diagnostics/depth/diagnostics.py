@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.blocks import TransformerBlock
 from hessiankit.diagnostics.depth.blocks import WHO, Blocks, check_finite, find_blocks, recording, recording_middles
 from hessiankit.diagnostics.depth.curvature import KINDS, METHODS, Jacobians, LayerCurvature, jacobians, layer_curvature
 from hessiankit.diagnostics.depth.laws import GrowthLaws, growth_laws, theory_of
-from hessiankit.diagnostics.depth.products import Estimator
+from hessiankit.diagnostics.depth.products import Estimator, double_backward
 from hessiankit.diagnostics.depth.stream import (
     AngleSums,
     AngularDistances,
@@ -352,7 +351,7 @@ def last_tokens(counted: Tensor) -> Tensor:
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode and attention that has second derivatives; restore the model's state afterwards."""
-    with preserved_state(model), ordinary_path(), sdpa_kernel(SDPBackend.MATH):
+    with preserved_state(model), ordinary_path(), double_backward():
         check_module(WHO, model)
         yield
 

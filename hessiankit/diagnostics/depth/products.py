@@ -5,20 +5,32 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hessiankit.diagnostics.depth.blocks import WHO
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch
+from hessiankit.functions.attention import twice_differentiable_attention
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.lanczos import Product, RitzValue, lanczos
 
 T = TypeVar("T")
 BlockProduct: TypeAlias = "Callable[[int, Sequence[Tensor]], Sequence[Tensor]]"
 """(k, tangents of the parameters of block k) -> the product with the k-th diagonal block, one tensor a parameter."""
+
+
+@contextmanager
+def double_backward() -> Iterator[None]:
+    """Give attention a second derivative: in memory linear in the length where a model looks torch's function up, else by its
+    math path.
+    """
+    with twice_differentiable_attention(), sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 class JacobianProducts:

@@ -8,12 +8,11 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.depth.products import HessianProducts, by_route
+from hessiankit.diagnostics.depth.products import HessianProducts, by_route, double_backward
 from hessiankit.diagnostics.sharpness import SharpnessEstimate
 from hessiankit.diagnostics.sharpness import sharpness as estimated
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
@@ -104,7 +103,7 @@ def eigenvalue(
     def autograd() -> Product:
         return HessianProducts(loss_of(model, batches), [list(parameters.values())], "hessian").of(0)
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with double_backward():
         product, taken, why = by_route(route, size, CLOSED_FORM_ENTRIES, ("closed form", exact), autograd)
         of = product if P is None else (lambda v: P.root @ product(P.root @ v))
         top = lanczos(of, start, tol=tol, most=products)
@@ -142,7 +141,7 @@ def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer
             for p, value in zip(own, values, strict=True):
                 p.data = value
 
-    with sdpa_kernel(SDPBackend.MATH):
+    with double_backward():
         product = HessianProducts(loss, [own], "hessian").of(0)
         gradient = torch.cat([slope.reshape(-1) for slope in loss.gradient(own)])
         search = along_step(WHO, optimizer, parameters, gradient, product, loss_at, {}, passes)
