@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hessiankit.curvature.operator import hessian_operator
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
@@ -128,15 +128,11 @@ def critical_sharpness(
     positive): raised by 1.3 and then by 2 until the loss rises, or lowered until it does not; then the bracket is bisected in
     the logarithm, until its ends differ by 1 % or the passes run out. A loss that falls again beyond is not seen.
 
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
-        module: As in :func:`hessiankit.hessian`.
-        inputs: As there, one batch or several.
-        target: As there.
         optimizer: The optimizer that trains the module.
-        loss: As in :func:`hessiankit.hessian`.
-        params: As there; whole parameters; only these are moved.
-        weights: As there.
-        reduction: As there.
+        params: Only these are moved.
         by: Groups to move alone as well, as in :func:`hessiankit.spectrum`; each takes a product and as many passes again.
         passes: Forward passes at most, that at the module's parameters included; 2 or more.
 
@@ -154,10 +150,8 @@ def critical_sharpness(
     (2.0, 4.0, 2.0, 'SGD')
     """
     start = time.perf_counter()
-    inputs = list(inputs) if hasattr(inputs, "__next__") else inputs
-    options: dict[str, Any] = {"weights": weights, "reduction": reduction}
-    tasks, factors = gather(module, inputs, target, loss, params, **options)
-    operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
+    tasks, factors = gather(module, inputs, target, loss, params, weights=weights, reduction=reduction)
+    operator = HessianOperator.of(tasks, factors, "hessian")
     groups = {} if by is None else groups_of(by, operator, module)
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):

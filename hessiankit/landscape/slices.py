@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.operator import hessian_operator
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.own_call import own_value
 from hessiankit.engine.problem.task import Loss, Params, Task
@@ -200,17 +200,13 @@ def loss_slices(
 ) -> LossSlices:
     """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
 
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters; the module is at theta.
+
     Args:
-        module: The module, at theta.
-        inputs: As in :func:`hessiankit.hessian`, one batch or several.
-        target: As there.
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
             result of :func:`hessiankit.spectrum`, whose directions are taken; or the state dict of another checkpoint, which
             is at t = 1, or a list of them.
-        loss: As in :func:`hessiankit.hessian`.
-        params: As there; whole parameters; only these are moved.
-        weights: As there.
-        reduction: As there.
+        params: Only these are moved.
         normalise: ``"none"``; ``"unit"``: directions of length 1; ``"filter"``: each row of a matrix, each filter of a
             convolution as long as the module's, biases and gains unmoved (Li et al. 2018).
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
@@ -240,9 +236,7 @@ def loss_slices(
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
         raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
-    inputs = list(inputs) if hasattr(inputs, "__next__") else inputs
-    options: dict[str, Any] = {"weights": weights, "reduction": reduction}
-    tasks, factors = gather(module, inputs, target, loss, params, **options)
+    tasks, factors = gather(module, inputs, target, loss, params, weights=weights, reduction=reduction)
     names, D, notes = _directions(along, tasks[0])
     D = _normalised(D, tasks[0], normalise)
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
@@ -251,7 +245,7 @@ def loss_slices(
         raise InputError(
             f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2, bottom=0"
         )
-    operator = hessian_operator(module, inputs, target, loss=loss, params=params, **options)
+    operator = HessianOperator.of(tasks, factors, "hessian")
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     least = 1e-9 * (high - low)  # 0 itself may come out as rounding

@@ -115,20 +115,16 @@ def spectrum(
     exact in density, trace and ranks (formulas and sources: :mod:`hessiankit.landscape.density`). A matrix of no more rows than
     the quadrature would take products is formed, and all its eigenvalues are taken.
 
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+
     Args:
         module: As in :func:`hessiankit.hessian`; or in its place, without data, a computed :class:`hessiankit.Hessian`, or an
             operator: of :func:`hessiankit.hessian_operator` or any symmetric ``scipy.sparse.linalg.LinearOperator``.
-        inputs: As in :func:`hessiankit.hessian`, one batch or several.
-        target: As there.
-        loss: As there.
-        params: As there; whole parameters.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``, as in :func:`hessiankit.hessian_operator`.
         preconditioner: A symmetric positive P, for the spectrum of P^(-1/2) H P^(-1/2): the torch optimizer that trains the
             module, with its metric read from its state and its threshold beside the eigenvalues (which optimizers and how:
             :mod:`hessiankit.landscape.optimizer_states`); a diagonal, as one tensor or one for each parameter by name; or a
             matrix or operator, which is formed unless it is a :class:`~hessiankit.curvature.structures.StructuredOperator`.
-        weights: As in :func:`hessiankit.hessian`.
-        reduction: As in :func:`hessiankit.hessian`.
         k: Largest eigenvalues, with vectors.
         bottom: Smallest eigenvalues; by default ``k`` of a Hessian, and 0 of a matrix without negative ones.
         directions: Random directions of the density, 2 or more.
