@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.streaming import check_out, write_matrix
 from hessiankit.engine.assembly import check_matrix
@@ -219,7 +219,7 @@ class Hessian(Printed):
         if not self._evaluation.is_complete:
             return f"Hessian: {size} x {size}, computed when it is read; block(name_i, name_j) computes one block"
         title = f"Hessian: {size} x {size}, {self.matrix.dtype}, loss {self.loss:.6g}, {self.seconds:.2f} s"
-        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        title += automatic(self.fallbacks)
         title += f"; no effect on the loss: {', '.join(map(repr, self.unused))}" if self.unused else ""
         return title + ("" if self.handshake else UNCOMPARED)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.estimators import ScalarEstimates, scalar_estimates
+from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.operator import HessianOperator, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
@@ -20,7 +21,7 @@ from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.selection import ByName, Params, locate
-from hessiankit.engine.problem.task import Loss
+from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.tables import Piece, Printed, sizes, table
@@ -39,19 +40,19 @@ class CurvatureDiagonal(Printed):
 
     Attributes:
         values: By parameter name, in the parameter's shape.
-        seconds: Time taken.
         cost: About how many products with the Hessian take as long as the exact diagonal, as forecast; NaN where it was not.
         estimate: None where the values are exact; else the estimate, with an interval for every entry and trace.
+        seconds: Time taken.
     """
 
     values: dict[str, Tensor]
     kind: str
     loss: float
     fallbacks: tuple[str, ...]
-    seconds: float
     handshake: bool = True
     cost: float = math.nan
     estimate: ScalarEstimates | None = None
+    seconds: float = 0.0
 
     @property
     def is_estimate(self) -> bool:
@@ -116,7 +117,7 @@ class CurvatureDiagonal(Printed):
         size = sum(value.numel() for value in self.values.values())
         trace = f"{self.trace:.6g}" if self.estimate is None else str(self.estimate.trace)
         title = f"diagonal of the {of}: {size:,} entries, trace {trace}, loss {self.loss:.6g}, {self.seconds:.2f} s"
-        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
+        title += automatic(self.fallbacks)
         title += "" if self.estimate is None else f"; {self.estimate.words}"
         return title + ("" if self.handshake else UNCOMPARED)
 
@@ -182,6 +183,20 @@ def hessian_diagonal(
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
     tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
+    found = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress)
+    return replace(found, seconds=time.perf_counter() - start)
+
+
+def diagonal_of(
+    tasks: Sequence[Task],
+    factors: Sequence[float],
+    kind: str,
+    method: str = "auto",
+    batch_size: int | None = None,
+    max_products: int | None = 1000,
+    progress: Callable[[int, int], None] | None = None,
+) -> CurvatureDiagonal:
+    """Return the diagonal of batches that :func:`~hessiankit.engine.problem.batches.gather` returned."""
     sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
@@ -208,4 +223,4 @@ def hessian_diagonal(
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
             raise not_finite(WHO, name, name, tasks)
-    return CurvatureDiagonal(values, kind, value, fallbacks, time.perf_counter() - start, handshake, cost, estimate)
+    return CurvatureDiagonal(values, kind, value, fallbacks, tasks[0].reference is not None, cost, estimate)

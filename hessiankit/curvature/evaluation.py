@@ -221,10 +221,9 @@ class Evaluation:
         largest = max(-float(low), float(high))
         error = asymmetry * matrix.largest() / largest
         if error > allowed and largest > allowed * abs(loss):
-            named = f"; differentiated automatically: {', '.join(fallbacks)}" if fallbacks else ""
             raise InputError(
                 f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
-                f"{named}. An operation has a wrong second derivative or overflows, or terms cancel; write it in other "
+                f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in other "
                 "operations, or use a wider dtype"
             )
 
@@ -269,6 +268,11 @@ class Evaluation:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)
+
+
+def automatic(fallbacks: Sequence[str]) -> str:
+    """Return a clause that names the operations that were differentiated automatically, or ""."""
+    return f"; differentiated automatically: {', '.join(fallbacks)}" if fallbacks else ""
 
 
 def _shifted(progress: Progress, before: int, samples: int) -> Progress:

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.operator import check_fallbacks
 from hessiankit.curvature.planning import PANEL, check_workspace, make_plan, panels
 from hessiankit.engine.diagnosis import not_finite, without_effect
@@ -111,9 +111,7 @@ class FrobeniusNorms(Printed):
     def _headline(self) -> str:
         of = f"the {NAMES[self.kind]}"
         title = f"Frobenius norm of {of}, {self._size:,} x {self._size:,}: {self.whole:.6g}; loss {self.loss:.6g}, "
-        title += f"{self.seconds:.2f} s"
-        title += f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
-        return title + ("" if self.handshake else UNCOMPARED)
+        return f"{title}{self.seconds:.2f} s{automatic(self.fallbacks)}" + ("" if self.handshake else UNCOMPARED)
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from hessiankit.curvature.cuda_graph import Replayed
+from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator
@@ -306,10 +307,9 @@ class HessianOperator(SymmetricOperator):
         error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0
         allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
         if not error <= allowed:  # NaN too
-            named = f"; differentiated automatically: {', '.join(self.fallbacks)}" if self.fallbacks else ""
             raise InputError(
-                f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e}){named}. An "
-                "operation has a wrong second derivative or overflows, or terms cancel, as in a cross entropy by logsumexp at a "
+                f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e})"
+                f"{automatic(self.fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel, as in a cross entropy by logsumexp at a "
                 "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
             )
         return error
@@ -469,8 +469,8 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
     allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in operator._batches)) ** 0.5
     if not abs(seen - expected) <= allowed * max(abs(seen), abs(expected)):
         raise InputError(
-            f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian; "
-            f"differentiated automatically: {', '.join(operator.fallbacks)}. An operation has lost its digits; write it in other "
+            f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian"
+            f"{automatic(operator.fallbacks)}. An operation has lost its digits; write it in other "
             "operations, or use a wider dtype"
         )
 

@@ -20,6 +20,7 @@ import hessiankit as hk
 from hessiankit.curvature.approximating.approximations import Point
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.structures import StructuredOperator
+from hessiankit.engine.problem.batches import gather
 
 AGREED = 1e-10
 X, Y, T = draw(6, 3), torch.tensor([0, 3, 1, 2, 2, 0]), draw(6, 4, seed=3)
@@ -33,9 +34,18 @@ def language_model() -> nn.Module:
     return randomised(hk.Transformer(6, 4, 5, 1, placement="pre"))
 
 
-def point(module: nn.Module, inputs: Any, target: Any, *, minibatch: int = 1, **options: Any) -> Point:
-    given = {"loss": "cross_entropy", "kind": "ggn", "params": None, "seed": 0, "draws": 1, "weights": None, "reduction": None}
-    return Point(module, [(inputs, target)], {**given, **options}, None, "dense", None, 60, minibatch, 5)
+def point(
+    module: nn.Module,
+    inputs: Any,
+    target: Any,
+    *,
+    loss: Any = "cross_entropy",
+    kind: str = "ggn",
+    draws: int = 1,
+    minibatch: int = 1,
+) -> Point:
+    tasks, shares = gather(module, inputs, target, loss, None, kind=kind, draws=draws)
+    return Point(module, tasks, shares, kind, None, "dense", None, 60, minibatch, 5, 0)
 
 
 def term_gradients(module: nn.Module, terms: Tensor) -> list[list[Tensor]]:

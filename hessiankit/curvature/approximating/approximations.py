@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from hessiankit.curvature.approximating.measure import DenseTruth, Model, ProductTruth
 from hessiankit.curvature.approximating.optimizers import MiniBatchMoments, sample_gradients
 from hessiankit.curvature.approximating.report import Approximation, ApproximationsReport
-from hessiankit.curvature.diagonal import hessian_diagonal
+from hessiankit.curvature.diagonal import diagonal_of
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
-from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import positions
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import KINDS
-from hessiankit.engine.problem.task import Loss, Params
+from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.partition import model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -126,12 +126,9 @@ def approximations(
             raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
     if damping is not None and not (math.isfinite(damping) and damping >= 0):
         raise InputError(f"{WHO}: damping={damping}; pass a finite number, 0 or more, or None")
-    data = [(inputs, target)] if target is not None else inputs
-    data = list(data) if not isinstance(data, (Tensor, Mapping, tuple)) else data
-    options: dict[str, Any] = {
-        "loss": loss, "params": params, "kind": against, "seed": seed, "draws": draws, "weights": weights, "reduction": reduction,
-    }  # fmt: skip
-    point = Point(module, data, options, batch_size, method, damping, products, minibatch, rank)
+    options: dict[str, Any] = {"seed": seed, "draws": draws, "weights": weights, "reduction": reduction}
+    tasks, shares = gather(module, inputs, target, loss, params, kind=against, batch_size=batch_size, **options)
+    point = Point(module, tasks, shares, against, batch_size, method, damping, products, minibatch, rank, seed)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
     wanted = [name for name in APPROXIMATIONS if name == "identity" or asked is None or name in asked]
@@ -148,10 +145,9 @@ def approximations(
     truth = point.truth
     pairs, spectral_pairs = truth.pairs if isinstance(truth, DenseTruth) else (None, None)
     notes += truth.notes if isinstance(truth, ProductTruth) else []
-    size, names = point.size, tuple(point.slices)
     return ApproximationsReport(
-        against, size, names, point.loss, truth.damping, truth.least, truth.spectral, truth.frobenius,
-        found, pairs, spectral_pairs, tuple(dict.fromkeys(notes)), time.perf_counter() - start,
+        against, point.size, tuple(point.slices), point.operator.loss, truth.damping, truth.least, truth.spectral,
+        truth.frobenius, found, pairs, spectral_pairs, tuple(dict.fromkeys(notes)), time.perf_counter() - start,
     )  # fmt: skip
 
 
@@ -160,74 +156,58 @@ class Point:
     """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
 
     module: nn.Module
-    data: Any
-    options: dict[str, Any]  # of hessian_operator
+    tasks: Sequence[Task]
+    shares: Sequence[float]
+    kind: str
     batch_size: int | None
     method: str
     damping: float | None
     products: int
     minibatch: int
     rank: int
+    seed: int
 
     def __post_init__(self) -> None:
-        """Check the data and make the requests."""
-        options = {k: v for k, v in self.options.items() if k not in ("loss", "params")}
-        loss, params = self.options["loss"], self.options["params"]
-        self.tasks, self.shares = gather(self.module, self.data, None, loss, params, batch_size=self.batch_size, **options)
-        self.slices, self.size = self.tasks[0].slices, self.tasks[0].size
-        self.shapes = self.tasks[0].shapes
-        self.device, self.dtype = self.tasks[0].device, self.tasks[0].dtype
+        """Choose between the matrix and its products."""
+        first = self.tasks[0]
+        self.slices, self.shapes, self.size = first.slices, first.shapes, first.size
+        self.device, self.dtype = first.device, first.dtype
         self.is_dense = self.method == "dense" or (self.method == "auto" and self.size <= DENSE)
         if self.is_dense and self.size < 2:
             raise InputError(f"{WHO}: there is one parameter, whose curvature is a number; take hessiankit.hessian")
-        losses = [task.reference.loss for task in self.tasks if task.reference is not None]
-        self.loss = math.fsum(s * x for s, x in zip(self.shares, losses, strict=True))
 
     @cached_property
     def matrix(self) -> Tensor:
         """The exact matrix A, (P, P)."""
         evaluation = Evaluation(self.tasks, self.shares, self.batch_size, None)
-        return evaluation.whole() if self.options["kind"] == "hessian" else evaluation.outer()
+        return evaluation.whole() if self.kind == "hessian" else evaluation.outer()
 
     @cached_property
     def operator(self) -> HessianOperator:
         """A by its products."""
-        return hessian_operator(self.module, self.data, **self.options)
-
-    @cached_property
-    def gradient(self) -> Tensor:
-        """The gradient of the loss by the module's own call, (P,)."""
-        total = torch.zeros(self.size, dtype=self.dtype, device=self.device)
-        for task, share in zip(self.tasks, self.shares, strict=True):
-            assert task.reference is not None
-            for name, rows in self.slices.items():
-                slope = task.reference.gradient[name]
-                if slope is not None:
-                    total[rows] += share * slope.reshape(-1).to(total)
-        return total
+        return HessianOperator.of(self.tasks, self.shares, self.kind)
 
     @cached_property
     def truth(self) -> DenseTruth | ProductTruth:
         """The exact matrix that approximations are compared with, dense or by its products."""
         if self.is_dense:
-            return DenseTruth(self.matrix, self.gradient, self.slices, self.damping)
+            return DenseTruth(self.matrix, self.operator.gradient, self.slices, self.damping)
         convex = all(isinstance(task.loss, str) for task in self.tasks)  # the named losses are
-        positive = self.options["kind"] != "hessian" and convex
-        return ProductTruth(self.operator, self.damping, self.products, self.options["seed"], positive=positive)
+        positive = self.kind != "hessian" and convex
+        return ProductTruth(self.operator, self.damping, self.products, self.seed, positive=positive)
 
     @cached_property
     def exact_diagonal(self) -> Tensor:
         """The diagonal of A, (P,)."""
-        return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.options["kind"])
+        return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.kind)
 
     def _diagonal_of(self, kind: str) -> Tensor:
-        options = {**self.options, "kind": kind}
-        return hessian_diagonal(self.module, self.data, batch_size=self.batch_size, method="auto", **options).flat
+        return diagonal_of(self.tasks, self.shares, kind, batch_size=self.batch_size).flat
 
     @cached_property
     def factors(self) -> KroneckerFactors:
         """Kronecker factors of weights and biases."""
-        return KroneckerFactors(self.tasks, self.shares, seed=self.options["seed"])
+        return KroneckerFactors(self.tasks, self.shares, seed=self.seed)
 
     @cached_property
     def moments(self) -> MiniBatchMoments:
@@ -283,7 +263,7 @@ class Point:
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:
-        return self._diagonal_of("ggn") if self.options["kind"] == "hessian" else self.exact_diagonal
+        return self._diagonal_of("ggn") if self.kind == "hessian" else self.exact_diagonal
 
     def _low_rank(self) -> LowRankPlusDiagonal:
         k = min(self.rank, self.size - 1)
@@ -292,7 +272,7 @@ class Point:
             top = values.abs().argsort(descending=True)[:k]
             values, basis = values[top], basis[:, top]
         else:
-            start = np.random.default_rng(self.options["seed"]).standard_normal(self.size).astype(self.operator.dtype)
+            start = np.random.default_rng(self.seed).standard_normal(self.size).astype(self.operator.dtype)
             pairs = eigsh(self.operator, k=k, which="LM", v0=start, tol=1e-3)
             values, basis = (torch.from_numpy(x).to(self.device, self.dtype) for x in pairs)
         rest = self.exact_diagonal - (basis.square() * values).sum(1)
