@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -44,16 +43,11 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     a = a / largest
-    if symmetric and a.shape[0] > 512:
-        if a.device.type != "cpu":
-            generator = torch.Generator(a.device).manual_seed(0)
-            first = torch.randn(len(a), generator=generator, dtype=a.dtype, device=a.device)
-            pairs = extreme_eigenpairs(a.matmul, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
-            return largest * float(pairs.values.abs().max())
-        from scipy.sparse.linalg import eigsh  # only here: it takes longer to import than a small Hessian to compute
-
-        start = np.random.default_rng(0).standard_normal(a.shape[0])
-        return largest * float(abs(eigsh(a.numpy(), k=1, which="LM", v0=start, return_eigenvectors=False)[0]))
+    if symmetric and len(a) > 512:
+        generator = torch.Generator(a.device).manual_seed(0)
+        first = torch.randn(len(a), generator=generator, dtype=a.dtype, device=a.device)
+        pairs = extreme_eigenpairs(a.matmul, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
+        return largest * float(pairs.values.abs().max())
     if symmetric:
         return largest * float(torch.linalg.eigvalsh(a).abs().max())
     gram = a @ a.T if a.shape[0] <= a.shape[1] else a.T @ a

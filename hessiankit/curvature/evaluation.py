@@ -223,8 +223,8 @@ class Evaluation:
         if error > allowed and largest > allowed * abs(loss):
             raise InputError(
                 f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
-                f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in other "
-                "operations, or use a wider dtype"
+                f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in "
+                "other operations, or use a wider dtype"
             )
 
     def panel(

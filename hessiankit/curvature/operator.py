@@ -309,8 +309,9 @@ class HessianOperator(SymmetricOperator):
         if not error <= allowed:  # NaN too
             raise InputError(
                 f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e})"
-                f"{automatic(self.fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel, as in a cross entropy by logsumexp at a "
-                "loss of almost 0 (loss='cross_entropy' does not); write it in other operations, or use a wider dtype"
+                f"{automatic(self.fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel, as in a "
+                "cross entropy by logsumexp at a loss of almost 0 (loss='cross_entropy' does not); write it in other operations, "
+                "or use a wider dtype"
             )
         return error
 

@@ -200,7 +200,7 @@ def loss_slices(
 ) -> LossSlices:
     """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
 
-    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters; theta is the module's.
+    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
 
     Args:
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
