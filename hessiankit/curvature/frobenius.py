@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.operator import check_fallbacks
-from hessiankit.curvature.planning import PANEL, check_workspace, make_plan, panels
+from hessiankit.curvature.planning import PANEL, check_workspace, make_plan
 from hessiankit.engine.diagnosis import not_finite, without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import NAMES
@@ -210,32 +210,22 @@ def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
 
 
 def _by_panels(evaluation: Evaluation, limit: int | None, *, outer: bool) -> Found:
-    """Return what panels of ``limit`` bytes give, or of None few and large ones, of which one is kept at a time.
-
-    Raises:
-        OutOfMemoryError: A panel and the work space do not fit.
-    """
+    """Return what panels of ``limit`` bytes give, or of None few and large ones, of which one is kept at a time."""
     tasks, first = evaluation.tasks, evaluation.tasks[0]
     plan = make_plan(tasks, evaluation.batch_size, limit or PANEL)
-    cut = plan.panels
-    if limit is None and len(cut.parts) > 1:
-        room = (available_memory(first.device) - plan.workspace) // 2
-        cut = panels([p.numel() for p in first.parameters.values()], first.dtype.itemsize, max(PANEL, room))
-    check_workspace(plan.workspace, cut.largest, first.device)
+    if limit is None and len(plan.panels) > 1:
+        plan = replace(plan, limit=max(PANEL, (available_memory(first.device) - plan.workspace) // 2))
+    check_workspace(plan.workspace, plan.largest, first.device)
     norms: dict[tuple[str, str], float] = {}
-    for n in range(len(cut.parts)):
-        panel, value, fallbacks = evaluation.panel(cut.parts, n, outer=outer)
+    for n in range(len(plan.panels)):
+        panel, value, fallbacks = evaluation.panel(plan.panels, n, outer=outer)
         norms |= _norms(panel, tasks)
         del panel  # before the next one comes
     return norms, value, fallbacks
 
 
 def _norms(panel: SymmetricStorage, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
-    """Return the norms of the blocks of a panel.
-
-    Raises:
-        InputError: One is not finite.
-    """
+    """Return the norms of the blocks of a panel, all of which have to be finite."""
     names = list(panel.order)
     norms = {(names[i], names[j]): _norm(panel.block(names[i], names[j])) for i in panel.rows for j in panel.columns if i <= j}
     for pair, norm in norms.items():

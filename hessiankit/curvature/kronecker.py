@@ -50,23 +50,14 @@ def columns(task: Task, Z: Tensor, share: float) -> Tensor:
 
 @dataclass
 class LayerFactors:
-    """A parameter's use at one site, with its Kronecker factors as they are summed.
-
-    Attributes:
-        parameter: Its name.
-        at: Positions in the parameter's vec_r, None: all.
-        transposed: Whether it is stored as (outputs, inputs).
-        inputs: sum of x x^T; None for a bias.
-        gradients: sum of g g^T.
-        rows: How many rows were summed.
-    """
+    """A parameter's use at one site, with its Kronecker factors as they are summed."""
 
     parameter: str
-    at: Tensor | None
-    transposed: bool
-    inputs: Tensor | None
-    gradients: Tensor
-    rows: int = 0
+    at: Tensor | None  # positions in the parameter's vec_r; None: all
+    transposed: bool  # whether it is stored as (outputs, inputs)
+    inputs: Tensor | None  # sum of x x^T; None for a bias
+    gradients: Tensor  # sum of g g^T
+    rows: int = 0  # that were summed
 
 
 class FactoredBatch(JacobianOperator):
@@ -200,11 +191,7 @@ class KroneckerFactors:
         return every if weight.at is None else every[weight.at.to(every.device)]
 
     def kfac(self) -> list[Structure]:
-        """Return A (x) G for every weight, G for every bias.
-
-        Raises:
-            InputError: There are no factors.
-        """
+        """Return A (x) G for every weight, G for every bias."""
         if not self.weights:
             raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
         structures: list[Structure] = []

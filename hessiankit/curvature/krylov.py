@@ -99,14 +99,15 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
     """Return the shortest x that minimises |b - A x|, until that is tol |b|, or the gradient |A r| is 1e-3 tol |A| |r|.
 
     Golub and Kahan's bidiagonalisation of A, on which |A r| is minimised; two products a step. A rotation brings the bidiagonal
-    matrix to the triangular R, a second one its transpose; a third one, of R's rows, gives |r|. Arguments as of :func:`minres`.
+    matrix to the triangular R, a second one its transpose. The products of A with the directions are combined as these are, so
+    that r is at hand. Arguments as of :func:`minres`.
 
     >>> A = torch.tensor([[1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     >>> b = torch.tensor([4.0, 0.0], dtype=torch.float64)
     >>> [round(x, 9) for x in lsmr(A.mv, b, tol=1e-10, most=9).tolist()]
     [1.0, 1.0]
     """
-    x, total = torch.zeros_like(b), norm(b)
+    x, r, total = torch.zeros_like(b), b, norm(b)
     if not total:
         return x
     u = b / total
@@ -115,39 +116,32 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
     if not alpha:
         return x
     v = v / alpha
-    direction, second = v, torch.zeros_like(v)
+    direction, second = torch.zeros_like(v), torch.zeros_like(v)
+    A_direction, A_second = direction, second
     alpha_bar, slope, size = alpha, alpha * total, alpha**2
     rho = rho_bar = cosine_bar = 1.0
-    sine_bar = 0.0
-    remainder, turned_left = total, 0.0  # of the right-hand side: what the rotations have not reached yet, and what they have
-    rho_tilde, theta_tilde, zeta, tau = 1.0, 0.0, 0.0, 0.0
+    theta = sine_bar = 0.0
     for _ in range(1, most, 2):
-        u = product(v) - alpha * u
+        Av = product(v)
+        direction, A_direction = v - (theta / rho) * direction, Av - (theta / rho) * A_direction
+        u = Av - alpha * u
         beta = norm(u)
         u = u / (beta or 1.0)
         v = product(u) - beta * v
         alpha = norm(v)
         v = v / (alpha or 1.0)
-        rho_old, rho_bar_old, zeta_old = rho, rho_bar, zeta
+        rho_old, rho_bar_old = rho, rho_bar
         rho = math.hypot(alpha_bar, beta)
         cosine, sine = alpha_bar / rho, beta / rho
         theta, alpha_bar = sine * alpha, cosine * alpha
         theta_bar, turned = sine_bar * rho, cosine_bar * rho
         rho_bar = math.hypot(turned, theta)
         cosine_bar, sine_bar = turned / rho_bar, theta / rho_bar
-        zeta, slope = cosine_bar * slope, -sine_bar * slope
-        second = direction - (theta_bar * rho / (rho_old * rho_bar_old)) * second
-        x = x + (zeta / (rho * rho_bar)) * second
-        direction = v - (theta / rho) * direction
-        # |r|: the rotations of R's rows
-        reached, remainder = cosine * remainder, -sine * remainder
-        rho_tilde_old = math.hypot(rho_tilde, theta_bar)
-        cosine_tilde, sine_tilde = rho_tilde / rho_tilde_old, theta_bar / rho_tilde_old
-        theta_tilde_old, theta_tilde, rho_tilde = theta_tilde, sine_tilde * rho_bar, cosine_tilde * rho_bar
-        turned_left = cosine_tilde * reached - sine_tilde * turned_left
-        tau = (zeta_old - theta_tilde_old * tau) / rho_tilde_old
-        residual = math.hypot(turned_left - (zeta - theta_tilde * tau) / rho_tilde, remainder)
+        length, slope = cosine_bar * slope / (rho * rho_bar), -sine_bar * slope
+        turn = theta_bar * rho / (rho_old * rho_bar_old)
+        second, A_second = direction - turn * second, A_direction - turn * A_second
+        x, r = x + length * second, r - length * A_second
         size += beta**2 + alpha**2
-        if residual <= tol * total or abs(slope) <= 1e-3 * tol * math.sqrt(size) * residual:
+        if norm(r) <= tol * total or abs(slope) <= 1e-3 * tol * math.sqrt(size) * norm(r):
             break
     return x

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,46 +18,43 @@ from hessiankit.engine.problem.task import Task, available_memory, gib
 from hessiankit.engine.product_rows import product_cost
 from hessiankit.support.errors import OutOfMemoryError, TraceError
 
-
-@dataclass(frozen=True)
-class Cost:
-    """Cost of one chunk of samples.
-
-    Attributes:
-        samples: How many there are.
-        flops: Floating-point operations of matrix products, a multiply-add counted as two.
-        moved: Bytes that operations read and write.
-        operations: How many there are.
-        bytes: Alive at once, the matrix not counted.
-        fallbacks: Operations without a closed form.
-    """
-
-    samples: int
-    flops: float
-    moved: float
-    operations: int
-    bytes: int
-    fallbacks: tuple[str, ...]
-
-
+Panel: TypeAlias = tuple[range, range]
+"""Rows and columns of a symmetric matrix, as positions of parameters."""
 PANEL = 256 * 2**20  # bytes of the rows of the matrix that are computed before they are written
 MEASURED = 8  # batches of different lengths that are measured; the others count as the next larger one
 
 
 @dataclass(frozen=True)
-class PanelPlan:
-    """Panels (rows, columns) of a symmetric matrix, as positions of parameters, and the bytes of the largest."""
+class Cost:
+    """Cost of one chunk of samples."""
 
-    parts: tuple[tuple[range, range], ...]
-    largest: int
+    samples: int
+    flops: float  # of matrix products, a multiply-add counted as two
+    moved: float  # bytes that operations read and write
+    operations: int
+    bytes: int  # alive at once, the matrix not counted
+    fallbacks: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The cost of each chunk of samples, and panels."""
+    """The cost of each chunk of samples, and a matrix in panels of at most ``limit`` bytes, if no block is larger."""
 
     costs: tuple[Cost, ...]
-    panels: PanelPlan
+    sizes: tuple[int, ...]  # of the parameters
+    itemsize: int
+    limit: float
+
+    @cached_property
+    def panels(self) -> tuple[Panel, ...]:
+        """The panels."""
+        return panels(self.sizes, self.itemsize, self.limit)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest panel."""
+        blocks = ((sum(self.sizes[at.start : at.stop]) for at in panel) for panel in self.panels)
+        return self.itemsize * max(map(math.prod, blocks))
 
     @property
     def fallbacks(self) -> tuple[str, ...]:
@@ -70,22 +68,22 @@ class Plan:
 
     def total(self, what: str) -> float:
         """Return the sum over chunks of "flops", "moved" or "operations"; rows are swept once per panel that contains them."""
-        rows = {part.start for part, _ in self.panels.parts}
-        return float(sum(getattr(cost, what) for cost in self.costs)) * len(self.panels.parts) / max(1, len(rows))
+        rows = {part.start for part, _ in self.panels}
+        return float(sum(getattr(cost, what) for cost in self.costs)) * len(self.panels) / max(1, len(rows))
 
 
-def panels(sizes: Sequence[int], itemsize: int, limit: float) -> PanelPlan:
+def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ...]:
     """Cut the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
 
     Rows of whole parameters, and all columns not before them; of a parameter too large for that, some columns at a time.
 
-    >>> panels([2, 3, 1], 1, 16).parts
+    >>> panels([2, 3, 1], 1, 16)
     ((range(0, 1), range(0, 3)), (range(1, 3), range(1, 3)))
-    >>> panels([2, 3], 1, 6).parts
+    >>> panels([2, 3], 1, 6)
     ((range(0, 1), range(0, 1)), (range(0, 1), range(1, 2)), (range(1, 2), range(1, 2)))
     """
-    parts: list[tuple[range, range]] = []
-    largest, start, n = 0, 0, len(sizes)
+    parts: list[Panel] = []
+    start, n = 0, len(sizes)
     while start < n:
         width = sum(sizes[start:])
         stop, height = start + 1, sizes[start]
@@ -97,16 +95,13 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> PanelPlan:
             while right < n and (stop > start + 1 or height * (across + sizes[right]) * itemsize <= limit):
                 across, right = across + sizes[right], right + 1
             parts.append((range(start, stop), range(left, right)))
-            largest = max(largest, height * across * itemsize)
             left = right
         start = stop
-    return PanelPlan(tuple(parts), largest)
+    return tuple(parts)
 
 
 def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math.inf) -> Plan:
     """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
-    first = tasks[0]
-    sizes = [p.numel() for p in first.parameters.values()]
     known: dict[Any, Cost | None] = {}
     last: Cost | None = None
     costs: list[Cost] = []
@@ -117,7 +112,8 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math
         last = known[key]
         if last is not None:
             costs += [last] * math.ceil(task.batch / last.samples)
-    return Plan(tuple(costs), panels(sizes, first.dtype.itemsize, limit))
+    sizes = tuple(p.numel() for p in tasks[0].parameters.values())
+    return Plan(tuple(costs), sizes, tasks[0].dtype.itemsize, limit)
 
 
 def _measured(task: Task, batch_size: int | None) -> Cost | None:

@@ -293,11 +293,7 @@ class _System:
         return norm(self.product(r)) <= tol * size * norm(r)
 
     def positive(self, p: Tensor) -> Tensor:
-        """Return the product with a direction of conjugate gradients.
-
-        Raises:
-            _NotPositive: The curvature along it is not positive.
-        """
+        """Return the product with a direction of conjugate gradients, along which the curvature has to be positive."""
         Ap = self.product(p)
         least = torch.finfo(self.operator.torch_dtype).eps * norm(p) * norm(Ap)
         if inner(p, Ap) <= least and norm(p):

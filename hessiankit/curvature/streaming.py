@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.evaluation import Evaluation
-from hessiankit.curvature.planning import PANEL, check_workspace, make_plan
+from hessiankit.curvature.planning import PANEL, Panel, check_workspace, make_plan
+from hessiankit.curvature.tensor_operator import numpy_dtype
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.task import Task, gib
@@ -35,11 +36,7 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 
 
 def check_out(out: str | os.PathLike[str]) -> Path:
-    """Return the path of a matrix.
-
-    Raises:
-        InputError: It does not end in ``.npy``, is a folder, or lies in none.
-    """
+    """Return the path of a matrix, which has to end in ``.npy`` and to lie in a folder."""
     path = Path(os.path.abspath(out))
     if path.is_dir():
         raise InputError(f"hessian: out={str(path)!r} is a folder; pass the path of a file in it")
@@ -51,19 +48,9 @@ def check_out(out: str | os.PathLike[str]) -> Path:
 
 
 def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume: bool) -> None:
-    """Compute the matrix of an evaluation into a file, and let the evaluation have it mapped from there.
+    """Compute the matrix of an evaluation into a file, as :func:`hessiankit.hessian` does, and map it from there.
 
-    Args:
-        path: Of the file.
-        evaluation: The loss; its progress counts each sample once for each panel.
-        overwrite: Whether to replace a file that exists.
-        resume: Whether to keep the finished rows of a file that exists, if they are those of this Hessian.
-
-    Raises:
-        InputError: There is such a file, and neither of the two is set; or its rows are those of another matrix; or an entry is
-            not finite.
-        OutOfMemoryError: A panel and the work space do not fit.
-        OSError: The disk is full, or fails.
+    The evaluation's progress counts each sample once for each panel.
     """
     if path.exists() and not (overwrite or resume):
         raise InputError(
@@ -71,7 +58,7 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
         )
     first = evaluation.tasks[0]
     plan = make_plan(evaluation.tasks, evaluation.batch_size, PANEL)
-    check_workspace(plan.workspace + SLAB, plan.panels.largest, first.device)
+    check_workspace(plan.workspace + SLAB, plan.largest, first.device)
     if resume and path.exists():
         matrix = _opened(path, first.size, first.dtype)
         _check_rows(path, matrix, evaluation)
@@ -79,7 +66,7 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
         path.unlink(missing_ok=True)
         matrix = _created(path, first.size, first.dtype)
     try:
-        asymmetry = _write_panels(matrix, evaluation, plan.panels.parts)
+        asymmetry = _write_panels(matrix, evaluation, plan.panels)
     except BaseException:
         if bool(np.isnan(matrix.diagonal()).all()):
             path.unlink()
@@ -87,7 +74,7 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
     evaluation.take(_mapped(path, matrix.offset, first.size, matrix.dtype), asymmetry, plan.fallbacks)
 
 
-def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[tuple[range, range]]) -> float:
+def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Panel]) -> float:
     """Write the rows that are not finished; return the relative asymmetry of their blocks (i, i), NaN of none."""
     cuts = list(evaluation.tasks[0].slices.values())
     asymmetry = largest = math.nan
@@ -125,7 +112,7 @@ def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
         matrix = np.lib.format.open_memmap(path, mode="r")  # opened for writing, a file that is too short would be extended
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"hessian: {path} is no matrix in NumPy's format ({error}); pass overwrite=True to lose it") from error
-    expected = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+    expected = numpy_dtype(dtype)
     if matrix.shape != (size, size) or matrix.dtype != expected or np.isfortran(matrix):
         raise InputError(
             f"hessian: {path} holds an array of shape {matrix.shape}, {matrix.dtype}, and the Hessian is {(size, size)}, "
@@ -136,17 +123,15 @@ def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
 
 def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     """Return a new file of the matrix, for which there is room on the disk."""
-    kind = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
     try:
-        matrix = np.lib.format.open_memmap(path, mode="w+", dtype=kind, shape=(size, size))
+        matrix = np.lib.format.open_memmap(path, mode="w+", dtype=numpy_dtype(dtype), shape=(size, size))
         _reserve(path, matrix.offset + matrix.nbytes)
     except OSError as error:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        text = (
-            f"hessian: the disk is full: the matrix takes {gib(size * size * kind.itemsize)}; make room, or pass another out=..."
-        )
+        takes = f"the matrix takes {gib(size * size * dtype.itemsize)}"
+        text = f"hessian: the disk is full: {takes}; make room, or pass another out=..."
         raise OSError(error.errno, text, str(path)) from error
     matrix[range(size), range(size)] = math.nan
     return matrix
@@ -164,11 +149,7 @@ def _reserve(path: Path, size: int) -> None:
 
 
 def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
-    """Compare one random combination of the finished rows of each parameter with a product with the Hessian.
-
-    Raises:
-        InputError: They differ by more than rounding.
-    """
+    """Raise if a random combination of the finished rows of a parameter is not a product with the Hessian, to rounding."""
     first, generator = evaluation.tasks[0], torch.Generator().manual_seed(0)
     finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
     along = torch.zeros(len(finished), first.size, dtype=torch.float64, device="cpu")

@@ -13,17 +13,11 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """A symmetric matrix U diag(values) U^T on some entries of a vector, with U = I unless a kind says otherwise.
+    """A symmetric matrix U diag(values) U^T on some entries of a vector; a diagonal, U = I, unless a kind says otherwise."""
 
-    Attributes:
-        at: Positions of the entries, (n,).
-        values: Eigenvalues, (n,), in the order of the columns of U.
-        numbers: How many numbers the structure stores.
-    """
-
-    at: Tensor
-    values: Tensor
-    numbers: int
+    at: Tensor  # positions of the entries, (n,)
+    values: Tensor  # eigenvalues, (n,), in the order of the columns of U
+    numbers: int  # that are stored
 
     def to_basis(self, rows: Tensor) -> Tensor:
         """Return U^T times the rows, (S, n)."""
@@ -35,19 +29,10 @@ class Structure:
 
 
 @dataclass(frozen=True, eq=False)
-class DiagonalBlock(Structure):
-    """A diagonal: U = I."""
-
-
-@dataclass(frozen=True, eq=False)
 class DenseBlock(Structure):
-    """A dense symmetric block.
+    """A dense symmetric block."""
 
-    Attributes:
-        basis: U, (n, n).
-    """
-
-    basis: Tensor
+    basis: Tensor  # U, (n, n)
 
     def to_basis(self, rows: Tensor) -> Tensor:
         return rows @ self.basis
@@ -58,15 +43,10 @@ class DenseBlock(Structure):
 
 @dataclass(frozen=True, eq=False)
 class KroneckerBlock(Structure):
-    """A matrix (U_1 (x) U_2) diag(values) (U_1 (x) U_2)^T on the entries of a weight (m, n) in vec_r.
+    """A matrix (U_1 (x) U_2) diag(values) (U_1 (x) U_2)^T on the entries of a weight (m, n) in vec_r."""
 
-    Attributes:
-        left: U_1, (m, m).
-        right: U_2, (n, n).
-    """
-
-    left: Tensor
-    right: Tensor
+    left: Tensor  # U_1, (m, m)
+    right: Tensor  # U_2, (n, n)
 
     def to_basis(self, rows: Tensor) -> Tensor:
         return (self.left.T @ self._matrices(rows) @ self.right).flatten(1)
@@ -78,9 +58,9 @@ class KroneckerBlock(Structure):
         return rows.reshape(-1, len(self.left), len(self.right))
 
 
-def diagonal(at: Tensor, values: Tensor) -> DiagonalBlock:
+def diagonal(at: Tensor, values: Tensor) -> Structure:
     """Return a diagonal structure from its entries (n,)."""
-    return DiagonalBlock(at, values, values.numel())
+    return Structure(at, values, values.numel())
 
 
 def dense_block(at: Tensor, matrix: Tensor) -> DenseBlock:
@@ -138,7 +118,7 @@ class StructuredOperator(TensorOperator):
         structures: list[Structure] = [replace(part, values=function(part.values)) for part in self.structures]
         if len(self.rest):
             zeros = torch.zeros(len(self.rest), dtype=self.torch_dtype, device=self.device)
-            structures.append(DiagonalBlock(self.rest, function(zeros), 0))
+            structures.append(Structure(self.rest, function(zeros), 0))
         return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
 
     def inverse(self, damping: float = 0.0) -> StructuredOperator:
@@ -167,13 +147,7 @@ class StructuredOperator(TensorOperator):
 
 
 class LowRankPlusDiagonal(TensorOperator):
-    """U diag(values) U^T + diag(d), with U (P, k) orthonormal.
-
-    Attributes:
-        basis: U.
-        values: (k,).
-        diagonal: d, (P,).
-    """
+    """U diag(values) U^T + diag(d): an orthonormal ``basis`` (P, k), ``values`` (k,) and a ``diagonal`` (P,)."""
 
     def __init__(self, basis: Tensor, values: Tensor, diagonal: Tensor) -> None:
         super().__init__((len(basis), len(basis)), basis.dtype, basis.device)

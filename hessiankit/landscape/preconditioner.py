@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from hessiankit.curvature.solving import SymmetricOperator
-from hessiankit.curvature.structures import DiagonalBlock, Structure, StructuredOperator, dense_block, diagonal
+from hessiankit.curvature.structures import Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.landscape.optimizer_states import Metric, decay_note, reader_of, sgd, unwrapped
@@ -53,7 +53,7 @@ class Preconditioner(Printed, WithDict):
         """Return the preconditioner of descent in some entries alone: the inverse of the block (P^-1)[rows, rows]."""
         root, every = self.root, torch.arange(len(rows), device=self.root.device)
         rows = rows.to(root.device)
-        if len(root.structures) == 1 and isinstance(root.structures[0], DiagonalBlock):
+        if len(root.structures) == 1 and type(root.structures[0]) is Structure:
             block: Structure = diagonal(every, root.structures[0].values[rows])
         else:
             inverse = SubOperator(root.mapped(torch.square), rows, rows).to_matrix()
@@ -96,8 +96,6 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
     ``matrix`` is the operator that it is for, with ``slices`` and ``shapes`` where parameters have names; ``module`` has the
     parameters that an optimizer holds.
 
-    Raises:
-        InputError: It is none of these, has another size, or is not positive.
     """
     size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
     if isinstance(asked, Optimizer):

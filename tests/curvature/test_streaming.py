@@ -17,7 +17,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.curvature import streaming
-from hessiankit.curvature.planning import panels
+from hessiankit.curvature.planning import Plan
 
 X, T = draw(3, 4, 6), draw(3, 4, 6, seed=2)
 
@@ -191,10 +191,10 @@ def test_what_cannot_be_written(out: str | None, options: dict[str, Any], messag
 @pytest.mark.parametrize("limit", [1, 40, 64, 200, 10**6])
 @pytest.mark.parametrize("sizes", [[3], [2, 5, 1, 1, 7, 3], [1, 1, 1, 9], [12, 1, 2], [4, 0, 3]])
 def test_panels_cover_every_pair_once(sizes: list[int], limit: int) -> None:
-    found = panels(sizes, 2, limit)
-    pairs = [(i, j) for rows, columns in found.parts for i in rows for j in columns if i <= j]
+    found = Plan((), tuple(sizes), 2, limit)
+    pairs = [(i, j) for rows, columns in found.panels for i in rows for j in columns if i <= j]
     assert sorted(pairs) == [(i, j) for i in range(len(sizes)) for j in range(i, len(sizes))]
-    for rows, columns in found.parts:
+    for rows, columns in found.panels:
         height, width = (sum(sizes[k] for k in part) for part in (rows, columns))
         assert columns[0] >= rows[0]
         assert 2 * height * width <= found.largest

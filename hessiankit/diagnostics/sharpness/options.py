@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.structures import DiagonalBlock
+from hessiankit.curvature.structures import Structure
 from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
 from hessiankit.support.errors import InputError, check_name
@@ -117,7 +117,7 @@ def _metric(model: nn.Module, parameters: Mapping[str, nn.Parameter], preconditi
     )
     metric = preconditioner_of(WHO, preconditioner, like, model)
     (diagonal, *others) = metric.root.structures
-    if others or not isinstance(diagonal, DiagonalBlock):
+    if others or type(diagonal) is not Structure:
         raise InputError(f"{WHO}: preconditioner is no diagonal; pass a torch optimizer, or tensors by parameter name")
     roots = zip(parameters.items(), diagonal.values.split(sizes), strict=True)
     return {"metric": metric.name, "roots": {name: root.view_as(p) for (name, p), root in roots}}
