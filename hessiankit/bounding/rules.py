@@ -112,7 +112,7 @@ class Bounded:
 
     def __rmul__(self, c: float) -> Bounded:
         """Return c Y."""
-        return self._times(abs(c), c * self.centre)
+        return self.times(abs(c), c * self.centre)
 
     def hessian(self, i: str, j: str, row: float, whole: float) -> float:
         """Return the bound on <Lambda, D^2 Y [t_i, t_j]> for unit t_i and t_j, a longest row and a norm of Lambda."""
@@ -122,7 +122,7 @@ class Bounded:
         """Return Y times a scale, a number or one for each feature, that is itself a parameter of the ball."""
         norm = factor.largest
         one = products({factor.name: 1.0}, self.jacobian)  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
-        grown = self._times(norm, self.centre * factor.centre)
+        grown = self.times(norm, self.centre * factor.centre)
         # dY/dv = diag(vec Y) (1 (x) I) for a vector: its norm is the largest column norm, at most |Y|_2; |Y|_F for a number
         own = self.spectral if factor.centre.numel() > 1 else self.frobenius
         return replace(
@@ -133,7 +133,8 @@ class Bounded:
             drift=self.drift * norm + factor.radius * self.frobenius,
         )
 
-    def _times(self, c: float, centre: Tensor) -> Bounded:
+    def times(self, c: float, centre: Tensor) -> Bounded:
+        """Return the value of a linear map of norm c, which keeps rows apart; its value at the centre is given."""
         return Bounded(
             centre,
             c * self.spectral,
@@ -193,17 +194,12 @@ def affine(X: Bounded, W: BoundedParameter, b: BoundedParameter | None = None) -
     """Return X W + 1 b^T: Jacobian norm |X|_2 in W, sqrt(L) in b, and a mixed second derivative in W and X."""
     w = W.norm
     cross = symmetric(products({W.name: 1.0}, X.jacobian))  # <Lambda, dX dW> <= |Lambda|_F |dX|_F |dW|_2
-    out = Bounded(
-        X.centre @ W.centre,
-        X.spectral * w,
-        X.frobenius * w,
-        X.row * w,
-        w * X.jacobian + {W.name: X.spectral},
-        w * X.hessian_row,
-        w * X.hessian_all + cross,
-        X.drift * w + W.radius * spectral_norm(X.centre),
-        X.diameter * w if w else 0.0,
-        w * X.row_jacobians() + {W.name: X.row},
+    out = replace(
+        X.times(w, X.centre @ W.centre),
+        jacobian=w * X.jacobian + {W.name: X.spectral},
+        hessian_all=w * X.hessian_all + cross,
+        drift=X.drift * w + W.radius * spectral_norm(X.centre),
+        jacobian_row=w * X.row_jacobians() + {W.name: X.row},
     )
     return out if b is None else shifted(out, b)
 
@@ -230,16 +226,14 @@ def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     # |sigma(x)| <= chord |x|, so |sigma(X)|_F <= chord |X|_F; the spectral norm has no such bound
     frobenius = sigma.chord * X.frobenius
     own = products(X.jacobian, X.jacobian, sigma.second)  # max |Lambda_ij| <= the largest row norm
-    return Bounded(
-        value,
-        frobenius,
-        frobenius,
-        sigma.chord * X.row,
-        sigma.slope * X.jacobian,
-        sigma.slope * X.hessian_row + own,
-        sigma.slope * X.hessian_all,
-        sigma.slope * X.drift,
-        sigma.slope * X.range,
+    return replace(
+        X.times(sigma.slope, value),
+        spectral=frobenius,
+        frobenius=frobenius,
+        row=sigma.chord * X.row,
+        hessian_row=sigma.slope * X.hessian_row + own,
+        diameter=sigma.slope * X.range,
+        jacobian_row={},
     )
 
 
@@ -263,10 +257,8 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     r"""Return LayerNorm or RMSNorm without gain and shift, but for its value at the centre.
 
     With s a lower bound of every row scale sqrt(var + eps) over the ball: the Jacobian is at most 1/s, and the second derivative
-    2 / (sqrt(3 d) s^2) in the rows (it holds with eps, and for RMSNorm).
-
-    Raises:
-        ZeroScaleError: If eps = 0 and the ball holds rows whose scale may be 0.
+    2 / (sqrt(3 d) s^2) in the rows (it holds with eps, and for RMSNorm). A :class:`ZeroScaleError` says that eps = 0 meets rows
+    whose scale may be 0.
     """
     d, length = X.width, X.length
     rows = X.centre - X.centre.mean(1, keepdim=True) if layernorm else X.centre
@@ -276,16 +268,14 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     if s == 0:
         raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
     own = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
-    return Bounded(
-        X.centre,
-        math.sqrt(length * d),
-        math.sqrt(length * d),
-        math.sqrt(d),
-        1 / s * X.jacobian,
-        1 / s * X.hessian_row + own,
-        1 / s * X.hessian_all,
-        X.drift / s,
-        2 * math.sqrt(d),
+    return replace(
+        X.times(1 / s, X.centre),
+        spectral=math.sqrt(length * d),
+        frobenius=math.sqrt(length * d),
+        row=math.sqrt(d),
+        hessian_row=1 / s * X.hessian_row + own,
+        diameter=2 * math.sqrt(d),
+        jacobian_row={},
         sphere=Sphere(X, s, eps, layernorm),
     )
 

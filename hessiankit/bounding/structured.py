@@ -257,10 +257,7 @@ def structured(task: Task) -> Structured:
     """Return the bounds of a traced loss.
 
     Each block is bounded twice, by the sum of the norms of the sites' shares and by the signs, and the whole by the norm of
-    the matrix of block bounds and by the signs; the smaller counts.
-
-    Raises:
-        InputError: If the parameters are not float64, or a site is too large to be written out.
+    the matrix of block bounds and by the signs; the smaller counts. An InputError names a site too large to be written out.
     """
     if task.dtype != torch.float64:
         raise InputError(f"structured: the parameters are {task.dtype}, and rounding is allowed for as in float64; convert them")

@@ -104,11 +104,7 @@ class _Trials:
 
 
 class _Graph:
-    """A product captured, with the memory that it reads rows from and leaves its result in.
-
-    Attributes:
-        bytes: What it keeps, beside its rows.
-    """
+    """A product captured, with the memory that it reads rows from and leaves its result in."""
 
     def __init__(self, product: Product, rows: Tensor) -> None:
         self._rows, self._graph, self._done = rows.clone(), torch.cuda.CUDAGraph(), torch.cuda.Event()
@@ -116,7 +112,7 @@ class _Graph:
         before = torch.cuda.memory_reserved(rows.device)
         with torch.cuda.device(rows.device), torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._out = product(self._rows)
-        self.bytes = torch.cuda.memory_reserved(rows.device) - before
+        self.bytes = torch.cuda.memory_reserved(rows.device) - before  # kept, beside the rows
         self._done.record()
 
     def replay(self, rows: Tensor) -> Tensor:

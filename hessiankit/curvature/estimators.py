@@ -200,17 +200,11 @@ def random_signs(size: int, count: int, generator: torch.Generator) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Leave-one-out values of one number, whose mean is its estimate.
+    """Leave-one-out values of one number, whose mean is its estimate."""
 
-    Attributes:
-        values: (k,); one for an exact number.
-        covariance: Estimate of that of two of them.
-        varying: The mean of what random vectors give of a number of skewed values, all positive; 0 where they are not skewed.
-    """
-
-    values: Tensor
-    covariance: float = 0.0
-    varying: float = 0.0
+    values: Tensor  # (k,); one for an exact number
+    covariance: float = 0.0  # estimate of that of two of them
+    varying: float = 0.0  # the mean of what random vectors give of a number of skewed values, all positive; 0 of others
 
     @property
     def mean(self) -> float:

@@ -108,11 +108,7 @@ class Evaluation:
 
     @computed_later
     def outer(self) -> Tensor:
-        """Return the Gauss-Newton part of the P x P matrix.
-
-        Raises:
-            InputError: The loss does not read one tensor of the module's.
-        """
+        """Return the Gauss-Newton part of the P x P matrix, of a loss that reads one tensor of the module's."""
         for task in self.tasks:
             check_fits(task, "ggn")
         self._check_unchanged()
@@ -208,11 +204,7 @@ class Evaluation:
         return matrix.data
 
     def check_symmetric(self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...]) -> None:
-        """Refuse a matrix whose diagonal blocks were not symmetric, unless it is small enough beside the loss to be rounding.
-
-        Raises:
-            InputError: Half of the digits of its largest entry, or more, differ between H and its transpose.
-        """
+        """Raise if half the digits of the largest entry differ between H and its transpose, unless H is rounding of the loss."""
         kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
         allowed = max(torch.finfo(kind).eps for kind in (matrix.data.dtype, *kinds)) ** 0.5
         if asymmetry <= allowed:

@@ -64,7 +64,6 @@ class FactoredBatch(JacobianOperator):
     """The Jacobian of the output of one batch, with the sites of weights and biases on the way, and the columns of L''.
 
     Attributes:
-        columns: See :func:`columns`, (K, B, T, C).
         together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other: one
             covector may then hold a column of every sample.
         drawn: Whether a column holds drawn labels of all terms, and is pulled back at once.

@@ -21,7 +21,6 @@ from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
@@ -113,11 +112,7 @@ class HessianOperator(SymmetricOperator):
 
     @classmethod
     def of(cls, tasks: Sequence[Task], weights: Sequence[float], kind: str) -> HessianOperator:
-        """Return the operator of requests that :func:`~hessiankit.engine.problem.batches.gather` returned.
-
-        Raises:
-            InputError: No batch's loss depends on the parameters.
-        """
+        """Return the operator of requests that :func:`~hessiankit.engine.problem.batches.gather` returned."""
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
         check_effect(tasks, batches)
@@ -146,10 +141,6 @@ class HessianOperator(SymmetricOperator):
         Hv = self._blocks(v)
         self._check_finite(v, Hv)
         return v[0], Hv[0]
-
-    def to_torch(self) -> TorchOperator:
-        """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
-        return TorchOperator(self)
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
@@ -186,11 +177,7 @@ class HessianOperator(SymmetricOperator):
         return replace(solution, x=self._like(b, solution.x))
 
     def _flat(self, tensors: Mapping[str, Tensor] | Sequence[Tensor]) -> Tensor:
-        """Return tensors in the shapes of the parameters as one vector (P,).
-
-        Raises:
-            InputError: There are others than the parameters, or of other shapes.
-        """
+        """Return tensors in the shapes of the parameters, and no others, as one vector (P,)."""
         named = tensors if isinstance(tensors, Mapping) else dict(zip(self.names, tensors, strict=False))
         seen = {name: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for name, x in named.items()}
         if len(tensors) != len(self.names) or seen != dict(self.shapes):
@@ -278,9 +265,6 @@ class HessianOperator(SymmetricOperator):
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?
 
         Where they are parallel two random ones take their place, at the price of their products.
-
-        Raises:
-            InputError: They are not.
         """
         self._check_finite(rows, products)
         large, pair = self.shape[0] > LARGE, self._pair  # of its own: another thread may multiply too
@@ -454,11 +438,7 @@ def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
 
 
 def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, diagonal: Tensor | None = None) -> None:
-    """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits.
-
-    Raises:
-        InputError: Half of the digits differ, or more.
-    """
+    """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits."""
     operator = HessianOperator.of(tasks, weights, kind)
     _ = operator.symmetry_error
     if diagonal is None:

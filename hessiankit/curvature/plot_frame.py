@@ -176,13 +176,8 @@ class Picture(Figure):
 class Frame:
     """Maps of blocks in a row, with their labels and a colour bar.
 
-    Every length is a whole pixel, so that one number of a map is one square of the picture.
-
-    Args:
-        titles: One for each map; empty ones take no room.
-        cell: Side of a block in pixels.
-        labels: Names of the blocks along both axes.
-        title: Above all maps.
+    Every length is a whole pixel, so that one number of a map is one square of the picture: ``cell`` is the side of a block,
+    with one of the ``labels`` along both axes. Empty ``titles`` of the maps take no room.
     """
 
     def __init__(self, titles: Sequence[str], cell: int, labels: Sequence[str], title: str | None) -> None:
@@ -258,11 +253,7 @@ def check_suffix(who: str, path: Path) -> None:
 
 
 def write_picture(who: str, figure: Figure, path: Path) -> None:
-    """Write a picture in the format that the suffix names, as a whole, and its folder where that is missing.
-
-    Raises:
-        InputError: The suffix is not one of ``SUFFIXES``, or the file cannot be written; what was there before then still is.
-    """
+    """Write a picture in the format that the suffix names, one of ``SUFFIXES``, as a whole, and its folder if it is missing."""
     check_suffix(who, path)
     content = picture_bytes(figure, path.suffix)
     make_folder(who, path.parent)

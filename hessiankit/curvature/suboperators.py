@@ -78,9 +78,6 @@ class BlockDiagonalOperator(SymmetricOperator):
 def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
     """Return the positions in a vector of parameters, ascending, of a name, a pattern, ``"name[index]"`` or a list of these.
 
-    Raises:
-        InputError: If something is not there; the message starts with ``who``.
-
     >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
     [0, 1, 4, 5]
     """

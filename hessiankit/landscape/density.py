@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from scipy.special import ndtri, stdtrit
@@ -28,25 +28,18 @@ from hessiankit.support.files import WithDict
 LEVEL = 0.95
 SCALES = ("linear", "log")
 ROUNDING = 64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
+NONE = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class SpectralMeasure:
-    """Point masses for the eigenvalues of a symmetric matrix: located ones exactly, the rest by nodes of random directions.
+    """Point masses for the eigenvalues of a symmetric matrix: located ones exactly, the rest by nodes of random directions."""
 
-    Attributes:
-        size: P, the number of all eigenvalues.
-        located: Eigenvalues that count once each, (n,).
-        eps: Relative rounding error of a product.
-        nodes: Of each direction, (s, m), float64; s = 0 where all eigenvalues are located.
-        weights: Theirs, (s, m), 0 where there is no node; every row sums to 1.
-    """
-
-    size: int
-    located: Tensor
-    eps: float
-    nodes: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64, device="cpu"))
-    weights: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.float64, device="cpu"))
+    size: int  # P, the number of all eigenvalues
+    located: Tensor  # eigenvalues that count once each, (n,)
+    eps: float  # relative rounding error of a product
+    nodes: Tensor = NONE  # of each direction, (s, m), float64; s = 0 where all eigenvalues are located
+    weights: Tensor = NONE  # theirs, 0 where there is no node; every row sums to 1
 
     @property
     def scale(self) -> float:
@@ -66,11 +59,8 @@ class SpectralMeasure:
 
         A direction's n q_1^2, its share of one eigenvalue times the n of the complement, has the variance 2 (n - 1) / (n + 2),
         which no few directions with small shares show. So the half width is Student's of the sample or the normal one of that
-        variance for the largest |f| of a node, the larger of the two.
-
-        Args:
-            f: Of eigenvalues (m,), entry by entry.
-            value: Of another number whose change with the measure is that of tr f(H), to first order.
+        variance for the largest |f| of a node, the larger of the two. ``value`` is that of another number, whose change with the
+        measure is that of tr f(H) to first order.
         """
         sums = self.sums(f)
         value = float(sums.mean()) if value is None else value
@@ -120,11 +110,7 @@ class Density(WithDict):
 
 
 def density(measure: SpectralMeasure, scale: str, width: float | None, points: int | Tensor) -> Density:
-    """Return the density of a measure; see :meth:`hessiankit.landscape.Spectrum.density`.
-
-    Raises:
-        InputError: The scale is not known, the width is not positive, or there are fewer than two points.
-    """
+    """Return the density of a measure; see :meth:`hessiankit.landscape.Spectrum.density`."""
     who = "Spectrum.density"
     check_name(who, "scale", scale, SCALES)
     if width is not None and not (math.isfinite(width) and width > 0):

@@ -25,9 +25,6 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
     ``by`` is one of :data:`BY`, whose types and layers are those of the module; or group -> names, patterns or slices; or
     name -> group.
 
-    Raises:
-        InputError: A name is not known, a group is empty, or the operator has no named parameters.
-
     >>> layer = nn.Linear(2, 1).double()
     >>> from hessiankit import hessian_operator
     >>> H = hessian_operator(layer, torch.ones(1, 2).double(), torch.zeros(1, 1).double())

@@ -124,9 +124,6 @@ def optimizer_preconditioner(
 ) -> Preconditioner:
     """Return the metric of an optimizer for the entries of some parameters, which are recognised by identity.
 
-    Raises:
-        InputError: The optimizer's metric is not known, or not positive; or it does not move a parameter, or has not yet.
-
     >>> layer = nn.Linear(1, 1)
     >>> descent = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9)
     >>> of = {"dtype": torch.float32, "device": torch.device("cpu")}

@@ -61,9 +61,6 @@ is about the square roots of Eq. 5. ``none`` is plain training with the same gro
 def by_type(ratios: Mapping[str, float | Ratio]) -> dict[str, Ratio]:
     """Return a ratio for every block type; 1 where the mapping has none.
 
-    Raises:
-        InputError: If a key is no block type, or a ratio is not a positive number.
-
     >>> by_type({"Emb": 10})["Emb"].value, by_type({"Emb": 10})["QK"].value
     (10.0, 1.0)
     """

@@ -217,11 +217,7 @@ class Point:
         return MiniBatchMoments(sample_gradients(self.tasks, self.shares), self.minibatch, self.shapes, self.slices)
 
     def model(self, name: str) -> tuple[Model, str]:
-        """Return an approximation by name, and its structure in words.
-
-        Raises:
-            InputError: If it cannot be made here.
-        """
+        """Return an approximation by name, and its structure in words; an InputError says why one cannot be made here."""
         if name in DENSE_ONLY and not self.is_dense:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":

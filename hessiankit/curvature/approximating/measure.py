@@ -70,13 +70,7 @@ def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tenso
 
 
 class DenseTruth:
-    """The exact matrix A in memory, with what every comparison needs of it.
-
-    Attributes:
-        least: The least eigenvalue of A; ``spectral`` and ``frobenius`` are its norms.
-        damping: The number that is added to the diagonal.
-        pairs: Norms of its blocks, see :func:`block_norms`.
-    """
+    """The exact matrix A in memory: its ``least`` eigenvalue, its norms and those of its ``pairs`` of blocks, the damping."""
 
     def __init__(self, matrix: Tensor, gradient: Tensor, slices: dict[str, slice], damping: float | None) -> None:
         self.matrix, self.gradient, self.slices = matrix.double().cpu(), gradient.double().cpu(), slices
@@ -126,9 +120,6 @@ class DenseTruth:
 
 def default_damping(spectral: float, least: float) -> float:
     """Return 1 % of the spectral norm, plus the magnitude of the least eigenvalue if that is negative.
-
-    Raises:
-        InputError: The matrix is zero.
 
     >>> default_damping(100.0, 2.0), default_damping(100.0, -3.0)
     (1.0, 4.0)
