@@ -71,15 +71,9 @@ def a_priori(
 ) -> BlockNorms:
     """Return a-priori bounds of a block's loss Hessian, and among the parts ``lipschitz``, a bound on its gradient over the ball.
 
-    Args:
-        block: A block of any placement, or an attention on its own; one of a narrower dtype is bounded in float64.
-        X: L x d_model, one sequence; only its norms and the scales of what reaches the norms count.
-        target: L x d_model, or labels for cross entropy.
-        loss: ``"mse"`` or ``"cross_entropy"``, averaged over entries or labels that count.
-        radius: Frobenius radius of the ball of parameters: one for all together, or one for each name.
-
-    Raises:
-        InputError: If the placement or the loss has no rule, or a norm with eps = 0 meets a row whose scale may be 0.
+    X is one sequence, L x d_model, of which only norms count, and the scales of what reaches the norms of the block, which may
+    be an attention on its own. A narrower dtype is bounded in float64. ``radius`` is that of the Frobenius ball of parameters,
+    for all together or for each name. An InputError names what has no rule, or a norm with eps = 0 of a row whose scale may be 0.
     """
     parts = _BoundedParts(in_float64(block), radius)
     try:

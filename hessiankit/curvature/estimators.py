@@ -69,6 +69,11 @@ class Estimate:
     def __str__(self) -> str:
         return f"{self.value:.6g} +- {self.half_width:.2g}"
 
+    def __format__(self, spec: str) -> str:
+        """Return the value as a number, with one digit of the half width where there is one; without ``spec``, as ``str``."""
+        off = f" +- {self.half_width:.1g}" if self.half_width else ""
+        return format(self.value, spec) + off if spec else str(self)
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ScalarEstimates(Printed):
@@ -237,9 +242,7 @@ class Sample:
 class Sketch:
     """What k vectors of signs and 2 k products show of a symmetric matrix H: leave-one-out values of its trace, norm, diagonal.
 
-    Args:
-        product: V (P, k) -> H V, taken twice, in a type ``dtype``; all else is in float64.
-        signs: Omega (P, k), k < P, of entries 1 and -1.
+    Omega (P, k), k < P, are the signs; ``product`` maps V (P, k) to H V in a type ``dtype``, twice, and all else is in float64.
     """
 
     def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, dtype: torch.dtype) -> None:

@@ -26,6 +26,7 @@ from hessiankit.support.torch_state import one_at_a_time
 _HEADERS = ("of the Hessian", "forecast")
 MARGIN = 64 * 2**20  # bytes for what libraries take besides tensors
 LOOSE = 1.5  # copies that operations make for themselves, and the allocator's holes
+DISK = 5e8  # bytes that it takes per second
 FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pages come
 
 
@@ -138,9 +139,9 @@ def forecast(
     matrix = size * size * first.dtype.itemsize
     workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
     flops, moved, operations = plan.total("flops"), plan.total("moved"), round(plan.total("operations"))
-    speed = Speed.measure(first.dtype, first.device)
-    seconds = flops / speed.flops + (moved + 4 * matrix) / speed.bytes + operations * speed.each
-    seconds += (matrix + plan.workspace) / speed.fresh if out is None else 2 * matrix / speed.disk
+    flop, byte, fresh, each = _times(first.dtype, first.device)
+    seconds = flops * flop + (moved + 4 * matrix) * byte + operations * each
+    seconds += (matrix + plan.workspace) * fresh if out is None else 2 * matrix / DISK
     return Forecast(
         parameters=size,
         dtype=str(first.dtype).removeprefix("torch."),
@@ -163,29 +164,18 @@ def forecast(
     )
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Rates of a device per second (``fresh``: bytes of memory not touched before), and the least time of one operation."""
-
-    flops: float
-    bytes: float
-    fresh: float
-    each: float
-    disk: float = 5e8
-
-    @classmethod
-    def measure(cls, dtype: torch.dtype, device: torch.device) -> Speed:
-        """Measure each for about 10 ms."""
-        a = torch.ones(64, 256, 64, dtype=dtype, device=device)
-        b = torch.ones(2**21, dtype=dtype, device=device)
-        c = torch.ones(8, dtype=dtype, device=device)
-        product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
-        new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
-        return cls(2 * 64 * 256 * 64 * 64 / product, 2 * b.numel() * b.element_size() / copy, 8 * FRESH**2 / new, small)
+def _times(dtype: torch.dtype, device: torch.device) -> tuple[float, float, float, float]:
+    """Return the seconds that one of each takes: floating-point operation, byte, byte of new memory, operation of torch."""
+    a = torch.ones(64, 256, 64, dtype=dtype, device=device)
+    b = torch.ones(2**21, dtype=dtype, device=device)
+    c = torch.ones(8, dtype=dtype, device=device)
+    product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
+    new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
+    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.element_size()), new / (8 * FRESH**2), small
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """Return the time of a call, which ends on the device."""
+    """Return the time of a call, which ends on the device, measured for about 10 ms."""
     timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=0.01).median
 

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from derivations.primitive import Linearised, plus
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
+from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params
 from hessiankit.engine.problem.task import Task
+from hessiankit.engine.sweep import Along, dense, pull, push, reads
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import full_precision, one_at_a_time
@@ -66,15 +67,16 @@ class JacobianOperator(TensorOperator):
 
     def _prepare(self, task: Task, trace: Any) -> None:
         """Linearise the applications on the way to the output."""
-        needed, self._steps = {self._output}, list[tuple[Linearised, tuple[int | None, ...], int]]()
+        needed, self._steps = {self._output}, list[Step]()
         for a in reversed(trace.applications):
             if a.output not in needed:
                 continue
             inputs = tuple(at if at in trace.moving else None for at in a.inputs)
             point = a.primitive.linearise(trace.gather(a), None, [at is not None for at in inputs])
             point.forget()
-            self._steps.append((point, inputs, a.output))
+            self._steps.insert(0, Step(point, inputs, a.output))
             needed.update(at for at in inputs if at is not None)
+        self._reads = reads(self._steps, {self._output})
         if not needed & {trace.parameters[name] for name in task.parameters}:
             raise InputError(f"{WHO}: none of the parameters has an effect on the output; the module does not use them")
 
@@ -97,38 +99,28 @@ class JacobianOperator(TensorOperator):
         return products
 
     def _push(self, rows: Tensor) -> Tensor:
-        tangents: dict[int, Tensor] = {}
+        tangents: dict[int, Along] = {}
         for name, at in self._ids.items():
             tangents[at] = rows[:, self.slices[name]].reshape(-1, *self._shapes[name])
-        for point, inputs, output in reversed(self._steps):
-            tangents[output] = point.push([None if at is None else tangents[at] for at in inputs])
-        return tangents[self._output].reshape(len(rows), -1)
+        push(self._steps, tangents, *self._reads)
+        return dense(tangents[self._output]).reshape(len(rows), -1)
 
     def pull(self, rows: Tensor) -> Tensor:
         """Return J^T times covectors, as rows: (S, outputs) to (S, P)."""
         return self._swept(self._pull, rows)
 
     def _pull(self, rows: Tensor) -> Tensor:
-        bars = self._pulled(rows, lambda value, bar: None)
+        bars = self._pulled(rows)
         out = rows.new_zeros(len(rows), self.shape[1])
         for name, at in self._ids.items():
             if at in bars:
                 out[:, self.slices[name]] = bars[at].reshape(len(rows), -1)
         return out
 
-    def _pulled(self, rows: Tensor, meet: Callable[[int, Tensor], None]) -> dict[int, Tensor]:
-        """Return covectors pulled back to the parameters, by id; call ``meet`` with each value on the way and its covectors."""
-        bars: dict[int, Tensor] = {self._output: rows.reshape(-1, *self.output_shape)}
-        for point, inputs, output in self._steps:
-            bar = bars.pop(output, None)
-            if bar is None:
-                continue
-            meet(output, bar)
-            for at, covector in zip(inputs, point.pull(bar), strict=True):
-                if at is not None and covector is not None:
-                    total = plus(bars.get(at), covector)
-                    assert total is not None
-                    bars[at] = total
+    def _pulled(self, rows: Tensor, *arriving: Any) -> dict[int, Tensor]:
+        """Return covectors pulled back to the parameters, by id; ``arriving`` as in :func:`~hessiankit.engine.sweep.pull`."""
+        bars = {self._output: rows.reshape(-1, *self.output_shape)}
+        pull(self._steps, bars, {}, {}, *arriving)
         return bars
 
     def sample_gradients(self, cotangents: Tensor) -> Tensor:

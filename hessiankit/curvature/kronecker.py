@@ -63,12 +63,9 @@ class LayerFactors:
 class FactoredBatch(JacobianOperator):
     """The Jacobian of the output of one batch, with the sites of weights and biases on the way, and the columns of L''.
 
-    Attributes:
-        together: Whether the rows of a site are those of the samples, one after the other, that do not depend on each other: one
-            covector may then hold a column of every sample.
-        drawn: Whether a column holds drawn labels of all terms, and is pulled back at once.
-        held: Weights and biases whose whole gradient comes from one site, by the id of its value.
-        counted: Which samples have labels that count, where the rows of a site are those of the samples.
+    Where the rows of all sites are those of the samples, one after the other, that do not depend on each other, samples are
+    treated ``together``: one covector holds a column of every sample. A column that holds the ``drawn`` labels of all terms is
+    pulled back at once. ``held`` are the weights and biases whose whole gradient comes from one site, by the id of its value.
     """
 
     def __init__(self, task: Task, share: float, seed: int) -> None:
@@ -84,7 +81,7 @@ class FactoredBatch(JacobianOperator):
 
     def _prepare(self, task: Task, trace: Trace) -> None:
         super()._prepare(task, trace)
-        reached = {output for _, _, output in self._steps}
+        reached = {step.output for step in self._steps}
         self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
         self.leading = {at: trace.values[at].shape[0] for at in self.sites}
         self.output = trace.values[self._output]
@@ -92,14 +89,9 @@ class FactoredBatch(JacobianOperator):
     def _at_sites(self, rows: Tensor) -> dict[int, Tensor]:
         """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
         covectors_of: dict[int, Tensor] = {}
-
-        def keep(value: int, bar: Tensor) -> None:
-            if value in self.sites:
-                covectors_of[value] = bar.reshape(len(bar), -1, bar.shape[-1])
-
         with self._at_the_point():
-            self._pulled(rows, keep)
-        return covectors_of
+            self._pulled(rows, self.sites, covectors_of.__setitem__)
+        return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}
 
     def _used_once(self) -> list[tuple[int, ParameterJacobian]]:
         generator = torch.Generator().manual_seed(0)
@@ -142,10 +134,6 @@ class KroneckerFactors:
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
     other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
-
-    Attributes:
-        weights: What has factors.
-        is_drawn: Whether labels were drawn.
     """
 
     def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:

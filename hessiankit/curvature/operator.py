@@ -407,8 +407,6 @@ def linearised(
     data: Any,
     target: Any,
     *,
-    loss: Loss,
-    params: Params,
     kind: str,
     seed: int = 0,
     draws: int = 1,
@@ -422,7 +420,7 @@ def linearised(
     tasks: list[Task] = []
     batches: list[Batch] = []
     counts: list[float] = []
-    for request, count in requests(WHO, module, data, target, loss, params, **options):
+    for request, count in requests(WHO, module, data, target, **options):
         task = as_gauss_newton(request, kind, seed=seed, draws=draws)
         with torch.no_grad():
             batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))

@@ -195,17 +195,11 @@ def row_chart(
     intervals: Sequence[Limits] | None = None,
     line: tuple[float, str] | None = None,
 ) -> Picture:
-    """Draw numbers along a logarithmic axis, a row for each label: one series as bars, several as marks.
+    """Draw numbers from 0 on along a logarithmic axis, a row for each label: one series as bars, several as marks.
 
-    Args:
-        who: The method, for errors.
-        labels: One for each row, top down; an empty one for a gap.
-        series: Name -> a number a row, from 0 on. NaN is not drawn; 0 and infinity are hollow marks at the ends of the axis.
-        axis: What the numbers are.
-        title: Line above the chart.
-        path: Where to write the picture; the numbers go beside it as CSV.
-        intervals: Ends of the interval of each number of the first series; NaN where it is not known.
-        line: A number to draw a vertical line at, and its words in the key.
+    NaN is not drawn; 0 and infinity are hollow marks at the ends of the axis. An empty label makes a gap. ``intervals`` are those
+    of the first series, NaN where they are not known; ``line`` is a number to draw a vertical line at, and its words in the key.
+    The picture is written to ``path``, and the numbers beside it as CSV.
 
     >>> chart = row_chart("doc", ["a", "b"], {"S": [1.0, 10.0]}, axis="S", title="")
     >>> [label.get_text() for label in chart.axes[0].get_yticklabels()]

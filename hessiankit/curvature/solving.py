@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.krylov import Product, conjugate_gradients, inner, lsmr, minres, norm
-from hessiankit.curvature.structures import StructuredOperator
-from hessiankit.curvature.structures import diagonal as diagonal_matrix
+from hessiankit.curvature.structures import diagonal_operator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import ConvergenceError, InputError, check_name
@@ -367,8 +366,7 @@ def _preconditioner(operator: TensorOperator, asked: Any, damping: float) -> Pro
     if isinstance(diagonal, Tensor):
         if diagonal.shape != (size,) or not bool(torch.isfinite(diagonal).all()):
             raise InputError(f"solve: preconditioner has shape {tuple(diagonal.shape)}; expected a finite diagonal ({size},)")
-        entries = diagonal_matrix(torch.arange(size, device=operator.device), diagonal.detach().to(operator.device, dtype))
-        asked = StructuredOperator(size, [entries], dtype, operator.device).inverse(damping)
+        asked = diagonal_operator(diagonal.detach().to(operator.device, dtype)).inverse(damping)
     apply = asked.__matmul__ if hasattr(asked, "shape") and hasattr(asked, "__matmul__") else asked
     if not callable(apply) or tuple(getattr(asked, "shape", (size, size))) != (size, size):
         seen = tuple(asked.shape) if hasattr(asked, "shape") else type(asked).__name__

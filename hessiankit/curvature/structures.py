@@ -87,11 +87,7 @@ def kronecker_block(at: Tensor, left: Tensor, right: Tensor) -> KroneckerBlock:
 
 
 class StructuredOperator(TensorOperator):
-    """A symmetric matrix that is a direct sum of structures on disjoint entries; entries in none of them are zero.
-
-    Attributes:
-        structures: The summands.
-    """
+    """A symmetric matrix that is a direct sum of structures on disjoint entries; entries in none of them are zero."""
 
     def __init__(self, size: int, structures: Sequence[Structure], dtype: torch.dtype, device: torch.device) -> None:
         super().__init__((size, size), dtype, device)
@@ -144,6 +140,12 @@ class StructuredOperator(TensorOperator):
 
     def _adjoint(self) -> StructuredOperator:
         return self
+
+
+def diagonal_operator(values: Tensor) -> StructuredOperator:
+    """Return a diagonal matrix from its entries (n,)."""
+    every = torch.arange(len(values), device=values.device)
+    return StructuredOperator(len(values), [diagonal(every, values)], values.dtype, values.device)
 
 
 class LowRankPlusDiagonal(TensorOperator):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from hessiankit.curvature.solving import SymmetricOperator
-from hessiankit.curvature.structures import Structure, StructuredOperator, dense_block, diagonal
+from hessiankit.curvature.structures import Structure, StructuredOperator, dense_block, diagonal_operator
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.landscape.optimizer_states import Metric, decay_note, reader_of, sgd, unwrapped
@@ -51,14 +51,12 @@ class Preconditioner(Printed, WithDict):
 
     def of(self, rows: Tensor) -> Preconditioner:
         """Return the preconditioner of descent in some entries alone: the inverse of the block (P^-1)[rows, rows]."""
-        root, every = self.root, torch.arange(len(rows), device=self.root.device)
-        rows = rows.to(root.device)
+        root, rows = self.root, rows.to(self.root.device)
         if len(root.structures) == 1 and type(root.structures[0]) is Structure:
-            block: Structure = diagonal(every, root.structures[0].values[rows])
-        else:
-            inverse = SubOperator(root.mapped(torch.square), rows, rows).to_matrix()
-            block = dense_block(every, inverse)
-            block = replace(block, values=block.values.clamp(min=0).sqrt())
+            return replace(self, root=diagonal_operator(root.structures[0].values[rows]))
+        inverse = SubOperator(root.mapped(torch.square), rows, rows).to_matrix()
+        block = dense_block(torch.arange(len(rows), device=root.device), inverse)
+        block = replace(block, values=block.values.clamp(min=0).sqrt())
         return replace(self, root=StructuredOperator(len(rows), [block], root.torch_dtype, root.device))
 
     def ratio(self, eigenvalue: float) -> float:
@@ -115,7 +113,7 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
         raise InputError(f"{who}: preconditioner has shape {tuple(values.shape)}; expected a diagonal ({size},)")
     if not bool((values > 0).all()) or not bool(torch.isfinite(values).all()):
         raise InputError(f"{who}: the preconditioner's diagonal has an entry that is not a positive number; add a damping to it")
-    return Preconditioner("diagonal", _diagonal(values.rsqrt()))
+    return Preconditioner("diagonal", diagonal_operator(values.rsqrt()))
 
 
 @torch.no_grad()
@@ -164,12 +162,7 @@ def optimizer_preconditioner(
     if not bool(torch.isfinite(root).all()):
         raise InputError(f"{who}: {name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
     notes = tuple(decay_note(decay, decoupled) for decay, decoupled in decays)
-    return Preconditioner(name, _diagonal(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
-
-
-def _diagonal(values: Tensor) -> StructuredOperator:
-    every = torch.arange(len(values), device=values.device)
-    return StructuredOperator(len(values), [diagonal(every, values)], values.dtype, values.device)
+    return Preconditioner(name, diagonal_operator(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
 
 
 def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> StructuredOperator:

@@ -158,9 +158,7 @@ class Spectrum(Printed, WithDict):
 
     @property
     def _numbers(self) -> str:
-        ranks = (
-            f"trace {_short(self.trace)}, effective rank {_short(self.effective_rank)}, stable rank {_short(self.stable_rank)}"
-        )
+        ranks = f"trace {self.trace:.4g}, effective rank {self.effective_rank:.4g}, stable rank {self.stable_rank:.4g}"
         outliers = f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
         return ranks + outliers
 
@@ -194,14 +192,10 @@ class Spectrum(Printed, WithDict):
 _GROUP = ("group", "parameters", "largest", "smallest", "trace", "effective rank")
 
 
-def _short(one: Estimate) -> str:
-    return f"{one.value:.4g}" if one.half_width == 0 else f"{one.value:.4g} +- {one.half_width:.1g}"
-
-
 def _row(name: str, one: Spectrum) -> tuple[str, ...]:
     mark = "" if one.converged else "?"
     ends = (
         f"{float(one.eigenvalues[0]):.4g}{mark}",
         f"{float(one.eigenvalues[-1]):.4g}{mark}" if one.top < len(one.eigenvalues) else "",
     )
-    return name, f"{one.size:,}", *ends, _short(one.trace), _short(one.effective_rank)
+    return name, f"{one.size:,}", *ends, f"{one.trace:.4g}", f"{one.effective_rank:.4g}"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from hessiankit.curvature.dense import spectral_norm
 from hessiankit.curvature.estimators import Estimate, Sketch, random_signs
-from hessiankit.curvature.krylov import conjugate_gradients, norm
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.support.errors import InputError
@@ -169,14 +168,10 @@ class ProductTruth:
         return Estimate(root, half / (2 * root) if root else 0.0)
 
     def _solve(self) -> Tensor:
-        def product(v: Tensor) -> Tensor:
-            return (self.operator @ v).add(v, alpha=self.damping)  # type: ignore[no-any-return]
-
-        most, b = 10 * self.products, self.gradient
-        x = conjugate_gradients(product, b, precondition=None, tol=1e-6, most=most)
-        if norm(b - product(x)) > 2e-6 * norm(b):
-            self.notes.append(f"conjugate gradients for the exact step stopped after {most} products, before rtol = 1e-6")
-        return x
+        found = self.operator.solve(self.gradient, damping=self.damping, tol=2e-6, max_products=10 * self.products)
+        if not found.converged:
+            self.notes.append(f"the exact step: {found.method} stopped after {found.products} products, before rtol = 2e-6")
+        return found.x  # type: ignore[no-any-return]
 
     def measure(self, model: Model, power: float) -> Measures:
         """Return the measures of C, with M as in :meth:`DenseTruth.measure`."""
@@ -202,9 +197,9 @@ class ProductTruth:
         else:
             step = model.mapped(lambda v: (v + damping).clamp(min=0) ** -power)._rows(g)[0]
             condition = self._condition(model.mapped(lambda v: (v + damping).clamp(min=0) ** (-power / 2)))
-        if not bool(torch.isfinite(step).all()):
-            return Measures(Estimate(relative, width), error, math.nan, math.nan, math.inf)
-        return Measures(Estimate(relative, width), error, math.nan, cosine(self.step, step), condition)
+        known = bool(torch.isfinite(step).all())
+        along, condition = (cosine(self.step, step), condition) if known else (math.nan, math.inf)
+        return Measures(Estimate(relative, width), error, math.nan, along, condition)
 
     def _condition(self, root: StructuredOperator) -> float:
         def product(v: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from hessiankit.curvature.approximating.measure import Measures, Model
-from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.plot_frame import INK, Picture, picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
 from hessiankit.engine.problem.fisher import NAMES
@@ -164,7 +163,7 @@ class ApproximationsReport(Printed):
         for one in self.found.values():
             shown = map(_shown, _values(one)[2:])
             m = one.measures
-            yield one.name, one.about, f"{one.numbers:,}", _interval(m.frobenius), _interval(m.spectral), *shown
+            yield one.name, one.about, f"{one.numbers:,}", f"{m.frobenius:.3g}", f"{m.spectral:.3g}", *shown
 
     def _headline(self) -> str:
         exact = "estimated by products" if self.is_estimate else "exact"
@@ -194,7 +193,3 @@ def _shown(value: float) -> str:
 
 def _full(value: float) -> str:
     return f"{value:.9g}" if math.isfinite(value) else ""
-
-
-def _interval(value: Estimate) -> str:
-    return f"{value.value:.3g}" + (f" +- {value.half_width:.1g}" if value.half_width else "")
