@@ -19,7 +19,6 @@ from torch import Tensor
 
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.planning import PANEL, Panel, check_workspace, make_plan
-from hessiankit.curvature.tensor_operator import numpy_dtype
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.task import Task, gib
@@ -107,12 +106,16 @@ def _report(panel: SymmetricStorage, tasks: Sequence[Task]) -> None:
                 raise not_finite("hessian", names[i], names[j], tasks)
 
 
+def _numpy(dtype: torch.dtype) -> np.dtype:
+    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+
+
 def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     try:
         matrix = np.lib.format.open_memmap(path, mode="r")  # opened for writing, a file that is too short would be extended
     except (ValueError, OSError, EOFError) as error:
         raise InputError(f"hessian: {path} is no matrix in NumPy's format ({error}); pass overwrite=True to lose it") from error
-    expected = numpy_dtype(dtype)
+    expected = _numpy(dtype)
     if matrix.shape != (size, size) or matrix.dtype != expected or np.isfortran(matrix):
         raise InputError(
             f"hessian: {path} holds an array of shape {matrix.shape}, {matrix.dtype}, and the Hessian is {(size, size)}, "
@@ -124,7 +127,7 @@ def _opened(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
 def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
     """Return a new file of the matrix, for which there is room on the disk."""
     try:
-        matrix = np.lib.format.open_memmap(path, mode="w+", dtype=numpy_dtype(dtype), shape=(size, size))
+        matrix = np.lib.format.open_memmap(path, mode="w+", dtype=_numpy(dtype), shape=(size, size))
         _reserve(path, matrix.offset + matrix.nbytes)
     except OSError as error:
         path.unlink(missing_ok=True)

@@ -15,11 +15,6 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import full_precision
 
 
-def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
-    """Return NumPy's name of a dtype."""
-    return torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
-
-
 class TensorOperator(LinearOperator):
     """A matrix A (m, n) by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
 
@@ -38,7 +33,7 @@ class TensorOperator(LinearOperator):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.torch_dtype, self.device = dtype, device
-        super().__init__(numpy_dtype(dtype), shape)
+        super().__init__(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, shape)
 
     @abstractmethod
     def _rows(self, rows: Tensor) -> Tensor:
