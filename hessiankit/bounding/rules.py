@@ -60,6 +60,10 @@ def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1
     return Magnitudes({(i, j): c * g * h for i, g in left.items() for j, h in right.items()})
 
 
+LINEAR = ("centre", "spectral", "frobenius", "row", "jacobian", "hessian_row", "hessian_all", "drift")
+"""What adds up in a sum of values, and grows with a multiple."""
+
+
 @dataclass(frozen=True)
 class Bounded:
     """A value, at the centre of the ball, with bounds over the whole ball; see the module's formulas."""
@@ -97,18 +101,9 @@ class Bounded:
 
     def __add__(self, other: Bounded) -> Bounded:
         """Return the sum: everything adds up."""
-        return Bounded(
-            self.centre + other.centre,
-            self.spectral + other.spectral,
-            self.frobenius + other.frobenius,
-            self.row + other.row,
-            self.jacobian + other.jacobian,
-            self.hessian_row + other.hessian_row,
-            self.hessian_all + other.hessian_all,
-            self.drift + other.drift,
-            self.range + other.range,
-            self.row_jacobians() + other.row_jacobians(),
-        )
+        sums = {name: getattr(self, name) + getattr(other, name) for name in LINEAR}
+        rows = self.row_jacobians() + other.row_jacobians()
+        return Bounded(**sums, diameter=self.range + other.range, jacobian_row=rows)
 
     def __rmul__(self, c: float) -> Bounded:
         """Return c Y."""
@@ -135,18 +130,8 @@ class Bounded:
 
     def times(self, c: float, centre: Tensor) -> Bounded:
         """Return the value of a linear map of norm c, which keeps rows apart; its value at the centre is given."""
-        return Bounded(
-            centre,
-            c * self.spectral,
-            c * self.frobenius,
-            c * self.row,
-            c * self.jacobian,
-            c * self.hessian_row,
-            c * self.hessian_all,
-            c * self.drift,
-            c * self.diameter if c else 0.0,
-            c * self.row_jacobians(),
-        )
+        scaled = {name: c * getattr(self, name) for name in LINEAR} | {"centre": centre}
+        return Bounded(**scaled, diameter=c * self.diameter if c else 0.0, jacobian_row=c * self.row_jacobians())
 
 
 @dataclass(frozen=True)

@@ -267,17 +267,17 @@ class HessianOperator(SymmetricOperator):
         Where they are parallel two random ones take their place, at the price of their products.
         """
         self._check_finite(rows, products)
-        large, pair = self.shape[0] > LARGE, self._pair  # of its own: another thread may multiply too
-        for v, Hv in zip(rows, products, strict=True):
-            if pair is None:
-                pair = None if large and len(rows) == 1 else (v.clone(), Hv.clone())
-            elif not abs(float(pair[0] @ v)) < 0.99 * float(pair[0].norm() * v.norm()):  # or one is zero
-                _ = self.symmetry_error
-                return
-            else:
-                self._symmetry, self._pair, self._is_untested = self._asymmetry(*pair, v, Hv), None, False
-                return
-        self._pair, self._is_untested = (None, False) if large else (pair, True)
+        before = self._pair  # of its own: another thread may multiply too
+        pairs = [*([] if before is None else [before]), *zip(rows[:2], products[:2], strict=True)]
+        if len(pairs) == 1:
+            is_large = self.shape[0] > LARGE
+            self._pair, self._is_untested = (None, False) if is_large else ((rows[0].clone(), products[0].clone()), True)
+            return
+        (u, Hu), (v, Hv) = pairs[:2]
+        if abs(float(u @ v)) < 0.99 * float(u.norm() * v.norm()):
+            self._symmetry, self._pair, self._is_untested = self._asymmetry(u, Hu, v, Hv), None, False
+        else:  # or one is zero
+            _ = self.symmetry_error
 
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         if not bool(torch.isfinite(torch.stack(torch.aminmax(products))).all()) and bool(torch.isfinite(rows).all()):
