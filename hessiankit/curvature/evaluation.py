@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hessiankit.curvature.planning import check_workspace
 from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
-from hessiankit.engine.diagnosis import check_finite, not_finite
+from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.problem.fisher import check_fits
 from hessiankit.engine.problem.handshake import ROUNDING
@@ -193,8 +193,7 @@ class Evaluation:
         matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
-        if not matrix.is_finite:
-            check_finite("hessian", matrix.data, first.slices, tasks)
+        check_finite(matrix, tasks)
         self.check_symmetric(matrix, asymmetry, value, fallbacks)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
@@ -260,6 +259,15 @@ class Evaluation:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)
+
+
+def check_finite(matrix: SymmetricStorage, tasks: Sequence[Task]) -> None:
+    """Raise the error for the first block of a mirrored matrix, or of a panel of it, that is not finite, if one is."""
+    names = list(matrix.slices)
+    pairs = ((names[i], names[j]) for i in matrix.rows for j in matrix.columns) if not matrix.is_finite else ()
+    for i, j in pairs:
+        if not bool(torch.isfinite(matrix.block(i, j)).all()):
+            raise not_finite("hessian", i, j, tasks)
 
 
 def automatic(fallbacks: Sequence[str]) -> str:

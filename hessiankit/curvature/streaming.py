@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.evaluation import Evaluation, check_finite
 from hessiankit.curvature.planning import PANEL, Panel, check_workspace, make_plan
-from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
-from hessiankit.engine.problem.task import Task, gib
+from hessiankit.engine.problem.task import gib
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
+from hessiankit.support.files import check_writable
 
 SLAB = 32 * 2**20
 """Bytes that are transposed at once before they are written."""
@@ -37,12 +37,9 @@ NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0)
 def check_out(out: str | os.PathLike[str]) -> Path:
     """Return the path of a matrix, which has to end in ``.npy`` and to lie in a folder."""
     path = Path(os.path.abspath(out))
-    if path.is_dir():
-        raise InputError(f"hessian: out={str(path)!r} is a folder; pass the path of a file in it")
+    check_writable("hessian", path)
     if path.suffix != ".npy":
         raise InputError(f"hessian: out={os.fspath(out)!r} is written in NumPy's format; pass a path that ends in '.npy'")
-    if not path.parent.is_dir():
-        raise InputError(f"hessian: out={str(path)!r}: there is no folder {str(path.parent)!r}; make it first")
     return path
 
 
@@ -84,8 +81,7 @@ def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Pan
         for n in numbers:
             panel, _, _ = evaluation.panel(parts, n)
             apart = panel.mirror() * panel.largest()
-            if not panel.is_finite:
-                _report(panel, evaluation.tasks)
+            check_finite(panel, evaluation.tasks)
             if panel.top.start == panel.left.start:
                 diagonal = panel.data.diagonal().cpu().numpy().copy()
                 panel.data.fill_diagonal_(math.nan)
@@ -95,15 +91,6 @@ def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Pan
         matrix[at, at] = diagonal
     matrix.flush()
     return float(asymmetry / largest) if largest else 0.0
-
-
-def _report(panel: SymmetricStorage, tasks: Sequence[Task]) -> None:
-    """Raise the error for the first block of a panel that is not finite, if one is."""
-    names = list(panel.slices)
-    for i in panel.rows:
-        for j in panel.columns:
-            if not bool(torch.isfinite(panel.block(names[i], names[j])).all()):
-                raise not_finite("hessian", names[i], names[j], tasks)
 
 
 def _numpy(dtype: torch.dtype) -> np.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -11,19 +11,6 @@ from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Application, Trace
-
-
-def check_finite(who: str, matrix: Tensor, slices: Mapping[str, slice], tasks: Sequence[Task]) -> None:
-    """Check that every entry of a matrix is finite.
-
-    Raises:
-        InputError: One is not: the message names the first such block and the operation that it comes from.
-    """
-    for i, rows in slices.items():
-        if bool(torch.isfinite(matrix[rows]).all()):
-            continue
-        j = next(name for name, columns in slices.items() if not bool(torch.isfinite(matrix[rows, columns]).all()))
-        raise not_finite(who, i, j, tasks)
 
 
 def without_effect(who: str, names: Iterable[str]) -> InputError:
