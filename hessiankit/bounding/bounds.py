@@ -19,7 +19,7 @@ from hessiankit.bounding.certified import Certificate, certify
 from hessiankit.bounding.closed_forms import sharpened_a_priori, sharpened_structured
 from hessiankit.bounding.structured import structured
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.engine.problem.calling import check_tensor, known_count
+from hessiankit.engine.problem.calling import known_count
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
@@ -303,11 +303,10 @@ def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
 def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> LossAt:
     """Return a loss in float64; arguments and errors are those of ``bounds``.
 
-    A narrower module is first called as it is, so that what its own call refuses is refused.
+    The module is first called as it is, so that what its own call refuses is refused.
     """
     x, t = _batched(inputs, target, loss)
-    if any(value.dtype != torch.float64 for value in (x, *module.parameters())):
-        make_task(WHO, module, x, t, loss, handshake=False)
+    make_task(WHO, module, x, t, loss, handshake=False)
     return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)
 
 
@@ -319,7 +318,4 @@ def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]
         raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
     for name, x in (("inputs", inputs), ("target", target)):
         check_dense(WHO, name, x)
-        if x.is_meta:
-            raise InputError(f"{WHO}: {name} is on the meta device, which holds no values; load the data first")
-        check_tensor(WHO, name, x, None, x.device)
     return (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
