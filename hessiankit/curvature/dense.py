@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.streaming import check_out, write_matrix
-from hessiankit.engine.assembly import check_matrix
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.selection import Params, locate, select
+from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -317,12 +316,8 @@ def hessian(
     if dry_run:
         options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": path}
         return forecast(module, inputs, target, loss=loss, params=params, **options)  # type: ignore[return-value]
-    chosen = select("hessian", module, params)
-    first = next(iter(chosen.values()))
-    if not lazy and out is None:
-        check_matrix(sum(p.numel() for p in chosen.values()), first.dtype, first.device)
     tasks, factors = gather(
-        module, inputs, target, loss, chosen, batch_size=batch_size, weights=weights, reduction=reduction, handshake=handshake
+        module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=handshake
     )
     evaluation = Evaluation(tasks, factors, batch_size, progress)
     shapes = tasks[0].shapes
