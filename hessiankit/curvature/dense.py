@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +130,7 @@ class Hessian(Printed):
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""
-        for a, i in enumerate(self.names):
-            for j in self.names[a:]:
-                yield i, j
+        yield from combinations_with_replacement(self.names, 2)
 
     def outer(self) -> Tensor:
         """Return the outer-product (Gauss-Newton) part J^T L'' J, P x P (Closing the Curvature Gap, Eq. 3)."""

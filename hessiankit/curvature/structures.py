@@ -27,6 +27,10 @@ class Structure:
         """Return U times the rows, (S, n)."""
         return rows
 
+    def root(self) -> Structure:
+        """Return the square root of a positive semidefinite matrix."""
+        return replace(self, values=self.values.clamp(min=0).sqrt())
+
 
 @dataclass(frozen=True, eq=False)
 class DenseBlock(Structure):

@@ -55,8 +55,7 @@ class Preconditioner(Printed, WithDict):
         if len(root.structures) == 1 and type(root.structures[0]) is Structure:
             return replace(self, root=diagonal_operator(root.structures[0].values[rows]))
         inverse = SubOperator(root.mapped(torch.square), rows, rows).to_matrix()
-        block = dense_block(torch.arange(len(rows), device=root.device), inverse)
-        block = replace(block, values=block.values.clamp(min=0).sqrt())
+        block = dense_block(torch.arange(len(rows), device=root.device), inverse).root()
         return replace(self, root=StructuredOperator(len(rows), [block], root.torch_dtype, root.device))
 
     def ratio(self, eigenvalue: float) -> float:

@@ -64,7 +64,7 @@ class MiniBatchMoments:
                 continue
             G = G.reshape(len(G), self.shapes[name][0], -1)
             left, right = torch.einsum("bij,bkj->ik", G, G), torch.einsum("bij,bik->jk", G, G)
-            structures.append(kronecker_block(at, _root(left), _root(right)))
+            structures.append(kronecker_block(at, left, right).root())
         return structures
 
     def muon(self) -> list[Structure]:
@@ -85,9 +85,3 @@ class MiniBatchMoments:
             pair = (G @ G.T, identity) if m <= n else (identity, G.T @ G)
             structures.append(replace(kronecker_block(at, *pair), numbers=min(m, n) * (min(m, n) + 1) // 2))
         return structures
-
-
-def _root(matrix: Tensor) -> Tensor:
-    """Return the square root of a positive semidefinite matrix."""
-    values, basis = torch.linalg.eigh((matrix + matrix.T) / 2)
-    return (basis * values.clamp(min=0).sqrt()) @ basis.T
