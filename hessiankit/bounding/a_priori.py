@@ -26,21 +26,8 @@ from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
 from hessiankit.blocks.parts import BlockParts
-from hessiankit.bounding.rules import (
-    Bounded,
-    BoundedParameter,
-    Sphere,
-    ZeroScaleError,
-    activation,
-    affine,
-    constant,
-    gain_and_shift,
-    hadamard,
-    merge,
-    mixed,
-    norm,
-    split,
-)
+from hessiankit.bounding import rules
+from hessiankit.bounding.rules import Bounded, BoundedParameter, Sphere, ZeroScaleError
 from hessiankit.engine.problem.calling import known_count
 from hessiankit.support.errors import InputError
 
@@ -77,7 +64,7 @@ def a_priori(
     """
     parts = _BoundedParts(in_float64(block), radius)
     try:
-        Z = parts(constant(X.detach().double()))
+        Z = parts(rules.constant(X.detach().double()))
     except ZeroScaleError as error:
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
@@ -147,27 +134,27 @@ class _BoundedParts(BlockParts):
         if part.rotary:  # each row by its own angle: rows keep their lengths, but equal keys part and others may line up
             Q, K = replace(Q, spectral=Q.frobenius), replace(K, spectral=K.frobenius, diameter=math.inf)
         scale, groups = 1 / math.sqrt(part.d_k), part.n_heads // part.n_kv_heads
-        return mixed(Q, K, V, scale, context, heads=part.n_heads, groups=groups)
+        return rules.mixed(Q, K, V, scale, context, heads=part.n_heads, groups=groups)
 
     def activation(self, X: Bounded, kind: str) -> Bounded:
         if kind not in STEEPNESS:
             raise InputError(f"bounds: the activation {kind!r} has no a-priori constants")
-        return activation(X, kind, ACTIVATIONS[kind](X.centre))
+        return rules.activation(X, kind, ACTIVATIONS[kind](X.centre))
 
     def gated(self, G: Bounded, U: Bounded) -> Bounded:
-        return hadamard(activation(G, "silu", torch.nn.functional.silu(G.centre)), U)
+        return rules.hadamard(rules.activation(G, "silu", torch.nn.functional.silu(G.centre)), U)
 
     def affine(self, X: Bounded, prefix: str, letter: str) -> Bounded:
-        return affine(X, self.arrays[f"{prefix}W_{letter}"], self.arrays.get(f"{prefix}b_{letter}"))
+        return rules.affine(X, self.arrays[f"{prefix}W_{letter}"], self.arrays.get(f"{prefix}b_{letter}"))
 
-    split, merge = staticmethod(split), staticmethod(merge)
+    split, merge = staticmethod(rules.split), staticmethod(rules.merge)
 
     def norm(self, X: Bounded, part: nn.Module, name: str) -> Bounded:
         self.at = name
         kind, groups, eps = norm_of(part, X.centre.dtype)
         gain, shift = self.arrays.get(f"{name}.weight"), self.arrays.get(f"{name}.bias")
-        bare = norm(split(X, groups), layernorm=kind == "layernorm", eps=eps)
-        out = gain_and_shift(merge(bare, groups), gain, shift)
+        bare = rules.norm(rules.split(X, groups), layernorm=kind == "layernorm", eps=eps)
+        out = rules.gain_and_shift(rules.merge(bare, groups), gain, shift)
         return replace(out, centre=part(X.centre).detach(), jacobian_row=out.jacobian_row if groups > 1 else {})
 
     def _context(self, Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
