@@ -284,8 +284,7 @@ def hessian(
             finished rows of each parameter is compared with a product with this Hessian first.
         handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
             of torch. False leaves it out, and the result says so.
-        dry_run: Compute nothing; return what :func:`hessiankit.curvature.forecast.forecast` does, a forecast of memory, disk
-            and time.
+        dry_run: Compute nothing; return a forecast of memory, disk and time.
 
     Returns:
         A :class:`Hessian`; with ``dry_run=True`` a :class:`~hessiankit.curvature.forecast.Forecast`.
@@ -312,12 +311,10 @@ def hessian(
         raise InputError(f"hessian: {'overwrite' if overwrite else 'resume'}=True is for out=..., which is missing")
     if overwrite and resume:
         raise InputError("hessian: overwrite=True loses what resume=True keeps; pass one of the two")
+    options: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake and not dry_run}
+    tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
     if dry_run:
-        options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "out": path}
-        return forecast(module, inputs, target, loss=loss, params=params, **options)  # type: ignore[return-value]
-    tasks, factors = gather(
-        module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=handshake
-    )
+        return forecast(tasks, batch_size, path)  # type: ignore[return-value]
     evaluation = Evaluation(tasks, factors, batch_size, progress)
     shapes = tasks[0].shapes
     result = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)

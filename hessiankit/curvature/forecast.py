@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.benchmark import Timer
 
 from hessiankit.curvature.planning import PANEL, make_plan
-from hessiankit.curvature.streaming import SLAB, check_out
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.task import Loss, Params, available_memory
+from hessiankit.curvature.streaming import SLAB
+from hessiankit.engine.problem.task import Task, available_memory
 from hessiankit.engine.storage import zeros
-from hessiankit.support.arguments import checked
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
-from hessiankit.support.torch_state import one_at_a_time
 
 _HEADERS = ("of the Hessian", "forecast")
 MARGIN = 64 * 2**20  # bytes for what libraries take besides tensors
@@ -32,7 +28,7 @@ FRESH = 1024  # rows of a matrix of 8 MiB that is touched to see how fast new pa
 
 @dataclass(frozen=True, repr=False)
 class Forecast(Printed, WithDict):
-    """Memory, disk and time of a Hessian, from the shapes of a chunk of samples; nothing has been computed.
+    """Memory, disk and time of a Hessian, from the shapes of a chunk of samples; made by ``hessian(..., dry_run=True)``.
 
     Attributes:
         parameters: P.
@@ -54,6 +50,13 @@ class Forecast(Printed, WithDict):
         operations: Operations of torch, as many times as they run.
         seconds: Estimate from the speeds of this machine, measured just now; a factor of 3 either way is usual.
         fallbacks: Operations without a closed form, which will be differentiated automatically.
+
+    >>> import hessiankit as hk
+    >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    >>> x = torch.ones(3, 2, dtype=torch.float64)
+    >>> found = hk.hessian(layer, x, torch.zeros(3, 1, dtype=torch.float64), dry_run=True)
+    >>> found.parameters, found.matrix_bytes, found.fits
+    (2, 32, True)
     """
 
     parameters: int
@@ -103,36 +106,8 @@ class Forecast(Printed, WithDict):
         yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
 
 
-@checked("forecast")
-@one_at_a_time
-def forecast(
-    module: nn.Module,
-    inputs: Any,
-    target: Any = None,
-    *,
-    loss: Loss = "mse",
-    params: Params = None,
-    batch_size: int | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    out: str | os.PathLike[str] | None = None,
-) -> Forecast:
-    """Return the memory, disk and time that :func:`hessiankit.hessian` with these arguments will take; nothing is computed.
-
-    Raises:
-        InputError: If an argument cannot be used.
-        TraceError: If torch cannot trace the module.
-
-    >>> layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
-    >>> found = forecast(layer, torch.ones(3, 2, dtype=torch.float64), torch.zeros(3, 1, dtype=torch.float64))
-    >>> found.parameters, found.matrix_bytes, found.fits
-    (2, 32, True)
-    """
-    if out is not None:
-        check_out(out)
-    tasks, _ = gather(
-        module, inputs, target, loss, params, batch_size=batch_size, weights=weights, reduction=reduction, handshake=False
-    )
+def forecast(tasks: Sequence[Task], batch_size: int | None, out: Path | None) -> Forecast:
+    """Return the memory, disk and time that the Hessian of some batches takes, in a file if there is a path of one."""
     first = tasks[0]
     plan = make_plan(tasks, batch_size, math.inf if out is None else PANEL)
     size = first.size
@@ -155,7 +130,7 @@ def forecast(
         memory_bytes=workspace + (matrix if out is None else plan.largest),
         disk_bytes=0 if out is None else matrix + 128,
         free_memory=available_memory(first.device),
-        free_disk=0 if out is None else shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free,
+        free_disk=0 if out is None else shutil.disk_usage(out.parent).free,
         flops=flops,
         moved=moved,
         operations=operations,
