@@ -83,12 +83,9 @@ class CurvatureDiagonal(Printed):
             return self.estimate.trace.value
         return math.fsum(self.traces.values())
 
-    @property
-    def _shapes(self) -> ByName[tuple[int, ...]]:
-        return ByName(((name, tuple(x.shape)) for name, x in self.values.items()), getattr(self.values, "also", None))
-
     def __getitem__(self, name: str) -> Tensor:
-        whole, rows = locate("CurvatureDiagonal", name, self._shapes)
+        shapes = ByName(((n, tuple(x.shape)) for n, x in self.values.items()), getattr(self.values, "also", None))
+        whole, rows = locate("CurvatureDiagonal", name, shapes)
         return self.values[whole] if rows is None else self.values[whole].reshape(-1)[rows.to(self.values[whole].device)]
 
     def to_dict(self) -> dict[str, Any]:

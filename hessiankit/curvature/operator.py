@@ -305,11 +305,6 @@ def _is_parameters(x: Any) -> bool:
     return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
 
 
-def _is_large(module: nn.Module) -> bool:
-    own = module.parameters() if isinstance(module, nn.Module) else ()
-    return sum(p.numel() for p in own if not is_lazy(p)) > LARGE
-
-
 def _at_the_point(task: Task, batch: Batch) -> Task:
     """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
     if isinstance(batch, Constant):
@@ -389,7 +384,8 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(kind, block_size, seed, draws, recompute, micro_batch)
-    lean = recompute is not None or micro_batch is not None or _is_large(module)
+    is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
+    lean = recompute is not None or micro_batch is not None or is_large
     share = lean if snapshot is None else not snapshot
     of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake, "share": share}
     options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "recompute": recompute, "micro_batch": micro_batch}

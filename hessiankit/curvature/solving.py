@@ -134,12 +134,11 @@ class OperatorSum(SymmetricOperator):
     """sum_k w_k A_k of symmetric operators of one size; made by ``A + B``, ``2 * A`` and ``sum([A, B])``."""
 
     def __init__(self, terms: Sequence[tuple[float, SymmetricOperator]]) -> None:
-        first = terms[0][1]
-        kind = (first.shape, first.torch_dtype, first.device)
-        for _, term in terms:
-            if (other := (term.shape, term.torch_dtype, term.device)) != kind:
-                raise InputError(f"OperatorSum: terms are {_listed(kind)} and {_listed(other)}; expected the same")
-        super().__init__(*kind)
+        kinds = list(dict.fromkeys((term.shape, term.torch_dtype, term.device) for _, term in terms))
+        if len(kinds) > 1:
+            seen = " and ".join(f"{m} x {n} in {dtype} on {device}" for (m, n), dtype, device in kinds[:2])
+            raise InputError(f"OperatorSum: terms are {seen}; expected the same")
+        super().__init__(*kinds[0])
         self.terms, self.block_size = tuple(terms), min(term.block_size for _, term in terms)
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -147,11 +146,6 @@ class OperatorSum(SymmetricOperator):
         for weight, term in self.terms:
             out.add_(term._rows(rows), alpha=weight)
         return out
-
-
-def _listed(kind: tuple[tuple[int, int], torch.dtype, torch.device]) -> str:
-    (m, n), dtype, device = kind
-    return f"{m} x {n} in {dtype} on {device}"
 
 
 class InverseOperator(SymmetricOperator):

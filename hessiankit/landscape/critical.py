@@ -85,11 +85,8 @@ class CriticalSharpness(Printed, WithDict):
 
     def _headline(self) -> str:
         step = f"next step of {self.optimizer}, lr {self.lr:g}, from a loss of {self.loss:.6g}"
-        return f"{step}: the loss does not rise up to {self._range} times it, {self.seconds:.2f} s"
-
-    @property
-    def _range(self) -> str:
-        return f"{self.multiple:.4g}" + ("" if math.isfinite(self.raising) else ", the largest tried,")
+        end = "" if math.isfinite(self.raising) else ", the largest tried,"
+        return f"{step}: the loss does not rise up to {self.multiple:.4g}{end} times it, {self.seconds:.2f} s"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()

@@ -40,7 +40,7 @@ def plot_spectrum(spectrum: Any, linear: Density, log: Density, path: Path | str
 
 
 def _draw_density(axes: Axes, spectrum: Any, density: Density, eigenvalues: Any, curves: list[Curve]) -> None:
-    """Draw densities with their errors in log scale upwards, and marks at the eigenvalues."""
+    """Draw densities with their errors in log scale upwards, and marks at the eigenvalues, at the outliers filled."""
     top = max(float(values.max()) for values, *_ in curves) or 1.0
     floor = top * 10.0**-DECADES
     x = density.points.numpy()
@@ -49,16 +49,11 @@ def _draw_density(axes: Axes, spectrum: Any, density: Density, eigenvalues: Any,
         axes.fill_between(x, np.maximum(y - error, floor), np.maximum(y + error, floor), color=band, alpha=alpha, linewidth=0)
         axes.plot(x, np.maximum(y, floor), color=colour, linewidth=1.0, label=label or None)
     axes.set(yscale="log", ylim=(floor, 3 * top))
-    _marks(axes, spectrum, eigenvalues.numpy(), floor)
-
-
-def _marks(axes: Axes, spectrum: Any, x: np.ndarray, floor: float) -> None:
-    """Mark the eigenvalues at the foot of the axes, the outliers filled."""
-    n, top = spectrum.outliers, spectrum.top
+    n, upper, marks = spectrum.outliers, spectrum.top, eigenvalues.numpy()
     for part, colour, face, label in (
-        (x[:n], ORANGE, ORANGE, "above the widest gap"),
-        (x[n:top], ORANGE, "none", "largest"),
-        (x[top:], BLUE, "none", "smallest"),
+        (marks[:n], ORANGE, ORANGE, "above the widest gap"),
+        (marks[n:upper], ORANGE, "none", "largest"),
+        (marks[upper:], BLUE, "none", "smallest"),
     ):
         if len(part):
             style = {"marker": "o", "s": 14, "facecolors": face, "edgecolors": colour, "linewidths": 0.7, "clip_on": False}

@@ -156,12 +156,6 @@ class Spectrum(Printed, WithDict):
         loss = "" if self.loss != self.loss else f", loss {self.loss:.6g}"
         return f"spectrum of the {what}, {self.size:,} parameters{loss}, {how}, {self.seconds:.2f} s{off}"
 
-    @property
-    def _numbers(self) -> str:
-        ranks = f"trace {self.trace:.4g}, effective rank {self.effective_rank:.4g}, stable rank {self.stable_rank:.4g}"
-        outliers = f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
-        return ranks + outliers
-
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
         if self.preconditioner is not None:
@@ -173,7 +167,8 @@ class Spectrum(Printed, WithDict):
             for k, (x, r) in enumerate(zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True))
         ]
         yield table(("number", "eigenvalue", "residual"), rows, spread=True)
-        yield self._numbers
+        ranks = f"trace {self.trace:.4g}, effective rank {self.effective_rank:.4g}, stable rank {self.stable_rank:.4g}"
+        yield ranks + (f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else "")
         if self.groups:
             limit = ("over the threshold",) if self.preconditioner is not None and self.preconditioner.rule else ()
             lines = [(*_row(name, one), *(f"{one.threshold_ratio:.4g}" for _ in limit)) for name, one in self.groups.items()]

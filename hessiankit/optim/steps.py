@@ -60,7 +60,8 @@ def save_slices(optimizer: Optimizer) -> None:
     saved = []
     for group in optimizer.param_groups:
         for p, cuts in zip(group["params"], group.get("slices", ()), strict=False):
-            pieces = [piece for piece in cuts["pieces"] if _differs(piece, group)]
+            decay = group["weight_decay"]
+            pieces = [piece for piece in cuts["pieces"] if piece["factor"] != 1 or piece["weight_decay"] != decay]
             if pieces:
                 _check(optimizer, group, p, cuts, pieces)
             axis = cuts["axis"]
@@ -102,10 +103,6 @@ def _slice(p: Any, axis: int, piece: dict[str, Any]) -> Tensor:
         first = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)[1][axis]
         start, stop = (min(max(end - first, 0), local.shape[axis]) for end in (start, stop))
     return local.narrow(axis, start, stop - start)
-
-
-def _differs(piece: dict[str, Any], group: dict[str, Any]) -> bool:
-    return bool(piece["factor"] != 1 or piece["weight_decay"] != group["weight_decay"])
 
 
 def _stepped(optimizer: Optimizer, like: Tensor) -> Tensor | float:
@@ -221,7 +218,7 @@ def check_groups(optimizer: Optimizer) -> None:
     """
     groups = blockwise_groups(optimizer)
     check_names(optimizer, groups)
-    seen = [g for g in groups if g.get("guard", "raise") != "off" and not _on_accelerator(g["lr"])]
+    seen = [g for g in groups if g.get("guard", "raise") != "off" and getattr(g["lr"], "is_cpu", True)]
     if not seen:
         return
     largest = max(seen, key=lambda g: float(g["expected_lr"]))
@@ -231,10 +228,6 @@ def check_groups(optimizer: Optimizer) -> None:
         if not abs(expected - right) <= _CLOSE * max(abs(expected), abs(right)):
             _report(optimizer, largest, group)
             return
-
-
-def _on_accelerator(lr: Any) -> bool:
-    return isinstance(lr, torch.Tensor) and lr.device.type != "cpu"
 
 
 def _report(optimizer: Optimizer, first: dict[str, Any], second: dict[str, Any]) -> None:
