@@ -17,19 +17,16 @@ from dataclasses import dataclass
 from itertools import combinations_with_replacement
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
+from hessiankit.curvature.dense import LARGE, norm_by_lanczos
 from hessiankit.support.errors import InputError
 
 SQUARINGS = 5
 """Schatten norms are taken of order 2^(SQUARINGS + 1): at most n^(1/64) above the spectral norm."""
 WIDENINGS = 1e-12, 1e-10, 1e-8, 1e-6, 1e-4
 """By how much a norm in floating point is increased, one after the other, until Cholesky's method proves it a bound."""
-LARGE = 512
-"""Rows from which on the largest eigenvalue of a symmetric matrix is left to Lanczos's method, and proved by Cholesky's."""
 
 
 class CertifiedInterval(NamedTuple):
@@ -164,16 +161,9 @@ def is_below(c: float, A: Tensor) -> bool:
     return int(torch.linalg.cholesky_ex(shifted).info) == 0
 
 
-def top_vector(A: Tensor, *, lanczos: bool = False) -> Tensor:
-    """Return a unit vector v for which ||A v|| is ||A||_2 but for rounding: from the eigenvectors of the smaller Gram matrix.
-
-    With ``lanczos``, for a symmetric A, from Lanczos's method: much faster for a large one, and ||A v|| might then be too small,
-    which Cholesky's method finds out.
-    """
+def top_vector(A: Tensor) -> Tensor:
+    """Return a unit vector v for which ||A v|| is ||A||_2 but for rounding: from the eigenvectors of the smaller Gram matrix."""
     A, _ = _scaled(A)
-    if lanczos:
-        start = np.random.default_rng(0).standard_normal(A.shape[0])
-        return torch.from_numpy(eigsh(A.cpu().numpy(), k=1, which="LM", v0=start)[1][:, 0].copy()).to(A)
     tall = A.shape[0] >= A.shape[1]
     w = torch.linalg.eigh(A.T @ A if tall else A @ A.T).eigenvectors[:, -1]
     w = w if tall else A.T @ w
@@ -210,7 +200,7 @@ def largest_eigenvalue(A: Tensor) -> float:
     if not bool(A.any()):
         return 0.0
     if len(A) > LARGE:
-        norm = float((A @ top_vector(A, lanczos=True)).norm())
+        norm, _ = norm_by_lanczos(A)
         if is_below(norm * (1 + 1e-10), A):
             return scale * norm
     return scale * max(float(torch.linalg.eigvalsh(A)[-1]), 0.0)
@@ -233,8 +223,7 @@ def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
         return 0.0, 0.0, 0.0
     proved = None
     if symmetric and len(A) > LARGE:
-        v = top_vector(A, lanczos=True)
-        norm = float((A @ v).norm())
+        norm, v = norm_by_lanczos(A)  # much faster than all eigenvectors; Cholesky's method finds out where it is too small
         proved = verified_upper(A, norm, WIDENINGS[:1])
     if proved is None:  # or Lanczos's method missed the largest eigenvalue
         v = top_vector(A)

@@ -24,12 +24,15 @@ from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
-from hessiankit.support.lanczos import extreme_eigenpairs
+from hessiankit.support.lanczos import lanczos
 from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
+
+
+LARGE = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -43,15 +46,21 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     a = a / largest
-    if symmetric and len(a) > 512:
-        generator = torch.Generator(a.device).manual_seed(0)
-        first = torch.randn(len(a), generator=generator, dtype=a.dtype, device=a.device)
-        pairs = extreme_eigenpairs(a.matmul, first, top=1, bottom=1, tol=1e-12, most=len(a), again=False)
-        return largest * float(pairs.values.abs().max())
+    if symmetric and len(a) > LARGE:
+        return largest * norm_by_lanczos(a)[0]
     if symmetric:
         return largest * float(torch.linalg.eigvalsh(a).abs().max())
     gram = a @ a.T if a.shape[0] <= a.shape[1] else a.T @ a
     return largest * math.sqrt(float(torch.linalg.eigvalsh(gram)[-1]))
+
+
+def norm_by_lanczos(A: Tensor) -> tuple[float, Tensor]:
+    """Return |A|_2 of a symmetric matrix, by Lanczos's method on its square, and a unit vector v with |A v| of that size."""
+    generator = torch.Generator(A.device).manual_seed(0)
+    first = torch.randn(len(A), generator=generator, dtype=A.dtype, device=A.device)
+    top = lanczos(lambda v: A @ (A @ v), first, tol=1e-12, most=len(A), basis=40)
+    assert top.vector is not None
+    return math.sqrt(top.value), top.vector
 
 
 @dataclass(frozen=True, repr=False)
