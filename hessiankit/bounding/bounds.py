@@ -194,14 +194,8 @@ class BoundsReport(Printed):
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw bound / norm, the slack, of every kind of bound: of the whole, of violated blocks and of those of largest norm.
 
-        A line marks 1, which no valid bound lies below. Blocks that are 0 to rounding have no slack.
-
-        Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The numbers go beside
-                it as CSV.
-
-        Raises:
-            InputError: The file cannot be written.
+        A line marks 1, which no valid bound lies below. Blocks that are 0 to rounding have no slack. The picture is written to
+        ``path``, as ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV; an InputError says why it cannot be.
         """
         from hessiankit.curvature.plots import pair_labels, row_chart  # only here: Matplotlib
 

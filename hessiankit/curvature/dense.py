@@ -173,18 +173,10 @@ class Hessian(Printed):
         return torch.linalg.eigvalsh(self.matrix)
 
     def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
-        """Draw the entries in log scale, block by block; see :func:`hessiankit.curvature.plots.heatmap`.
+        """Draw the entries in log scale, block by block, under a title; see :func:`hessiankit.curvature.plots.heatmap`.
 
-        Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``. The norms of the
-                blocks go beside it as CSV.
-            title: Line above the map.
-
-        Returns:
-            The Matplotlib figure; its ``caption`` says how to read the map.
-
-        Raises:
-            InputError: The file cannot be written.
+        The Matplotlib figure has a ``caption`` that says how to read the map. It is written to ``path``, as ``.png``, ``.svg`` or
+        ``.pdf``, with the norms of the blocks beside it as CSV; an InputError says why it cannot be.
         """
         from hessiankit.curvature.plots import heatmap  # only here: Matplotlib
 

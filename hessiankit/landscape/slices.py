@@ -151,11 +151,7 @@ class LossSlices(Printed, WithDict):
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw every slice with its quadratic model and the radius in which that holds, and contours of both on the plane.
 
-        Args:
-            path: Where to write the picture; its suffix chooses the format: ``.png``, ``.svg`` or ``.pdf``.
-
-        Raises:
-            InputError: The file cannot be written.
+        The picture is written to ``path``, as ``.png``, ``.svg`` or ``.pdf``; an InputError says why it cannot be.
         """
         from hessiankit.landscape.plots import plot_slices  # only here: Matplotlib
 

@@ -134,12 +134,10 @@ class Spectrum(Printed, WithDict):
         return density(self.measure, scale, width, points)
 
     def plot(self, path: Path | str | None = None, *, width: float | None = None, title: str | None = None) -> Picture:
-        """Draw the density over a linear and a logarithmic axis, with the eigenvalues and the outliers marked.
+        """Draw the density over a linear and a logarithmic axis, with the eigenvalues and the outliers marked, under a title.
 
-        Args:
-            path: A file to write: ``.png``, ``.svg`` or ``.pdf``.
-            width: Of the kernel of the linear axis, see :meth:`density`.
-            title: Heading; by default the headline of the result.
+        The picture is written to ``path``, as ``.png``, ``.svg`` or ``.pdf``; ``width`` is that of the kernel of the linear axis,
+        see :meth:`density`.
         """
         from hessiankit.landscape.plots import plot_spectrum  # only here: Matplotlib
 

@@ -67,10 +67,9 @@ def save_slices(optimizer: Optimizer) -> None:
             axis = cuts["axis"]
             for piece in pieces:
                 saved.append(_SavedSlice(group, p, axis, piece, _slice(p, axis, piece).clone()))
+    _saved.pop(optimizer, None)
     if saved:
         _saved[optimizer] = saved
-    else:
-        _saved.pop(optimizer, None)
 
 
 @torch.no_grad()

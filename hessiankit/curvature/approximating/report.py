@@ -112,8 +112,7 @@ class ApproximationsReport(Printed):
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw error, cosine of the step and condition number of every approximation as bars.
 
-        Args:
-            path: Where to write the picture; its suffix chooses the format. The numbers go beside it as CSV.
+        The picture is written to ``path``, as ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV.
         """
         rows = list(self.found.values())[::-1]
         panels = [
@@ -145,15 +144,7 @@ class ApproximationsReport(Printed):
         return figure
 
     def plot_pairs(self, name: str, path: Path | str | None = None) -> Picture:
-        """Draw ||(A - C)_ij||_F of one approximation by pair of parameters.
-
-        Args:
-            name: Of the approximation.
-            path: As in :meth:`plot`.
-
-        Raises:
-            InputError: If A was not formed.
-        """
+        """Draw ||(A - C)_ij||_F of one approximation by pair of parameters, where A was formed; ``path`` as in :meth:`plot`."""
         errors = self[name].measures.pairs
         if errors is None:
             raise InputError("plot_pairs: errors by pair need the exact matrix in memory; pass method='dense', or fewer params")
