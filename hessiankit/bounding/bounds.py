@@ -299,12 +299,6 @@ def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> Los
 
     The module is first called as it is, so that what its own call refuses is refused.
     """
-    x, t = _batched(inputs, target, loss)
-    make_task(WHO, module, x, t, loss, handshake=False)
-    return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)
-
-
-def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]:
     if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim not in (2, 3):
         got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
         raise InputError(f"bounds: inputs are {got}; expected floating point (L, d_model) or (B, L, d_model)")
@@ -312,4 +306,6 @@ def _batched(inputs: Tensor, target: Tensor, loss: str) -> tuple[Tensor, Tensor]
         raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
     for name, x in (("inputs", inputs), ("target", target)):
         check_dense(WHO, name, x)
-    return (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
+    x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
+    make_task(WHO, module, x, t, loss, handshake=False)
+    return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)

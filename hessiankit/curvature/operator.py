@@ -21,6 +21,7 @@ from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
+from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
@@ -141,6 +142,10 @@ class HessianOperator(SymmetricOperator):
         Hv = self._blocks(v)
         self._check_finite(v, Hv)
         return v[0], Hv[0]
+
+    def to_torch(self) -> TorchOperator:
+        """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
+        return TorchOperator(self)
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:

@@ -105,3 +105,25 @@ class TensorOperator(LinearOperator):
 
     def _transpose(self) -> LinearOperator:
         return self._adjoint()  # real
+
+
+class TorchOperator:
+    """A symmetric operator for torch vectors only, with the attributes that curvlinops' estimators ask for."""
+
+    def __init__(self, operator: TensorOperator) -> None:
+        self._operator = operator
+        self.shape: tuple[int, int] = operator.shape
+        self.dtype, self.device = operator.torch_dtype, operator.device
+
+    def __matmul__(self, vectors: Tensor) -> Tensor:
+        return self._operator @ vectors  # type: ignore[no-any-return]
+
+    def adjoint(self) -> TorchOperator:
+        """Return the adjoint, and transpose: the operator itself."""
+        return self
+
+    T = property(adjoint)
+
+    def to_scipy(self) -> TensorOperator:
+        """Return the SciPy operator."""
+        return self._operator

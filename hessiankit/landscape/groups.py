@@ -51,7 +51,9 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
     for key, value in by.items():
         if isinstance(key, Part):
             if key.parameter in operator.slices:
-                members.setdefault(value, []).append(_rows_of_part(key, operator))
+                rows = operator.slices[key.parameter]
+                places = torch.arange(rows.start, rows.stop, device="cpu").reshape(operator.shapes[key.parameter])
+                members.setdefault(value, []).append(torch.cat([view.reshape(-1) for view in key.of(places)]))
             continue
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
@@ -72,9 +74,3 @@ def _layers(module: nn.Module, operator: Any) -> dict[str, str]:
         return {name: path or "outside" for name, path in paths.items()}
     layer_of = {name: layers.index(path) for name, path in paths.items()}
     return {name: "outside" if index is None else f"layer {index}" for name, index in layer_of.items()}
-
-
-def _rows_of_part(part: Part, operator: Any) -> Tensor:
-    rows = operator.slices[part.parameter]
-    places = torch.arange(rows.start, rows.stop, device="cpu").reshape(operator.shapes[part.parameter])
-    return torch.cat([view.reshape(-1) for view in part.of(places)])

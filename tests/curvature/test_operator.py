@@ -64,6 +64,14 @@ def test_numpy_and_scipy() -> None:
     assert np.abs(operator @ v - matrix @ v).max() < EXACT * scale
 
 
+def test_what_the_estimators_of_curvlinops_ask_for() -> None:
+    operator, v = hessian_operator(block(), X, T), draw(77)
+    A = operator.to_torch()
+    assert (A.shape, A.dtype, A.device) == (operator.shape, torch.float64, operator.device)
+    assert all(torch.equal(same @ v, operator @ v) for same in (A, A.T, A.adjoint()))
+    assert A.to_scipy() is operator
+
+
 BAD_VECTORS = {
     "too short": (lambda P: torch.zeros(P - 1).double(), r"cannot multiply with shape .*; expected a vector \(77,\)"),
     "rows for columns": (lambda P: torch.zeros(2, P).double(), r"shape \(2, 77\)"),
