@@ -251,7 +251,10 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
     lowest = torch.clamp(at_centre - X.drift / math.sqrt(d), min=0.0)
     s = float((lowest**2 + eps).sqrt().min())
     if s == 0:
-        raise ZeroScaleError(int((lowest**2 + eps).argmin()), float(at_centre.min()), X.drift / math.sqrt(d))
+        raise ZeroScaleError(
+            f"row {int(lowest.argmin())} has scale {float(at_centre.min()):.3g} and may drift by {X.drift / math.sqrt(d):.3g}, "
+            "so its norm has no bound with eps = 0; use eps > 0 or a smaller radius"
+        )
     own = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
     return replace(
         X.times(1 / s, X.centre),
@@ -273,13 +276,6 @@ def gain_and_shift(X: Bounded, gain: BoundedParameter | None, shift: BoundedPara
 
 class ZeroScaleError(ValueError):
     """A norm has eps = 0 and a row whose scale may be 0."""
-
-    def __init__(self, row: int, scale: float, drift: float) -> None:
-        self.row, self.scale, self.drift = row, scale, drift
-        super().__init__(
-            f"row {row} has scale {scale:.3g} and may drift by {drift:.3g}, so its norm has no bound with eps = 0; "
-            "use eps > 0 or a smaller radius"
-        )
 
 
 def split(X: Bounded, heads: int) -> Bounded:

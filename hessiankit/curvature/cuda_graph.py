@@ -34,10 +34,8 @@ class Replayed:
 
     The first call of a shape makes what is made once, the second one is timed by events of the device, without waiting for
     it. A graph keeps the memory that the function takes meanwhile, and gives the same numbers: the same kernels run, as rows
-    begin at a multiple of ``ALIGNED`` bytes, which libraries choose kernels by.
-
-    Args:
-        product: Rows (S, n) to rows (S, m): it never waits for the device, and what it reads stays where it is.
+    begin at a multiple of ``ALIGNED`` bytes, which libraries choose kernels by. The function never waits for the device, and what
+    it reads stays where it is.
     """
 
     def __init__(self, product: Product) -> None:

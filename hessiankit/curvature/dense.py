@@ -25,7 +25,7 @@ from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import lanczos
-from hessiankit.support.tables import Piece, Printed, short_names, sizes, table
+from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 if TYPE_CHECKING:
@@ -131,11 +131,6 @@ class Hessian(Printed):
         if rows is None and columns is None:
             return self._evaluation.block(i, j)
         return self._evaluation.part(i, rows, j, columns)
-
-    @property
-    def short_names(self) -> tuple[str, ...]:
-        """The shortest ending of each name that no other parameter shares."""
-        return tuple(short_names(self.names).values())
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""

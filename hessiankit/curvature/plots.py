@@ -133,17 +133,9 @@ def block_norms_map(
     path: Path | str | None = None,
     norm: str = r"$\|H_{ij}\|_2$",
 ) -> Picture:
-    """Draw the norm of each block of a Hessian as a coloured cell with its number in it; see :func:`side_by_side`.
+    """Draw the norms (n, n) of the blocks of a Hessian as coloured cells with numbers in them; see :func:`side_by_side`.
 
-    Args:
-        norms: n x n, not negative.
-        names: Names of the n blocks.
-        title: Line above the map.
-        path: Where to write the picture, or the numbers alone.
-        norm: Which norm it is, for the colour bar.
-
-    Raises:
-        InputError: The norms are not an n x n array of finite numbers from zero on.
+    ``norm`` says at the colour bar which norm it is. An InputError names what is no finite number from zero on.
 
     >>> [text.get_text() for text in block_norms_map([[45.02, 0], [0.001, 0.17]], ["a", "b"]).axes[0].texts][-4:]
     ['45', '0', '1.0e-3', '0.17']

@@ -164,7 +164,6 @@ def test_blocks_slices_and_names(report):
     assert report.block("attention.W_Q", "norm_1.bias").shape == (8, 4)
     assert torch.equal(report.block("norm_1.bias", "attention.W_Q").T, report.block("attention.W_Q", "norm_1.bias"))
     assert len(list(report.pairs())) == 9 * 10 // 2
-    assert report.short_names[:4] == ("W_Q", "W_K", "W_V", "norm_1.weight")
     with pytest.raises(hk.InputError, match=r"no parameter 'W_Q'; did you mean 'attention\.W_Q'"):
         report.block("W_Q", "attention.W_Q")
 

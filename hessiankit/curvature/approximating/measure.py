@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import combinations_with_replacement
 
 import torch
 from scipy.linalg import LinAlgError, eigh
@@ -58,14 +59,13 @@ def cosine(u: Tensor, v: Tensor) -> float:
 
 def block_norms(matrix: Tensor, slices: dict[str, slice]) -> tuple[Tensor, Tensor]:
     """Return the Frobenius and the spectral norm of every block (i, j) of a symmetric matrix, (n, n) each."""
-    n, rows = len(slices), list(slices.values())
-    pair_norms = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
-    for i in range(n):
-        for j in range(i, n):
-            block = matrix[rows[i], rows[j]]
-            norms = torch.tensor([float(block.norm()), spectral_norm(block)], dtype=torch.float64, device="cpu")
-            pair_norms[:, i, j] = pair_norms[:, j, i] = norms
-    return pair_norms[0], pair_norms[1]
+    n = len(slices)
+    frobenius, spectral = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
+    for (i, rows), (j, columns) in combinations_with_replacement(enumerate(slices.values()), 2):
+        block = matrix[rows, columns]
+        frobenius[i, j] = frobenius[j, i] = float(block.norm())
+        spectral[i, j] = spectral[j, i] = spectral_norm(block)
+    return frobenius, spectral
 
 
 class DenseTruth:
@@ -75,8 +75,7 @@ class DenseTruth:
         self.matrix, self.gradient, self.slices = matrix.double().cpu(), gradient.double().cpu(), slices
         values = torch.linalg.eigvalsh(self.matrix)
         self.least, self.spectral = float(values[0]), float(values.abs().max())
-        default = default_damping(self.spectral, self.least)
-        self.damping = default if damping is None else damping
+        self.damping = damping_of(damping, self.spectral, self.least)
         self.frobenius = float(self.matrix.norm())
         self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64, device=self.matrix.device)
         self.step = torch.linalg.solve(self.damped, self.gradient)
@@ -88,9 +87,8 @@ class DenseTruth:
         E = self.matrix - C
         damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
         M = C + damping * torch.eye(len(C), dtype=torch.float64, device=C.device)
-        if power != 1:
-            values, basis = torch.linalg.eigh((M + M.T) / 2)
-            M = (basis * values.clamp(min=0) ** power) @ basis.T
+        if power != 1 and isinstance(model, StructuredOperator):
+            M = model.mapped(lambda values: (values + damping).clamp(min=0) ** power).to_matrix().double().cpu()
         pairs, spectral_pairs = block_norms(E, self.slices)
         return Measures(
             Estimate(float(E.norm()) / self.frobenius, 0.0),
@@ -117,15 +115,15 @@ class DenseTruth:
         return float(values[-1] / values[0]) if values[0] > 0 else math.inf
 
 
-def default_damping(spectral: float, least: float) -> float:
-    """Return 1 % of the spectral norm, plus the magnitude of the least eigenvalue if that is negative.
+def damping_of(asked: float | None, spectral: float, least: float) -> float:
+    """Return the damping asked for, or 1 % of the spectral norm, plus the magnitude of the least eigenvalue if it is negative.
 
-    >>> default_damping(100.0, 2.0), default_damping(100.0, -3.0)
-    (1.0, 4.0)
+    >>> damping_of(None, 100.0, 2.0), damping_of(None, 100.0, -3.0), damping_of(0.5, 100.0, 2.0)
+    (1.0, 4.0, 0.5)
     """
     if not spectral:
         raise InputError("approximations: the exact matrix is zero, so that no error is defined; check loss and parameters")
-    return 0.01 * spectral + max(0.0, -least)
+    return 0.01 * spectral + max(0.0, -least) if asked is None else asked
 
 
 class ProductTruth:
@@ -147,8 +145,7 @@ class ProductTruth:
         if not positive:
             bottom = -self._largest(lambda v: -(operator @ v), "-A")
         self.least, self.spectral = bottom, max(top, -bottom)
-        default = default_damping(self.spectral, self.least)
-        self.damping = default if damping is None else damping
+        self.damping = damping_of(damping, self.spectral, self.least)
         self._squares = self._norm(operator.__matmul__)
         self.frobenius = self._squares.value
         self.gradient = operator.gradient
