@@ -16,17 +16,10 @@ from hessiankit.engine.problem.task import available_memory
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 
-SHARE = 8
-"""What a graph keeps may be this part of the free memory."""
-
-LAUNCHING = 0.9
-"""Part of a product's time on the device from which its host, which launches, is what takes the time."""
-
-ALIGNED = 256
-"""Bytes of which an allocation's address is a multiple."""
-
-TRIALS = 8
-"""Products that are timed until one had ended before the next began."""
+SHARE = 8  # what a graph keeps may be this part of the free memory
+LAUNCHING = 0.9  # part of a product's time on the device from which its host, which launches, is what takes the time
+ALIGNED = 256  # bytes of which an allocation's address is a multiple
+TRIALS = 8  # products that are timed until one had ended before the next began
 
 
 class Replayed:

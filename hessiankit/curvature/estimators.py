@@ -46,8 +46,7 @@ LEAST = 6  # products
 SMALL = 32  # rows up to which the whole matrix is taken: k vectors of few signs may be linearly dependent
 ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
 PAIRED = 64  # vectors of which all pairs are taken for the covariance of two values
-SHARED = 0.5
-"""The covariance is at least this share of s^2 / k: its estimate is noisy, and small where s^2 is too small."""
+SHARED = 0.5  # share of s^2 / k that the covariance is at least: its estimate is noisy, and small where s^2 is too small
 WIDER = 1.25
 """Of an entry of the diagonal, whose covariances would take k^2 numbers each: its errors are 1.0 to 1.25 times what s^2 / k says,
 and sqrt(P / (P - k)) times more where k is not far below P."""

@@ -20,8 +20,7 @@ from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
-ENTRIES = 2**23
-"""Numbers of one chunk of gradients."""
+ENTRIES = 2**23  # numbers of one chunk of gradients
 PULLED, DRAWS = 4096, 16
 """Columns of L'' that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
 

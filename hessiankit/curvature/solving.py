@@ -27,8 +27,7 @@ from hessiankit.support.tables import Piece, Printed
 
 METHODS = ("auto", "cg", "minres", "lsmr")
 PRECONDITIONERS = ("diagonal", "kfac", "ekfac")
-TOLERANCE = {torch.float64: 1e-8}
-"""Of the residual, by dtype; 1e-4 for others."""
+TOLERANCE = {torch.float64: 1e-8}  # of the residual, by dtype; 1e-4 for others
 LOWEST = 60  # products with the matrix for its most negative Ritz value
 
 

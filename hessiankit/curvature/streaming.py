@@ -25,9 +25,7 @@ from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable
 
-SLAB = 32 * 2**20
-"""Bytes that are transposed at once before they are written."""
-
+SLAB = 32 * 2**20  # bytes that are transposed at once before they are written
 AGREE = 1e3
 """Times the rounding unit, relative to a block's largest entry: how far rows computed by products may be from those of a file."""
 

@@ -32,8 +32,7 @@ from hessiankit.support.progress import Tell, progress_bar, silent
 
 WHO = "spectrum"
 METHODS = ("auto", "full", "lanczos")
-TOLERANCE = {torch.float64: 1e-6}
-"""Of the residuals, by dtype; 1e-4 for others."""
+TOLERANCE = {torch.float64: 1e-6}  # of the residuals, by dtype; 1e-4 for others
 SPARE = 20  # vectors of the basis beyond twice those wanted
 TOGETHER = 2**24  # entries of all vectors of the directions that are treated together
 

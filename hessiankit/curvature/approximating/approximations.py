@@ -46,11 +46,9 @@ APPROXIMATIONS = {
     "low-rank": "top eigenpairs and the diagonal of the rest",
 }
 """Approximations, in the order of the table."""
-DENSE = 2000
-"""Parameters up to which the exact matrix is formed unless asked otherwise."""
+DENSE = 2000  # parameters up to which the exact matrix is formed unless asked otherwise
 METHODS = ("auto", "dense", "products")
-DENSE_ONLY = ("tensor", "layer", "type")
-"""Left out where the exact matrix is not formed."""
+DENSE_ONLY = ("tensor", "layer", "type")  # left out where the exact matrix is not formed
 
 
 @checked(WHO)

@@ -19,8 +19,7 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import lanczos
 
 Model = StructuredOperator | LowRankPlusDiagonal
-LEVEL = 0.95
-"""Confidence level of the intervals."""
+LEVEL = 0.95  # of confidence, of the intervals
 
 
 @dataclass(frozen=True)
