@@ -180,8 +180,8 @@ def hessian_diagonal(
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
     tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    found = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress)
-    return replace(found, seconds=time.perf_counter() - start)
+    result = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress)
+    return replace(result, seconds=time.perf_counter() - start)
 
 
 def diagonal_of(

@@ -86,7 +86,8 @@ class DenseTruth:
         E = self.matrix - C
         damping = self.damping if power == 1 else self.damping * model.largest / self.spectral
         M = C + damping * torch.eye(len(C), dtype=torch.float64, device=C.device)
-        if power != 1 and isinstance(model, StructuredOperator):
+        if power != 1:
+            assert isinstance(model, StructuredOperator)
             M = model.mapped(lambda values: (values + damping).clamp(min=0) ** power).to_matrix().double().cpu()
         pairs, spectral_pairs = block_norms(E, self.slices)
         return Measures(
@@ -164,10 +165,11 @@ class ProductTruth:
         return Estimate(root, half / (2 * root) if root else 0.0)
 
     def _solve(self) -> Tensor:
-        found = self.operator.solve(self.gradient, damping=self.damping, tol=2e-6, max_products=10 * self.products)
-        if not found.converged:
-            self.notes.append(f"the exact step: {found.method} stopped after {found.products} products, before rtol = 2e-6")
-        return found.x  # type: ignore[no-any-return]
+        solution = self.operator.solve(self.gradient, damping=self.damping, tol=2e-6, max_products=10 * self.products)
+        if not solution.converged:
+            how = f"{solution.method} stopped after {solution.products} products, before rtol = 2e-6"
+            self.notes.append(f"the exact step has not converged: {how}")
+        return solution.x  # type: ignore[no-any-return]
 
     def measure(self, model: Model, power: float) -> Measures:
         """Return the measures of C, with M as in :meth:`DenseTruth.measure`."""
