@@ -35,16 +35,10 @@ def language_model() -> nn.Module:
 
 
 def point(
-    module: nn.Module,
-    inputs: Any,
-    target: Any,
-    *,
-    loss: Any = "cross_entropy",
-    kind: str = "ggn",
-    draws: int = 1,
-    minibatch: int = 1,
+    module: nn.Module, inputs: Any, target: Any, loss: Any = "cross_entropy", *, minibatch: int = 1, **options: Any
 ) -> Point:
-    tasks, shares = gather(module, inputs, target, loss, None, kind=kind, draws=draws)
+    kind = options.setdefault("kind", "ggn")
+    tasks, shares = gather(module, inputs, target, loss, None, **options)
     return Point(module, tasks, shares, kind, None, "dense", None, 60, minibatch, 5, 0)
 
 
@@ -198,7 +192,8 @@ def test_parameters_that_occur_twice_have_no_factors() -> None:
     assert "table.weight" not in {w.parameter for w in at.factors.weights}
     assert "block.attention.W_Q" in {w.parameter for w in at.factors.weights}
     rows = at.slices["table.weight"]
-    for one in (at, point(module, TOKENS, LABELS, kind="hessian")):  # the diagonal of the GGN for both
+    batches = [(TOKENS[:1], LABELS[:1]), (TOKENS[1:], LABELS[1:])]
+    for one in (at, *(point(module, *data, kind="hessian") for data in ((TOKENS, LABELS), (batches, None)))):  # that of the GGN
         assert error(one.model("kfac")[0].to_matrix()[rows, rows], torch.diag(at.matrix.diagonal()[rows])) <= AGREED
 
 
