@@ -74,7 +74,7 @@ class Preconditioner(Printed, WithDict):
 class PreconditionedOperator(SymmetricOperator):
     """P^(-1/2) A P^(-1/2) of a symmetric operator A.
 
-    >>> A = StructuredOperator(2, [diagonal(torch.arange(2), torch.tensor([3.0, 5.0]))], torch.float32, torch.device("cpu"))
+    >>> A = diagonal_operator(torch.tensor([3.0, 5.0]))
     >>> PreconditionedOperator(A, preconditioner_of("example", torch.tensor([1.0, 4.0]), A)).to_matrix().tolist()
     [[3.0, 0.0], [0.0, 1.25]]
     """
