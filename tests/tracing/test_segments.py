@@ -240,3 +240,27 @@ def test_a_straight_through_function_is_refused_in_every_precision(digits, call,
 def test_a_function_whose_shape_is_read_first(like):
     """Torch makes a tensor of the shape of another one beneath autograd."""
     assert_exact(Formula(lambda s, x: (y := Cubed.apply(x @ s.W)) * like(y).fill_(2.0), W=(3, 4)), draw(3, 3))
+
+
+def test_a_snapshot_holds_when_training_writes_into_what_a_graph_keeps():
+    module = formula(of_two_that_depend)
+    operator = hk.hessian_operator(module, X, draw(3, 4, seed=7), snapshot=True)
+    expected = operator @ torch.ones(20, dtype=torch.float64)
+    with torch.no_grad():
+        module.W.add_(1.0)
+    assert torch.equal(operator @ torch.ones(20, dtype=torch.float64), expected)
+
+
+def test_the_row_of_a_padding_token_stays_still():
+    """The module's gradient leaves the row out, and so must its central differences."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(3, 4, padding_idx=1, dtype=torch.float64)
+            nn.init.normal_(self.table.weight, generator=torch.Generator().manual_seed(0))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            return Cubed.apply(self.table(tokens))  # type: ignore[no-any-return]
+
+    assert_exact(Padded(), torch.tensor([0, 1, 2]))
