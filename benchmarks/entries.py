@@ -16,7 +16,7 @@ from benchmarks.peers import JVP, Peer, compiled, plain_columns
 from benchmarks.problems import Case
 from benchmarks.routes.torch_routes import Products
 from benchmarks.timing import deadline, finite, spread, timed
-from hessiankit.engine.problem.task import available_memory
+from hessiankit.support.memory import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction, typed_line
 
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3}

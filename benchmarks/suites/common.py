@@ -13,7 +13,7 @@ from benchmarks.counting import lift_operations
 from benchmarks.plan import Cell, Plan
 from benchmarks.problems import DTYPES, Case, make, parameters_of, tokens_of
 from benchmarks.timing import add_rounds, all_rounds, deadline, finite, rounds_within, several, timed
-from hessiankit.engine.problem.task import available_memory
+from hessiankit.support.memory import available_memory
 from hessiankit.verify.reference_base import typed_line
 
 BLOCK_SIZES = ("tiny", "small", "small-affine", "paper-mnist", "paper-mnist-affine", "medium")

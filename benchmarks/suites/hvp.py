@@ -22,7 +22,7 @@ from benchmarks.suites.common import BLOCK_SIZES, case_of, race
 from benchmarks.tables import NOTES, contest_tables
 from benchmarks.timing import rounds_within, timed
 from hessiankit import hessian_operator
-from hessiankit.engine.problem.task import available_memory
+from hessiankit.support.memory import available_memory
 from hessiankit.verify.reference_automatic import GradientGraph
 from hessiankit.verify.reference_base import bytes_per_direction
 

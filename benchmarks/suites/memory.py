@@ -20,7 +20,7 @@ from benchmarks.routes.torch_routes import ROUTES
 from benchmarks.suites.common import BLOCK_SIZES, case_of, dense
 from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, mebibytes, short
 from hessiankit import hessian_operator
-from hessiankit.engine.problem.task import available_memory
+from hessiankit.support.memory import available_memory
 from hessiankit.verify.reference_base import bytes_per_direction
 
 CHUNK = 16

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.task import available_memory
+from hessiankit.support.memory import available_memory
 
 Product: TypeAlias = Callable[[Tensor], Tensor]
 

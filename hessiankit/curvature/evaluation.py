@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.planning import check_workspace
-from hessiankit.engine.assembly import WORKSPACE, assemble, check_matrix
+from hessiankit.engine.assembly import WORKSPACE, assemble
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
+from hessiankit.engine.parts import CHUNK
 from hessiankit.engine.problem.fisher import check_fits
 from hessiankit.engine.problem.handshake import ROUNDING
 from hessiankit.engine.problem.loss_trace import nearby
 from hessiankit.engine.problem.own_call import own_value, reached
-from hessiankit.engine.problem.task import Task, available_memory
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.memory import available_memory, check_matrix
 from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
@@ -189,7 +191,8 @@ class Evaluation:
         start = time.perf_counter()
         first = tasks[0]
         if into is None:
-            check_matrix(first.size, first.dtype, first.device)
+            smallest = min(CHUNK, first.size**2 * first.dtype.itemsize)
+            check_matrix("hessian", first.size, first.size, first.dtype, first.device, workspace=smallest)
         matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
         value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()

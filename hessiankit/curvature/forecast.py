@@ -14,9 +14,10 @@ from torch.utils.benchmark import Timer
 
 from hessiankit.curvature.planning import PANEL, make_plan
 from hessiankit.curvature.streaming import SLAB
-from hessiankit.engine.problem.task import Task, available_memory
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.storage import zeros
 from hessiankit.support.files import WithDict
+from hessiankit.support.memory import available_memory, byte_size
 from hessiankit.support.tables import Piece, Printed, table
 
 _HEADERS = ("of the Hessian", "forecast")
@@ -87,13 +88,13 @@ class Forecast(Printed, WithDict):
 
     def _rows(self) -> Iterator[tuple[str, str]]:
         yield "parameters", f"{self.parameters:,}"
-        yield "matrix", f"{self.parameters:,} x {self.parameters:,} {self.dtype}, {_size(self.matrix_bytes)}"
+        yield "matrix", f"{self.parameters:,} x {self.parameters:,} {self.dtype}, {byte_size(self.matrix_bytes)}"
         yield "samples", f"{self.samples:,}, in batches: {self.batches:,}, in chunks: {self.chunks:,}"
         if self.disk_bytes:
             yield "panels", f"{self.panels:,}"
-            yield "disk", f"{_size(self.disk_bytes)} ({_size(self.free_disk)} free)"
-        yield "work space", f"at most {_size(self.workspace_bytes)}"
-        yield "memory", f"at most {_size(self.memory_bytes)} ({_size(self.free_memory)} free on {self.device})"
+            yield "disk", f"{byte_size(self.disk_bytes)} ({byte_size(self.free_disk)} free)"
+        yield "work space", f"at most {byte_size(self.workspace_bytes)}"
+        yield "memory", f"at most {byte_size(self.memory_bytes)} ({byte_size(self.free_memory)} free on {self.device})"
         yield "operations", f"{self.flops:.2g} floating-point, {self.moved:.2g} bytes moved"
         yield "time", f"about {_duration(self.seconds)}"
         yield "differentiated automatically", ", ".join(self.fallbacks) or "nothing"
@@ -146,7 +147,7 @@ def _times(dtype: torch.dtype, device: torch.device) -> tuple[float, float, floa
     c = torch.ones(8, dtype=dtype, device=device)
     product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
     new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
-    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.element_size()), new / (8 * FRESH**2), small
+    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.elementbyte_size()), new / (8 * FRESH**2), small
 
 
 def _seconds(run: Callable[[], Any]) -> float:
@@ -164,16 +165,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.2g} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.2g} h"
-
-
-def _size(n: float) -> str:
-    """Format a number of bytes.
-
-    >>> _size(1536), _size(3 * 2**40)
-    ('1.5 KiB', '3.0 TiB')
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if n < 1024:
-            return f"{n:.0f} B" if unit == "B" else f"{n:.1f} {unit}"
-        n /= 1024
-    return f"{n:,.1f} TiB"

@@ -20,10 +20,11 @@ from hessiankit.engine.problem.fisher import NAMES
 from hessiankit.engine.problem.handshake import UNCOMPARED
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.selection import Params, locate
-from hessiankit.engine.problem.task import Loss, Task, available_memory
+from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.memory import available_memory
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 

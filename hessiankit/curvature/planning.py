@@ -14,9 +14,10 @@ from torch import Tensor
 from hessiankit.engine.parts import is_cut, parts
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import reached
-from hessiankit.engine.problem.task import Task, available_memory, gib
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import product_cost
-from hessiankit.support.errors import OutOfMemoryError, TraceError
+from hessiankit.support.errors import TraceError
+from hessiankit.support.memory import byte_size, check_room
 
 Panel: TypeAlias = tuple[range, range]
 """Rows and columns of a symmetric matrix, as positions of parameters."""
@@ -138,13 +139,9 @@ def _measured(task: Task, batch_size: int | None) -> Cost | None:
 
 def check_workspace(need: int, matrix: int, device: torch.device, free: int | None = None) -> None:
     """Raise OutOfMemoryError if workspace and matrix exceed the free memory (``free``, or what is free now)."""
-    free = available_memory(device) if free is None else free
-    if need + matrix > free:
-        raise OutOfMemoryError(
-            f"hessian: the derivatives of one chunk of samples take {gib(need)} beside {gib(matrix)} of the matrix, but only "
-            f"{gib(free)} are free on {device}. Pass batch_size=1, shorter sequences, fewer params=[...], or use "
-            "hessian_operator, which needs neither"
-        )
+    what = f"the derivatives of one chunk of samples, {byte_size(need)}, and the matrix, {byte_size(matrix)},"
+    remedy = "pass batch_size=1, shorter sequences, fewer params=[...], or use hessian_operator, which needs neither"
+    check_room("hessian", need + matrix, what, device, remedy, free=free)
 
 
 def _entries(task: Task) -> int:

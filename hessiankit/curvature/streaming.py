@@ -20,10 +20,10 @@ from torch import Tensor
 from hessiankit.curvature.evaluation import Evaluation, check_finite
 from hessiankit.curvature.planning import PANEL, Panel, check_workspace, make_plan
 from hessiankit.engine.linearisation import linearise
-from hessiankit.engine.problem.task import gib
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable
+from hessiankit.support.memory import byte_size
 
 SLAB = 32 * 2**20  # bytes that are transposed at once before they are written
 AGREE = 1e3
@@ -118,7 +118,7 @@ def _created(path: Path, size: int, dtype: torch.dtype) -> np.memmap:
         path.unlink(missing_ok=True)
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        takes = f"the matrix takes {gib(size * size * dtype.itemsize)}"
+        takes = f"the matrix takes {byte_size(size * size * dtype.itemsize)}"
         text = f"hessian: the disk is full: {takes}; make room, or pass another out=..."
         raise OSError(error.errno, text, str(path)) from error
     matrix[range(size), range(size)] = math.nan

@@ -10,8 +10,8 @@ import torch
 from scipy.sparse.linalg import LinearOperator
 from torch import Tensor
 
-from hessiankit.engine.problem.task import check_memory
 from hessiankit.support.errors import InputError
+from hessiankit.support.memory import check_matrix
 from hessiankit.support.torch_state import full_precision
 
 
@@ -63,7 +63,7 @@ class TensorOperator(LinearOperator):
             OutOfMemoryError: If it does not fit.
         """
         m, n = self.shape
-        check_memory(f"{self._name}.to_matrix", n, self.torch_dtype, self.device, rows=m)
+        check_matrix(f"{self._name}.to_matrix", m, n, self.torch_dtype, self.device)
         out = torch.empty(n, m, dtype=self.torch_dtype, device=self.device)
         for start in range(0, n, self.block_size):
             units = out.new_zeros(min(self.block_size, n - start), n)

@@ -10,10 +10,10 @@ import torch
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.parts import CHUNK, BatchPart, is_cut, parts
+from hessiankit.engine.parts import BatchPart, is_cut, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.task import Task, check_memory
+from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
 
@@ -72,8 +72,3 @@ def add_part(
     if handshake is not None:
         handshake.add(part.paths.trace, part.paths.adjoints, share)
     BlockRows(part.paths, part.sections).read(MatrixRows(matrix, part.paths.tied))
-
-
-def check_matrix(size: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise OutOfMemoryError if the matrix and a minimal workspace do not fit."""
-    check_memory("hessian", size, dtype, device, workspace=min(CHUNK, size * size * dtype.itemsize))

@@ -20,14 +20,15 @@ from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.batches import Weights
-from hessiankit.engine.problem.task import Loss, Params, available_memory, gib
+from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, OutOfMemoryError, check_name
+from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature
+from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, progress_bar, silent
 
 WHO = "spectrum"
@@ -230,7 +231,8 @@ def _full(matrix: TensorOperator, plan: SpectrumPlan) -> tuple[RitzPairs, Spectr
     """Return the wanted eigenpairs and all eigenvalues, of the dense matrix."""
     size, eps = matrix.shape[0], torch.finfo(matrix.torch_dtype).eps
     what = f"all eigenvalues of {size:,} parameters"
-    _check_memory(matrix, 3 * size**2, what, "pass method='lanczos', or fewer params=[...]")
+    need, remedy = 3 * size**2 * matrix.torch_dtype.itemsize, "pass method='lanczos', or fewer params=[...]"
+    check_room(WHO, need, what, matrix.device, remedy)
     H = matrix.to_matrix().double()
     if not bool(torch.isfinite(H).all()):
         raise InputError(f"{WHO}: products with the matrix are NaN or infinite, so it has no eigenvalues")
@@ -252,7 +254,8 @@ def _lanczos(name: str, matrix: TensorOperator, plan: SpectrumPlan, tell: Tell) 
     together = max(1, min(plan.directions, TOGETHER // (plan.steps * size)))
     vectors = max(basis + wanted, plan.steps * together + wanted)
     what = f"{vectors} vectors of {size:,} parameters"
-    _check_memory(matrix, vectors * size, what, "pass a smaller k, bottom or steps, or fewer params=[...]")
+    need, remedy = vectors * size * matrix.torch_dtype.itemsize, "pass a smaller k, bottom or steps, or fewer params=[...]"
+    check_room(WHO, need, what, matrix.device, remedy)
 
     def after(products: int, converged: int) -> None:
         tell(f"{name}: eigenpairs, {products} products", converged, wanted)
@@ -283,9 +286,3 @@ def _starts(matrix: TensorOperator, seeds: Sequence[int]) -> Tensor:
     generators = [torch.Generator().manual_seed(seed) for seed in seeds]
     rows = [torch.randn(matrix.shape[0], generator=g, dtype=torch.float64, device="cpu") for g in generators]
     return torch.stack(rows).to(matrix.device, matrix.torch_dtype)
-
-
-def _check_memory(matrix: TensorOperator, numbers: int, what: str, remedy: str) -> None:
-    need, free = numbers * matrix.torch_dtype.itemsize, available_memory(matrix.device)
-    if need > free:
-        raise OutOfMemoryError(f"{WHO}: {what} take {gib(need)}, but only {gib(free)} are free on {matrix.device}; {remedy}")

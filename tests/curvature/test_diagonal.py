@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit import frobenius_norms, hessian_diagonal
-from hessiankit.curvature import evaluation, frobenius, planning
+from hessiankit.curvature import evaluation, frobenius
 from hessiankit.curvature.frobenius import FrobeniusNorms
 from hessiankit.engine import diagonal_sum, parts, sections
+from hessiankit.support import memory
 
 DIAGONAL = {"hessian_diagonal": READINGS["hessian_diagonal"]}
 
@@ -255,9 +256,9 @@ def test_options_that_cannot_be(options: dict[str, Any], said: str) -> None:
 
 
 def test_what_does_not_fit_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "available_memory", lambda device: 2**16)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**16)
     monkeypatch.setattr(evaluation, "SymmetricStorage", None)
-    with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples take"):
+    with pytest.raises(hk.OutOfMemoryError, match=r"frobenius_norms: the derivatives of one chunk of samples, "):
         frobenius_norms(six(), ROWS, TARGET)
 
 

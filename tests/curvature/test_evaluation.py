@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import evaluation
-from hessiankit.engine.problem import task
+from hessiankit.support import memory
 from hessiankit.support.errors import InputError
 
 
@@ -137,7 +137,7 @@ def test_small_parts_of_large_parameters_never_make_the_block(
     full = whole.block("feedforward.W_1", "attention.W_V").reshape(*W, *V)
     own = whole.block("feedforward.W_1", "feedforward.W_1").reshape(*W, *W)
     sizes.clear()
-    monkeypatch.setattr(task, "available_memory", lambda device: 192 * 192 * 8)  # not even the block of W_1 and itself, twice
+    monkeypatch.setattr(memory, "available_memory", lambda device: 192 * 192 * 8)  # not even the block of W_1 and itself, twice
     pairs = [(x[:1], t[:1]), (x[1:], t[1:])]
     for found in (hk.hessian(module, x, t, lazy=True), hk.hessian(module, pairs, lazy=True)):
         for i, j, expected in (

@@ -13,9 +13,9 @@ from meter import Meter
 from torch import nn
 
 import hessiankit as hk
-from hessiankit.curvature import evaluation, forecast, planning, streaming
+from hessiankit.curvature import evaluation, forecast, streaming
 from hessiankit.engine import assembly
-from hessiankit.engine.problem import task
+from hessiankit.support import memory
 from hessiankit.support.kernels import plain
 
 X, T = draw(5, 4, 6), draw(5, 4, 6, seed=2)
@@ -81,9 +81,9 @@ def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(monkeypatc
     found = hk.hessian(module, x, x, dry_run=True)
     room = 2 * found.matrix_bytes + 16 * 2**20
     assert found.workspace_bytes > 2 * room
-    for where in (task, evaluation, planning):
+    for where in (memory, evaluation):
         monkeypatch.setattr(where, "available_memory", lambda device: room)
-    message = r"the derivatives of one chunk of samples take .*iB beside"
+    message = r"the derivatives of one chunk of samples .*iB, and the matrix, .*iB, take"
     with Meter() as meter, pytest.raises(hk.OutOfMemoryError, match=message):
         hk.hessian(module, x, x)
     assert meter.peak < room

@@ -22,7 +22,7 @@ from hessiankit.curvature import cuda_graph
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.solving import solve
-from hessiankit.engine.problem import task
+from hessiankit.support import memory
 from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
 
 
@@ -239,7 +239,7 @@ def test_one_operation_of_each_kind_is_tested_where_models_are_large(wrong: str,
 def test_works_where_the_dense_matrix_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = block(d_model=24, d_ff=48, d_k=24)
     x, t = draw(2, 3, 24), draw(2, 3, 24, seed=2)
-    monkeypatch.setattr(task, "available_memory", lambda device: 32 * 2**20)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 32 * 2**20)
     with pytest.raises(OutOfMemoryError):
         hk.hessian(module, x, t)
     operator = hessian_operator(module, x, t)

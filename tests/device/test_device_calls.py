@@ -86,7 +86,7 @@ def test_two_devices_are_one_clear_error() -> None:
 @PRETENDED
 def test_too_large_for_the_device_says_what_to_do() -> None:
     case = cases(torch.float64)["encoder"].on(DEVICE)
-    with pretended.memory_limit(2**18), pytest.raises(hk.OutOfMemoryError, match="Select parameters with params="):
+    with pretended.memory_limit(2**18), pytest.raises(hk.OutOfMemoryError, match="select parameters with params="):
         hk.hessian(case.module, *case.data, loss=case.loss)
 
 

@@ -130,7 +130,7 @@ def test_a_state_that_is_not_finite_is_named():
 
 
 def test_memory_is_refused_before_the_work(monkeypatch):
-    monkeypatch.setattr("hessiankit.diagnostics.sharpness.probe.available_memory", lambda device: 10_000)
+    monkeypatch.setattr("hessiankit.support.memory.available_memory", lambda device: 10_000)
     with pytest.raises(OutOfMemoryError, match="micro_batch="):
         depth_diagnostics(language_model(), IDS, LABELS, what="jacobian")
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from hessiankit import Monitor
 from hessiankit.blocks import Transformer
-from hessiankit.diagnostics.sharpness import probe, replicates, sharpness
+from hessiankit.diagnostics.sharpness import replicates, sharpness
 from hessiankit.partition import Part, model_parts
+from hessiankit.support import memory
 from hessiankit.support.errors import InputError, OutOfMemoryError
 
 X, Y = tokens(4, 3), tokens(4, 3, seed=2)
@@ -170,7 +171,7 @@ def test_narrow_models(dtype, tolerance):
 
 
 def test_memory_is_forecast(monkeypatch):
-    monkeypatch.setattr(probe, "available_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 1000)
     with pytest.raises(OutOfMemoryError, match=r"the graph of one micro-batch, .* pass a smaller micro_batch"):
         sharpness(tiny(), X, Y)
 

@@ -14,7 +14,7 @@ from curvature_reference import Formula, assert_exact, assert_one_clear_error, d
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.engine.problem import task
+from hessiankit.support import memory
 
 X, T = draw(3, 2), draw(3, 1, seed=2)
 READINGS: dict[str, Callable[..., Any]] = {
@@ -252,7 +252,7 @@ def test_one_clear_error(case: str) -> None:
 
 
 def test_matrix_that_does_not_fit_is_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(task, "available_memory", lambda device: 2**20)
+    monkeypatch.setattr(memory, "available_memory", lambda device: 2**20)
     assert hk.hessian(block(), data(), data()).matrix.shape == (104, 104)
     called: list[int] = []
     wide = hk.TransformerBlock(d_model=32, d_ff=64).double()

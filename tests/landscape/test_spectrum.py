@@ -268,7 +268,7 @@ def test_bad_requests(name: str, operator: HessianOperator) -> None:
 
 
 def test_what_does_not_fit_in_memory(operator: HessianOperator, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hessiankit.landscape.spectra.available_memory", lambda device: 1000)
+    monkeypatch.setattr("hessiankit.support.memory.available_memory", lambda device: 1000)
     with pytest.raises(hk.OutOfMemoryError, match=r"vectors of \d+ parameters take"):
         hk.spectrum(operator, k=1, method="lanczos")
     with pytest.raises(hk.OutOfMemoryError, match="all eigenvalues of"):

@@ -29,13 +29,14 @@ from hessiankit.diagnostics.depth.stream import (
 )
 from hessiankit.diagnostics.sharpness.batches import BatchedLoss, MicroBatch, check_devices, micro_batches
 from hessiankit.diagnostics.sharpness.options import LOSSES
-from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut, check_room
+from hessiankit.diagnostics.sharpness.probe import CountedGraph, check_cut
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
+from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, silent
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path, preserved_state

@@ -15,9 +15,9 @@ from hessiankit.blocks.embeddings import TokenEmbedding
 from hessiankit.diagnostics.sharpness.batches import MicroBatch, forward
 from hessiankit.diagnostics.sharpness.options import WHO
 from hessiankit.engine.problem.calling import IGNORE_INDEX
-from hessiankit.engine.problem.task import available_memory, gib
 from hessiankit.partition import Part
-from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.errors import InputError
+from hessiankit.support.memory import byte_size, check_room
 
 
 @contextmanager
@@ -113,7 +113,8 @@ def probe(model: nn.Module, batches: Sequence[MicroBatch], *, backward: bool, co
     if backward:
         need = graph * len(largest.numbers) // len(one.numbers)
         weights = copies * sum(p.numel() * p.element_size() for p in model.parameters())
-        what = f"the graph of one micro-batch, {gib(need)}, and {copies} tensors of the parameters' size, {gib(weights)},"
+        graph_of, tensors = "the graph of one micro-batch", f"{copies} tensors of the parameters' size"
+        what = f"{graph_of}, {byte_size(need)}, and {tensors}, {byte_size(weights)},"
         check_room(WHO, need + weights, what, first.device, "pass a smaller micro_batch")
 
 
@@ -157,12 +158,6 @@ class CountedGraph(saved_tensors_hooks):
         if x is None:
             raise RuntimeError("this graph is only counted")
         return x
-
-
-def check_room(who: str, need: int, what: str, device: torch.device, remedy: str) -> None:
-    """Refuse what takes more bytes than are free on a device."""
-    if need > (free := available_memory(device)):
-        raise OutOfMemoryError(f"{who}: {what} take {gib(need)}, but only {gib(free)} are free on {device}; {remedy}")
 
 
 def _check_buffers(model: nn.Module, before: dict[str, Tensor]) -> None:

@@ -23,9 +23,10 @@ from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_a_label, with_decoder_inputs
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.problem.selection import Params, repeatable
-from hessiankit.engine.problem.task import Task, available_memory, gib
+from hessiankit.engine.problem.task import Task
 from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
+from hessiankit.support.memory import available_memory, byte_size
 from hessiankit.support.torch_state import hand_back_memory, ordinary_path, preserved_state
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
@@ -192,7 +193,8 @@ def _of_one_epoch(who: str, data: Iterable[Any], kind: str) -> Iterator[Any]:
         free = available_memory(tensors[0].device) if tensors and free is None else free
         size += sum(x.numel() * x.element_size() for x in tensors)
         if number == MOST or (free is not None and size > free / 2):
-            seen = f"holds more than {MOST:,} batches" if number == MOST else f"has {gib(size)} in its first {number + 1} batches"
+            much = f"has {byte_size(size)} in its first {number + 1} batches"
+            seen = f"holds more than {MOST:,} batches" if number == MOST else much
             raise InputError(
                 f"{who}: data is a {kind} without a length, which {seen}: it may not end, and data are read once and whole; "
                 f"pass {instead}"

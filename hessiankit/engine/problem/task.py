@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -18,12 +15,11 @@ from hessiankit.engine.problem.calling import Loss, named_tensors, read_outputs,
 from hessiankit.engine.problem.selection import ByName, Params
 from hessiankit.engine.problem.state import ModuleState
 from hessiankit.support.containers import arguments
-from hessiankit.support.errors import OutOfMemoryError
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.trace import address
 
-__all__ = ["Loss", "OwnGradient", "Params", "Task", "check_memory"]
+__all__ = ["Loss", "OwnGradient", "Params", "Task"]
 
 
 @dataclass(frozen=True)
@@ -160,59 +156,3 @@ class Task:
         if isinstance(self.target, Tensor) and self.target.ndim and self.target.shape[0] in lengths:
             return int(self.target.shape[0])
         return lengths[0] if lengths else 1
-
-
-def available_memory(device: torch.device) -> int:
-    """Return the bytes that can still be allocated on a device, with those that torch's allocator keeps for later.
-
-    A device that shares the host's memory (mps) has what is free there; one that does not tell is taken to have room.
-    """
-    if device.type not in ("cpu", "mps", "meta"):
-        module = torch.get_device_module(device)
-        if not hasattr(module, "mem_get_info"):
-            return sys.maxsize
-        free = int(module.mem_get_info(device)[0])
-        if hasattr(module, "memory_reserved"):
-            free += int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-        return free
-    try:
-        with open("/proc/meminfo", "rb", buffering=0) as file:  # the third line of many
-            line = re.search(rb"MemAvailable:\s*(\d+) kB", file.read(512))
-    except OSError:
-        line = None
-    if line is None:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(line[1]) * 1024
-
-
-def check_memory(
-    who: str,
-    size: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    rows: int | None = None,
-    workspace: int = 0,
-) -> None:
-    """Raise OutOfMemoryError if a matrix, P x P or with some other number of rows, and the work space do not fit."""
-    rows = size if rows is None else rows
-    one = rows * size * dtype.itemsize
-    need, free = one + workspace, available_memory(device)
-    if need > free:
-        raise OutOfMemoryError(
-            f"{who}: {size:,} parameters make a {rows:,} x {size:,} {dtype} matrix of {gib(one)}, {gib(need)} with work space, "
-            f"but only {gib(free)} are free on {device}. Select parameters with params=[...], let hessian write it to disk with "
-            "out=..., or use a smaller model."
-        )
-
-
-def gib(n: int) -> str:
-    """Return a number of bytes as readable text.
-
-    >>> gib(3 * 2**29), gib(1500)
-    ('1.5 GiB', '1.5 KiB')
-    """
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
-        if n >= 0.1 * size:
-            return f"{n / size:,.1f} {unit}"
-    return f"{n / 2**10:,.1f} KiB"
