@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from _pytest.doctest import DoctestModule
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: the processes of a run share the cores
 
@@ -25,6 +27,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave out the files without a slow test where only those are asked for: to import them takes longer than many a test."""
     only_slow = config.option.markexpr.startswith("slow") and collection_path.name.startswith("test_")
     return True if only_slow and "slow" not in collection_path.read_text() else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file() -> Generator[None, list[pytest.Collector], list[pytest.Collector]]:
+    """Look for doctests in the packages alone: here there are none, and the search walks through every helper and case."""
+    return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -55,9 +63,12 @@ def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def extensions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where kernels are compiled: the folder in the environment, in which other processes find them, or one of this run."""
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or tmp_path_factory.mktemp("extensions"))
+def extensions(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where kernels are compiled: the folder in the environment, else pytest's cache, where other processes and runs find them."""
+    if os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return Path(os.environ["TORCH_EXTENSIONS_DIR"])
+    cache = getattr(pytestconfig, "cache", None)
+    return cache.mkdir("extensions") if cache else tmp_path_factory.mktemp("extensions")
 
 
 @pytest.fixture

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,22 +27,43 @@ def module(path: Path) -> str:
 FILES = {module(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
 
 
-@cache
-def tree(name: str) -> ast.Module:
-    return ast.parse(FILES[name].read_text(encoding="utf-8"))
+class Read(NamedTuple):
+    """What the tests ask of a module: its imports of this repository, its classes, and tensors without a device."""
+
+    imports: set[str]
+    classes: set[str]
+    unnamed: list[str]
+
+
+MAKERS = "arange empty eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor tril_indices triu_indices zeros"
 
 
 @cache
-def imported(name: str) -> set[str]:
-    """The modules of this repository that a module imports, in functions and for type checkers too; the lazy top level apart."""
-    found: set[str] = set()
-    for node in ast.walk(tree(name)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            inner = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= (inner & FILES.keys()) or {node.module}
-    return (found & FILES.keys()) - {name}
+def modules() -> dict[str, Read]:
+    """Name -> what is read of it."""
+    gc.disable()  # it would walk through every node of every tree
+    try:
+        return {name: read(name, ast.walk(ast.parse(path.read_text(encoding="utf-8")))) for name, path in FILES.items()}
+    finally:
+        gc.enable()
+
+
+def read(name: str, nodes: Iterator[ast.AST]) -> Read:
+    """Imports in functions and for type checkers too; the lazy top level apart."""
+    imports, classes, unnamed = set[str](), set[str](), list[str]()
+    for node in nodes:
+        match node:
+            case ast.Import():
+                imports |= {alias.name for alias in node.names}
+            case ast.ImportFrom(module=str(home)):
+                inner = {f"{home}.{alias.name}" for alias in node.names}
+                imports |= (inner & FILES.keys()) or {home}
+            case ast.ClassDef():
+                classes.add(node.name)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr=maker)):
+                if maker in MAKERS.split() and not {"device", "out", None} & {k.arg for k in node.keywords}:
+                    unnamed.append(f"{name}:{node.lineno} {maker}")
+    return Read((imports & FILES.keys()) - {name}, classes, unnamed)
 
 
 def floors() -> dict[str, int]:
@@ -65,21 +89,23 @@ def test_the_page_names_every_room() -> None:
 
 def test_imports_go_down() -> None:
     floor = floors()
-    arrows = {(name, other) for name in FILES if room(name) in floor for other in imported(name)}
+    arrows = {(name, other) for name in FILES if room(name) in floor for other in modules()[name].imports}
     up = [(a, b) for a, b in arrows if room(a) != room(b) and not b.startswith("derivations")]
     up = [(a, b) for a, b in up if not (room(b) in floor and floor[room(b)] < floor[room(a)])]
     assert up == []
-    assert [(a, b) for a in FILES if a.startswith("derivations") for b in imported(a) if not b.startswith("derivations")] == []
+    assert [
+        (a, b) for a in FILES if a.startswith("derivations") for b in modules()[a].imports if not b.startswith("derivations")
+    ] == []
 
 
 def test_only_figures_import_the_papers() -> None:
-    importers = {name for name in FILES if any(other.split(".")[0] == "papers" for other in imported(name))}
+    importers = {name for name in FILES if any(other.split(".")[0] == "papers" for other in modules()[name].imports)}
     assert {name.split(".")[0] for name in importers} <= {"papers", "figures"}
 
 
 def test_no_circles() -> None:
     try:
-        TopologicalSorter({name: imported(name) for name in FILES}).prepare()
+        TopologicalSorter({name: modules()[name].imports for name in FILES}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
@@ -88,9 +114,8 @@ def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(set)
     for name in FILES:
         if name.startswith(("hessiankit", "derivations")):
-            for node in ast.walk(tree(name)):
-                if isinstance(node, ast.ClassDef):
-                    homes[node.name].add(name)
+            for one in modules()[name].classes:
+                homes[one].add(name)
     assert {name: sorted(where) for name, where in homes.items() if len(where) > 1} == {}
 
 
@@ -107,17 +132,9 @@ def test_tests_lie_in_folders_that_mirror_the_packages() -> None:
     assert {name: n for name, n in Counter(path.name for path in tests).items() if n > 1} == {}  # folders are no packages
 
 
-MAKERS = "arange empty eye full linspace logspace ones rand randint randn randperm scalar_tensor tensor tril_indices triu_indices zeros"
-
-
 def test_tensors_are_made_on_a_device_that_is_named() -> None:
     """Torch's default device decides nothing: only the parameters of blocks, as torch's own modules', are made there."""
-    unnamed = []
-    for name in FILES:
-        if name.startswith(("hessiankit.", "derivations.")) and not name.startswith("hessiankit.blocks"):
-            for call in (node for node in ast.walk(tree(name)) if isinstance(node, ast.Call)):
-                maker = call.func
-                of_torch = isinstance(maker, ast.Attribute) and isinstance(maker.value, ast.Name) and maker.value.id == "torch"
-                if of_torch and maker.attr in MAKERS.split() and not {"device", "out", None} & {k.arg for k in call.keywords}:
-                    unnamed.append(f"{name}:{call.lineno} {maker.attr}")
-    assert unnamed == []
+    ours = [
+        name for name in FILES if name.startswith(("hessiankit.", "derivations.")) and not name.startswith("hessiankit.blocks")
+    ]
+    assert [call for name in ours for call in modules()[name].unnamed] == []

@@ -1,4 +1,4 @@
-"""What ``import hessiankit`` offers, and what it costs."""
+"""What ``import hessiankit`` offers, what it costs, and that no warning, of torch's or ours, reaches a user."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_an_argument_that_is_not_there(name: str):
         called(**{wrong: None})
 
 
-IMPORTS = """
+FRESH = """
 import random, sys, hessiankit, hessiankit.cli.pytest_plugin  # which pytest imports wherever hessiankit is installed
 assert not {"torch", "sympy", "scipy", "matplotlib"} & set(sys.modules), "import hessiankit alone"
 before = random.getstate()
@@ -83,10 +83,25 @@ for name in hessiankit.__all__:
     getattr(hessiankit, name)
 import hessiankit.cli.main
 check("every public name", {"transformers", "lightning", "timm", "sklearn", "curvlinops", "papers"})
+
+sys.path.insert(0, sys.argv[1])
+from public_calls import CALLS, FOLDER
+
+for call in CALLS.values():
+    result = call.function(**call.right())
+    str(result)
+    if hasattr(result, "plot"):
+        result.plot()
+FOLDER.cleanup()
 """
 
 
-def test_packages_are_imported_when_used_and_no_random_number_is_drawn():
-    """``import hessiankit`` imports no torch, a first Hessian only the packages that it uses."""
-    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False)
+def test_a_new_process_imports_what_it_uses_draws_no_number_and_is_silent():
+    """``import hessiankit`` imports no torch, a first Hessian only the packages that it uses, and no public call warns.
+
+    Under ``python -W error``, where torch loads its forward mode, as it does once a process, and pytest's filters are not there.
+    """
+    command = [sys.executable, "-W", "error", "-c", FRESH, str(Path(__file__).parent / "robustness")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert not done.stderr

@@ -280,7 +280,7 @@ def test_interrupted(monkeypatch, capsys) -> None:
 
 
 def test_a_reader_that_stops_reading() -> None:
-    code = "import sys; from hessiankit.cli.main import main; sys.exit(main(['derive', '--list']))"
+    code = "import sys; from hessiankit.cli import main, monitor; monitor.run = lambda _: print(1); sys.exit(main.main(['monitor', 'x']))"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None

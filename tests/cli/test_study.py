@@ -24,16 +24,18 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hessiankit.cli.study.QUICK", {"d_model": 4, "d_ff": 5, "patch": 4, "steps": 20, "batch": 2})
 
 
+REPORTS: list[CheckReport] = []
+
+
 @pytest.fixture
 def one_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
     """A study of one loss, whose Hessians are one, and wrong."""
     wrong = CheckRow("head.W_C x head.W_C", "made up", 1.0, passed=False, seconds=0.0)
-    reports: list[CheckReport] = []
 
     def once(*data: Any, **options: Any) -> CheckReport:
-        if not reports:
-            reports.append(dataclasses.replace(check(*data, **options), rows=(wrong,)))
-        return reports[0]
+        if not REPORTS:
+            REPORTS.append(dataclasses.replace(check(*data, **options), rows=(wrong,)))
+        return REPORTS[0]
 
     monkeypatch.setattr(sys.modules["hessiankit.verify.check"], "check", once)
     monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
