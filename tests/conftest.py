@@ -8,6 +8,7 @@ import signal
 from collections.abc import Generator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from _pytest.doctest import DoctestModule
@@ -51,9 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of later garbage collections, each of which would walk through all of torch and sympy."""
+    """Keep what was imported out of later garbage collections, each of which would walk through all of torch and sympy.
+
+    And collect a tenth as often as Python does by itself: most of what a test makes is gone without.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(7_000, 20, 20)
 
 
 @pytest.fixture
@@ -69,6 +74,20 @@ def extensions(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFac
         return Path(os.environ["TORCH_EXTENSIONS_DIR"])
     cache = getattr(pytestconfig, "cache", None)
     return cache.mkdir("extensions") if cache else tmp_path_factory.mktemp("extensions")
+
+
+@pytest.fixture
+def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures are drawn whole and written in few pixels: to write all of them takes longer than to draw."""
+    from hessiankit.curvature import plot_frame
+
+    write = plot_frame.picture_bytes
+
+    def in_few(figure: Any, suffix: str) -> bytes:
+        figure.set_dpi(20)
+        return write(figure, suffix)
+
+    monkeypatch.setattr(plot_frame, "picture_bytes", in_few)
 
 
 @pytest.fixture

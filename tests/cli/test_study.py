@@ -41,12 +41,12 @@ def one_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hessiankit.cli.study.LOSS_NAMES", {"mse": "squared error"})
 
 
-@pytest.mark.usefixtures("one_disagreement")
+@pytest.mark.usefixtures("one_disagreement", "few_pixels")
 def test_disagreement_is_exit_code_one(tmp_path: Path) -> None:
     assert main(["study", "--quick", "--out", str(tmp_path)]) == 1
 
 
-@pytest.mark.usefixtures("one_disagreement")
+@pytest.mark.usefixtures("one_disagreement", "few_pixels")
 def test_numbers_are_written_before_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -31,8 +31,7 @@ from derivations.softmax import Softmax
 @pytest.mark.parametrize("name", CASES)
 def test_actions(name: str) -> None:
     primitive, f, inputs, _ = case = CASES[name]
-    for moving in case.subsets:
-        check_actions(primitive, f, inputs, moving)
+    check_actions(primitive, f, inputs, case.subsets)
     without_tangents(case)
 
 
@@ -212,7 +211,7 @@ def test_unknown_kinds(make: Callable[[], Primitive], message: str) -> None:
 def test_actions_do_not_depend_on_the_size_of_a_part(name, entries, monkeypatch):
     monkeypatch.setattr(directions, "CACHE_ENTRIES", entries)
     case = CASES[name]
-    check_actions(case.primitive, case.f, case.inputs, case.movable, directions=5)
+    check_actions(case.primitive, case.f, case.inputs, [case.movable], directions=5)
 
 
 def test_rows_of_attention_that_are_masked_altogether_are_zero() -> None:

@@ -161,6 +161,7 @@ def test_numbers_by_step(tmp_path):
     assert "Norm ~ FFN" in log._repr_html_()
 
 
+@pytest.mark.usefixtures("few_pixels")
 def test_what_is_drawn_are_the_numbers_of_the_file(path, tmp_path):
     log = MonitorLog.read(path)
     panels = {axes.get_title(loc="left"): axes for axes in log.plot(tmp_path / "new" / "run.png").axes}

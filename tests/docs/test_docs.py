@@ -27,6 +27,7 @@ def name(page: Path) -> str:
     return page.relative_to(DOCS if page.is_relative_to(DOCS) else DOCS.parent).with_suffix("").as_posix()
 
 
+@pytest.mark.usefixtures("few_pixels")
 @pytest.mark.parametrize("page", WITH_CODE, ids=name)
 def test_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -39,12 +39,12 @@ TYPES = {
 }
 
 
-def entries(model: nn.Module, parameter: str, **options: object) -> dict[str, int]:
-    """The entries of a parameter by type."""
-    found: dict[str, int] = {}
+def entries(model: nn.Module, **options: object) -> dict[str, dict[str, int]]:
+    """The entries of each parameter by type."""
+    found: dict[str, dict[str, int]] = {}
     for part in model_parts(model, **options):
-        if part.parameter == parameter:
-            found[part.type] = found.get(part.type, 0) + part.size
+        of = found.setdefault(part.parameter, {})
+        of[part.type] = of.get(part.type, 0) + part.size
     return found
 
 
@@ -52,12 +52,12 @@ def entries(model: nn.Module, parameter: str, **options: object) -> dict[str, in
 @pytest.mark.parametrize("inputs", [None, INPUTS], ids=["modules", "flow"])
 def test_types_of_adapters_are_those_of_what_they_adapt(name, inputs):
     model = ADAPTED[name]()
-    trained = [n for n, p in model.named_parameters() if p.requires_grad]
+    trained, found = [n for n, p in model.named_parameters() if p.requires_grad], entries(model, inputs=inputs)
     assert trained
     for parameter in trained:
         (wanted,) = {str(t): t for pattern, t in TYPES[name].items() if fnmatchcase(parameter, pattern)}.values()
         size = model.get_parameter(parameter).numel()
-        assert entries(model, parameter, inputs=inputs) == (wanted if isinstance(wanted, dict) else {wanted: size}), parameter
+        assert found[parameter] == (wanted if isinstance(wanted, dict) else {wanted: size}), parameter
 
 
 @pytest.mark.parametrize("name", ADAPTED)
@@ -129,4 +129,4 @@ def test_other_tuners_have_the_type_of_what_they_adapt():
         peft.get_peft_model(gpt2(), peft.IA3Config(target_modules=["c_attn"], feedforward_modules=[], fan_in_fan_out=True))
     )
     name = next(n for n, _ in scaled.named_parameters() if "ia3_l" in n)
-    assert entries(scaled, name) == FUSED
+    assert entries(scaled)[name] == FUSED
