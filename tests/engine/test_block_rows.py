@@ -17,7 +17,7 @@ from curvature_reference import (
     mse,
     sample,
 )
-from engine_cases import CASES, PAIRS, PRODUCTS, ROWS_MEET, SHAPES, USES, attend
+from engine_cases import CASES, PAIRS, PRODUCTS, SHAPES, USES, attend
 from engine_choices import CHOICES, case, force, paths_of, with_choices
 from meter import Meter
 from readings import READINGS, assert_readings, in_turn
@@ -298,13 +298,6 @@ def test_every_result(k: int, name: str) -> None:
         assert_readings(outer, module, x, target, readings=in_turn(k // 2), kind="ggn", floor=1e-12)
     if k % 3 == 2:
         assert_readings(expected, module, x, target, readings={"frobenius_norms": READINGS["frobenius_norms"]}, panel_bytes=400)
-
-
-@pytest.mark.usefixtures("small_chunks")
-@pytest.mark.parametrize("name", [*ROWS_MEET, "narrow, wide, narrow", "two wide"])
-def test_a_few_columns_at_a_time(name: str) -> None:
-    module, x, target, expected = case(name)
-    assert_readings(expected, module, x, target, readings={"hessian": READINGS["hessian"]})
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
