@@ -1,4 +1,4 @@
-"""The benchmark of real sizes, at small ones: its grid, every method beside differences, what is missing or does not fit."""
+"""The problems that the benchmarks pose, their peers, and real sizes, at small ones: every method beside differences."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from benchmark_cases import PLAN, QUIET, check_page, record
+from benchmark_cases import PLAN, QUIET, check_page, closed, record, whole
 
 from benchmarks import real_sizes
+from benchmarks.contest import contestants
+from benchmarks.entries import Ring
+from benchmarks.gpt2 import TinyGPT2
 from benchmarks.plan import Plan
+from benchmarks.problems import GPT2, SIZES, Case, make, parameters_of
 from benchmarks.real_sizes import HUGGING_FACE
 from benchmarks.residence import Memory
 from benchmarks.suites import common
@@ -80,3 +84,35 @@ def test_models_of_transformers(name: str, options: dict[str, Any], monkeypatch:
     row = row_of(name)
     assert row["status"] == "right", row
     assert row["error"] < 1e-6
+
+
+# Problems and peers: each computes what it says -----------------------------------------------------------------------
+
+
+def test_problems_have_the_papers_sizes() -> None:
+    assert {name: parameters_of(name) for name in SIZES} == {
+        "tiny": 112,
+        "small": 704,
+        "paper-mnist": 2816,
+        "medium": 11264,
+        "large": 720896,
+    }
+    for name in ("tiny", "small-affine", "paper-mnist", "L5d4f6-x2", *GPT2):
+        case = make(name, 2, "float32")
+        assert case.size == parameters_of(name) == sum(p.numel() for p in case.module.parameters())
+        assert {p.dtype for p in case.parameters.values()} == {torch.float32}
+    assert make("gpt2-untied", 1).size - make("gpt2-tied", 1).size == 64 * 32
+
+
+@pytest.mark.slow
+def test_every_chunked_peer_takes_a_language_model() -> None:
+    torch.manual_seed(0)
+    model = TinyGPT2(5, 3, d_model=4, n_heads=2, n_layers=1, tied=True).double()
+    ids = torch.randint(5, (4, 4))
+    case = Case("gpt2", model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), "cross_entropy")
+    ring = Ring(case, whole(case), 0.05, "cpu")
+    peers = [peer for peer in contestants() if peer.matrix is None and not peer.missing(case)]
+    statuses = {peer.name: ring.enter(peer).status for peer in peers}
+    assert statuses["vmap(jvp(grad))"] == statuses["reverse over reverse"] == "right"
+    assert set(statuses.values()) <= {"right", "wrong"}  # none fails; some lose a term in the norms
+    assert ring.verdict(ring.error(closed(case)()[:, ring.picks].T)) == "right"

@@ -1,20 +1,34 @@
-"""The figures' command line and the scripts behind it."""
+"""The figures' command line, the scripts behind it, and what they share: kept answers, interrupted sessions, verdicts."""
 
 from __future__ import annotations
 
+import json
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from figure_files import read
-from figure_sizes import CURVATURE, RUNS
+from figure_sizes import CURVATURE, RUN, RUNS
+from PIL import Image
 
-from figures import _digits, accepted, curvature_gap_7_11, names, summary
+import papers
+from figures import __main__ as command
+from figures import _digits, _kit, _session, accepted, curvature_gap_7_11, names, summary
 from figures.__main__ import main
 from figures._digits import ImageSpec
+from figures._kit import cached, page, save, style, write_verdicts
+from figures._runs import byte_run
+from figures._store import NOTHING, keep, recall
+from figures._verdicts import Part, Status, Verdict, above_zero, in_every
 from hessiankit.support.errors import InputError
+from papers.experiments.tuning.experiment import RunSpec, Setting, run
+from papers.experiments.tuning.verdict import mean_interval
 
 
 def test_every_script_says_what_it_shows_and_is_drawn_by_a_test() -> None:
@@ -74,3 +88,179 @@ def test_images_from_a_path(mnist: Path, tmp_path: Path, monkeypatch: pytest.Mon
 def test_list_as_a_module_needs_no_toolkit() -> None:
     code = "import sys; from figures.__main__ import main; main(['--list']); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=Path(__file__).parents[2])
+
+
+# Kept answers, of which damaged ones are made anew, and sessions that are interrupted ---------------------------------
+
+
+def test_an_answer_is_kept_until_its_key_or_the_code_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def make() -> dict[str, Any]:
+        made.append(len(made))
+        return {"made": len(made), "pair": (1, 2)}
+
+    first = cached(tmp_path, "x", RUN, make)
+    assert first == cached(tmp_path, "x", RUN, make) == {"made": 1, "pair": [1, 2]}
+    assert cached(tmp_path, "x", replace(RUN, seed=1), make)["made"] == 2
+    monkeypatch.setattr(_kit, "code_version", lambda *names: "other code")
+    assert cached(tmp_path, "x", RUN, make)["made"] == 3
+
+
+def test_a_run_is_that_of_tune_lr(tmp_path: Path) -> None:
+    setting = Setting(steps=12, batch_size=2, length=8, layers=1, d_model=8, heads=2, evaluations=3, windows=4)
+    found, reference = byte_run(RUN, tmp_path), run(RunSpec(setting, 0.01))
+    assert found.steps == reference.steps == (0, 4, 8, 12)
+    assert found.losses == reference.losses
+    assert len(found.train_losses) == 12
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "cut off": lambda content: content[:-9],
+    "one bit": lambda content: content[:200] + bytes([content[200] ^ 1]) + content[201:],
+    "other content": lambda content: b"[1, 2]",
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_answer_is_set_aside_and_made_anew(how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+    (path,) = tmp_path.glob("cache/*")
+    damaged = DAMAGE[how](path.read_bytes())
+    path.write_bytes(damaged)
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 6) == 6
+    assert path.with_name(f"{path.name}.damaged").read_bytes() == damaged
+    said = capsys.readouterr().err
+    assert said.startswith(f"figures: {path} is damaged: ")
+    assert said.endswith(f"; it is now {path.name}.damaged, and is made anew\n")
+    assert cached(tmp_path, "sum", {"n": 3}, lambda: 1 / 0) == 6
+
+
+def test_an_answer_to_another_question_is_set_aside_where_its_name_is_of_one_alone(tmp_path: Path) -> None:
+    keep(tmp_path / "a.pt", {"n": 4}, 7)
+    assert recall(tmp_path / "a.pt", {"n": 3}, exclusive=False) is NOTHING
+    assert recall(tmp_path / "a.pt", {"n": 4}) == 7
+    assert recall(tmp_path / "a.pt", {"n": 3}) is NOTHING
+    assert [path.name for path in tmp_path.iterdir()] == ["a.pt.damaged"]
+
+
+@pytest.fixture
+def three(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[Path], list[Path]]]:
+    """Three figures that write an empty file each, to be replaced by the test."""
+
+    def writing(name: str) -> Callable[[Path], list[Path]]:
+        def draw(out: Path) -> list[Path]:
+            (out / f"{name}.png").touch()
+            return [out / f"{name}.png"]
+
+        return draw
+
+    draws = {name: writing(name) for name in ("one", "three", "two")}
+    monkeypatch.setattr(command, "names", lambda: sorted(draws))
+    monkeypatch.setattr(command, "summary", lambda name: f"Shows {name}.")
+    monkeypatch.setattr(command, "script", lambda name: lambda out, quick, suffix: draws[name](out))
+    monkeypatch.setattr(_session, "code_version", lambda *names: "code")
+    return draws
+
+
+def raising(error: BaseException) -> Callable[[Path], list[Path]]:
+    def draw(out: Path) -> list[Path]:
+        raise error
+
+    return draw
+
+
+def test_one_that_fails_is_named_and_the_others_are_drawn(
+    three: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mended = three["three"]
+    three["three"] = raising(InputError("a text: not there"))
+    assert command.main(["--all", "--out", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    assert "drawn: 2 of 3" in out
+    assert err.endswith("failed: three: a text: not there\n")
+    assert "Traceback" not in err
+    assert {p.name for p in tmp_path.glob("*.png")} == {"one.png", "two.png"}
+    three["three"], three["one"] = mended, raising(AssertionError("drawn again"))
+    assert command.main(["--all", "--out", str(tmp_path)]) == 0
+    assert "one: drawn before the interruption" in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png", "two.png"]
+    assert command.main(["--all", "--out", str(tmp_path)]) == 1  # all were drawn: this is a new session, in which one fails
+    assert capsys.readouterr().err.endswith("failed: one: AssertionError: drawn again\n")
+
+
+def test_the_same_command_goes_on_after_ctrl_c(three: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mended, asked = three["three"], ["--all", "--out", str(tmp_path)]
+    three["three"] = raising(KeyboardInterrupt())
+    assert command.main(asked) == 130
+    assert "goes on with three, two" in capsys.readouterr().err
+    three["three"] = mended
+    (tmp_path / "one.png").unlink()  # a file that is gone is drawn again
+    assert command.main(asked) == 0
+    assert "drawn before" not in capsys.readouterr().out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["one.png", "three.png", "two.png"]
+
+
+# Verdicts: their status from outcomes and intervals, under the picture, and in the ledger -----------------------------
+
+ROOT = Path(__file__).parents[2]
+STATUSES = {"SUPPORTED", "CONTRADICTED", "OPEN"}
+
+
+@pytest.mark.parametrize(
+    ("statuses", "whole"),
+    [
+        (("SUPPORTED", "SUPPORTED"), "SUPPORTED"),
+        (("SUPPORTED", "OPEN"), "OPEN"),
+        (("OPEN", "CONTRADICTED"), "CONTRADICTED"),
+        (("SUPPORTED", "CONTRADICTED"), "CONTRADICTED"),
+        ((), "OPEN"),
+    ],
+)
+def test_a_claim_is_as_good_as_its_parts(statuses: tuple[Status, ...], whole: str) -> None:
+    assert Verdict("hybridnorm/fig4", "", tuple(Part("", status, "") for status in statuses)).status == whole
+
+
+def test_an_interval_decides_only_where_it_lies_on_one_side() -> None:
+    above, below, around = (mean_interval(x) for x in ([1.0, 1.1, 0.9], [-1.0, -1.1, -0.9], [1.0, -1.1, 0.9]))
+    assert [above_zero("", one).status for one in (above, below, around)] == ["SUPPORTED", "CONTRADICTED", "OPEN"]
+    assert [above_zero("", some).status for some in ([above, around], [], [above, below])] == ["OPEN", "OPEN", "CONTRADICTED"]
+    assert [in_every("", some, "").status for some in ([True], [True, False], [False])] == ["SUPPORTED", "OPEN", "CONTRADICTED"]
+    with pytest.raises(InputError, match="no run for the criterion 'lower loss'"):
+        in_every("lower loss", [], "")
+
+
+@pytest.mark.usefixtures("all_pixels")
+def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> None:
+    verdict = Verdict("curse-of-depth/fig6", "2 seeds", (in_every("a long criterion " * 20, [True, False], "0.1, 0.2"),))
+
+    def drawn(name: str, verdicts: tuple[Verdict, ...]) -> np.ndarray:
+        with style():
+            figure = page(6.5, 1.0)
+            figure.add_subplot().plot([0, 1], [0, 1])
+            return np.asarray(Image.open(save(figure, tmp_path / name, verdicts)).convert("L"))
+
+    bare, said = drawn("a.png", ()), drawn("b.png", (verdict,))
+    assert said.shape[1] == bare.shape[1]
+    assert np.abs(said[: len(bare) - 4].astype(int) - bare[:-4]).mean() < 2  # the palette differs
+    below = said[len(bare) :]
+    assert len(below) > 40
+    assert (below < 100).any()
+    assert (below[:, -12:] > 200).all(), "a line is longer than the picture is wide"
+    (kept,) = json.loads(write_verdicts(tmp_path, "b", [verdict]).read_text())
+    assert kept["status"] == "OPEN"
+    assert kept["statement"] == papers.claims(id="curse-of-depth/fig6")[0].statement
+    with pytest.raises(InputError, match="curse-of-depth/fig99"):
+        write_verdicts(tmp_path, "b", [Verdict("curse-of-depth/fig99", "", ())])
+
+
+def test_what_the_ledger_reads_is_what_the_figures_wrote() -> None:
+    gallery = runpy.run_path(str(ROOT / "docs" / "_site" / "gallery.py"))
+    kept = json.loads((ROOT / "papers" / "small_scale.json").read_text())
+    assert kept == gallery["small_scale"](), "run: python docs/_site/gallery.py"
+    assert {one["verdict"] for one in kept.values()} <= STATUSES
+    ids = {row.id for row in papers.claims()}
+    said = gallery["verdicts"]()
+    assert {one["claim"] for each in said.values() for one in each} <= ids
+    drawn = {path.name for path in (ROOT / "docs" / "gallery").glob("*.png")}
+    assert all(any(picture.startswith(name) for picture in drawn) for name in said)

@@ -1,12 +1,29 @@
-"""Lanczos with restarts against dense eigenvalues, and what it refuses."""
+"""Lanczos with restarts, files on a full disk, state that is put back, tables, and the version of code."""
 
 from __future__ import annotations
 
+import errno
+import random
+import re
+from html import unescape
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
+from torch import nn
 
 import hessiankit as hk
+from hessiankit.curvature.plot_frame import write_picture
+from hessiankit.curvature.plots import write_numbers
+from hessiankit.support import environment
+from hessiankit.support.files import STDOUT, output_for, write_text
 from hessiankit.support.lanczos import lanczos
+from hessiankit.support.tables import as_html, as_text, table
+from hessiankit.support.torch_state import preserved_state
+
+# Lanczos with restarts ------------------------------------------------------------------------------------------------
 
 
 def symmetric(size: int, seed: int = 0) -> torch.Tensor:
@@ -58,3 +75,152 @@ def test_a_matrix_that_is_not_symmetric_is_refused(basis):
 def test_products_that_are_not_finite_are_refused():
     with pytest.raises(hk.InputError, match="product 1 with the matrix is NaN or infinite"):
         lanczos(lambda v: v / 0 - v / 0, start(5))
+
+
+# Files on a full disk: one line that names the file, and what was there before stays ----------------------------------
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let writing files fail half-way."""
+    write = Path.write_bytes
+
+    def torn(path: Path, content: bytes) -> None:
+        write(path, content[: len(content) // 2])
+        raise FULL
+
+    monkeypatch.setattr(Path, "write_bytes", torn)
+
+
+def test_a_picture_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new folder" / "a.png"
+    write_picture("plots", Figure(), path)
+    before = path.read_bytes()
+    full_disk(monkeypatch)
+    with pytest.raises(hk.InputError, match=r"^plots: cannot write .*a\.png: No space left on device; name a file"):
+        write_picture("plots", Figure(figsize=(1, 1)), path)
+    assert path.read_bytes() == before
+    assert [p.name for p in path.parent.iterdir()] == ["a.png"]
+
+
+def test_a_table_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_numbers(tmp_path / "t.csv", ("a", "b"), [(1, 2)])
+    full_disk(monkeypatch)
+    with pytest.raises(hk.InputError, match=r"cannot write .*t\.csv: No space left"):
+        write_numbers(path, ("a", "b"), [(3, 4)])
+    assert path.read_text() == "a,b\n1,2\n"
+
+
+def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(hk.InputError, match=r"cannot make the folder .*taken: File exists; name another one"):
+        write_picture("plots", Figure(), tmp_path / "taken" / "a.svg")
+
+
+def test_prints_go_to_standard_error_where_the_output_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
+    """A table printed on the way does not end up in a file named ``-``."""
+    with output_for([STDOUT]):
+        print("on the way")
+        write_text("plots", STDOUT, "the file\n")
+    assert capsys.readouterr() == ("the file\n", "on the way\n")
+
+
+# State that preserved_state puts back, also after an error ------------------------------------------------------------
+
+
+def _measure_and_stop(model: nn.Module) -> None:
+    with torch.no_grad(), preserved_state(model):
+        assert torch.is_grad_enabled()
+        assert not any(module.training for module in model.modules())
+        assert all(p.grad is None for p in model.parameters())
+        torch.rand(3), random.random(), np.random.rand()  # noqa: NPY002
+        model[1].running_mean.add_(1.0)
+        model.requires_grad_(True)
+        model.train()
+        model(torch.randn(4, 2)).sum().backward()
+        raise KeyboardInterrupt
+
+
+def test_everything_is_put_back_after_an_error():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Dropout())
+    model[1].eval()
+    model[0].bias.requires_grad_(False)
+    model[0].weight.grad = gradient = torch.ones(2, 2)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()  # noqa: NPY002
+    with pytest.raises(KeyboardInterrupt):
+        _measure_and_stop(model)
+    assert model[0].weight.grad is gradient
+    assert torch.equal(gradient, torch.ones(2, 2))
+    assert model[1].weight.grad is None
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+    assert [module.training for module in model] == [True, False, True]
+    assert all(torch.equal(b, buffers[name]) for name, b in model.named_buffers())
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1] == random.getstate()
+    assert np.array_equal(states[2], np.random.get_state()[1])  # noqa: NPY002
+
+
+def test_buffers_that_did_not_change_are_not_written():
+    model = nn.BatchNorm1d(2)
+    versions = [b._version for b in model.buffers()]
+    with preserved_state(model):
+        model(torch.randn(3, 2))
+    assert [b._version for b in model.buffers()] == versions
+
+
+# Tables: the same words and numbers in plain text and in HTML ---------------------------------------------------------
+
+ROWS = [("W_Q", "4 x 2", "0.125"), ("norm_1.weight", "4", "12.5")]
+HEADERS = ("parameter", "shape", "norm")
+
+
+def test_text_columns_are_on_the_left_and_numbers_on_the_right():
+    lines = [line for line in as_text(table(HEADERS, ROWS, left=2)).splitlines() if "weight" in line or "W_Q" in line]
+    assert lines[0].index("4 x 2") == lines[1].index("4 ", 14)
+    assert len(lines[0]) == len(lines[1])
+    numbers = [line for line in as_text(table(HEADERS, ROWS, left=1)).splitlines() if "weight" in line or "W_Q" in line]
+    assert numbers[0].index("4 x 2") + 5 == numbers[1].index(" 4 ") + 2
+
+
+def test_no_markup_no_colour_no_trailing_space():
+    text = as_text("[bold]t[/bold] :smile:", table(("a", "b"), [("[red]x[/red]", ":smile:")], title="a title"))
+    assert "[bold]t[/bold] :smile:" in text
+    assert "[red]x[/red]" in text
+    assert "a title" in text
+    assert "\x1b" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+    assert text == text.strip("\n")
+
+
+def test_long_names_are_not_cut():
+    long, number = "module." * 40 + "weight", "1" * 90
+    text = as_text(table(("name", "value"), [(long, number)]))
+    assert long in text
+    assert number in text
+    assert "…" not in text
+    assert as_text("a " * 300).split() == ["a"] * 300
+
+
+def test_html_has_the_same_cells():
+    html = as_html(HEADERS, iter(ROWS), caption="title")
+    assert re.findall(r"<th[^>]*>(.*?)</th>", html) == list(HEADERS)
+    assert re.findall(r"<td[^>]*>(.*?)</td>", html) == [cell for row in ROWS for cell in row]
+    assert "<caption>title</caption>" in html
+
+
+def test_html_is_escaped():
+    html = as_html(("<a>",), [("<script>&",)], caption='"<b>"')
+    assert [unescape(text) for text in re.findall(r">([^<\n]+)<", html)] == ['"<b>"', "<a>", "<script>&"]
+
+
+# The version of code --------------------------------------------------------------------------------------------------
+
+
+def test_a_version_is_that_of_the_code_it_names() -> None:
+    versions = {
+        environment.code_version(name) for name in ("hessiankit/__init__.py", "hessiankit/cli/__init__.py", "derivations")
+    }
+    assert len(versions) == 3
+    assert environment.code_version("derivations") in versions
