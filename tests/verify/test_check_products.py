@@ -41,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
 
 
 def test_a_model_of_thousands_of_parameters_passes_without_a_matrix() -> None:
-    module = model(attention_bias=True)  # of which that of the keys has no effect but rounding
+    module = model(d_ff=40, layers=2, attention_bias=True)  # of which that of the keys has no effect but rounding
     before = [(p.data_ptr(), p.dtype, p.detach().clone()) for p in module.parameters()]
     report = checked(module)
     assert sum(p.numel() for p in module.parameters()) > 5000
