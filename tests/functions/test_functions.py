@@ -391,6 +391,44 @@ def next_token(out: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(out.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
+def test_inner_loop_of_meta_learning() -> None:
+    """The gradient of what a step of gradient descent reaches."""
+    model = Attend().double()
+    names, start = zip(*model.named_parameters(), strict=True)
+
+    def after_a_step(*parameters: Tensor) -> Tensor:
+        def inner(*p: Tensor) -> Tensor:
+            return torch.func.functional_call(model, dict(zip(names, p, strict=True)), (TOKENS,)).square().sum()
+
+        slopes = torch.autograd.grad(inner(*parameters), parameters, create_graph=True)
+        return inner(*(p - 0.1 * g for p, g in zip(parameters, slopes, strict=True)))
+
+    with hk.twice_differentiable_attention():
+        found = torch.autograd.grad(after_a_step(*start), start)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = torch.autograd.grad(after_a_step(*start), start)
+    for a, b in zip(found, right, strict=True):
+        close(a, b)
+
+
+def test_gradient_penalty() -> None:
+    """Wasserstein GAN: the norm of the critic's gradient with respect to its input, differentiated with respect to its parameters."""
+    critic = Attend().double()
+
+    def penalty() -> Tensor:
+        x = TOKENS.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(critic(x).sum(), x, create_graph=True)
+        return (slope.flatten(1).norm(dim=1) - 1).square().mean()
+
+    parameters = [critic.mix.weight, critic.mix.bias, critic.head.weight]
+    with hk.twice_differentiable_attention():
+        found = torch.autograd.grad(penalty(), parameters)
+    with sdpa_kernel(SDPBackend.MATH):
+        right = torch.autograd.grad(penalty(), parameters)
+    for a, b in zip(found, right, strict=True):
+        close(a, b)
+
+
 def test_curvlinops() -> None:
     """In the matrices: torch 2.13 differentiates the gain of its layer_norm wrongly in jvp of jacrev."""
     curvlinops = pytest.importorskip("curvlinops")
