@@ -147,7 +147,7 @@ def _times(dtype: torch.dtype, device: torch.device) -> tuple[float, float, floa
     c = torch.ones(8, dtype=dtype, device=device)
     product, copy, small = _seconds(lambda: a.mT @ a), _seconds(lambda: b + 1), _seconds(lambda: c + 1)
     new = _seconds(lambda: zeros((FRESH, FRESH), torch.float64, device).fill_(1.0))
-    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.elementbyte_size()), new / (8 * FRESH**2), small
+    return product / (2 * 64 * 256 * 64 * 64), copy / (2 * b.numel() * b.element_size()), new / (8 * FRESH**2), small
 
 
 def _seconds(run: Callable[[], Any]) -> float:

@@ -206,7 +206,7 @@ REFUSED = [
     ("hessian --model my_models:make", "does not take the tokens of a text (RuntimeError: mat1"),
     ("hessian --model my_models:make --shape 10 5", "does not take inputs of shape [10, 5]"),
     ("hessian --model my_models:silent --shape 2 3", "no parameter"),
-    ("hessian --model tiny", "197,504 parameters make a"),
+    ("hessian --model tiny", "a 197,504 x 197,504 torch.float64 matrix and its work space take"),
     ("hessian --d-model 300000", "pass a smaller --d-model or --d-ff"),
     ("hessian --batch 1000000 --tokens 100000", "pass a smaller --batch, --tokens or --d-model"),
 ]

@@ -83,7 +83,7 @@ def test_derivatives_that_do_not_fit_are_refused_before_they_are_made(monkeypatc
     assert found.workspace_bytes > 2 * room
     for where in (memory, evaluation):
         monkeypatch.setattr(where, "available_memory", lambda device: room)
-    message = r"the derivatives of one chunk of samples .*iB, and the matrix, .*iB, take"
+    message = r"the derivatives of one chunk of samples, .*iB, and the matrix, .*iB, take"
     with Meter() as meter, pytest.raises(hk.OutOfMemoryError, match=message):
         hk.hessian(module, x, x)
     assert meter.peak < room
