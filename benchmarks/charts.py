@@ -19,7 +19,7 @@ OURS = {
     "closed form, plain torch": "s",
     "hessian": "*",
     "hessian_operator": "P",
-    "hessian_operator:recompute=layers": "D",
+    "hessian_operator:recompute=layers": "2",
     "hessiankit.hessian_diagonal": "*",
     "dense closed form": "s",
     "columns of the operator": "D",
