@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature.approximating.approximations import Point
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.curvature.structures import StructuredOperator
+from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.engine.problem.batches import gather
 
 AGREED = 1e-10
@@ -418,3 +418,10 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
         of_mean.append(torch.kron(G @ G.T, torch.eye(n).to(G)) if m <= n else torch.kron(torch.eye(m).to(G), G.T @ G))
     assert error(shampoo @ shampoo, torch.block_diag(*left_and_right)) <= 1e-9  # it has the root of each factor
     assert error(muon, torch.block_diag(*of_mean)) <= EXACT
+
+
+def test_a_low_rank_matrix_with_values_of_either_sign_is_inverted():
+    basis, values, diagonal = torch.linalg.qr(draw(5, 3)).Q, torch.tensor([2.0, -0.3, 0.0]).double(), draw(5).abs()
+    matrix, rows = basis @ torch.diag(values) @ basis.T + torch.diag(diagonal + 0.7), draw(2, 5, seed=3)
+    found = LowRankPlusDiagonal(basis, values, diagonal).solve(rows, 0.7)
+    assert torch.allclose(found, torch.linalg.solve(matrix, rows.T).T, rtol=1e-12)

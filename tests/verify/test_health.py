@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from reference_cases import RIGHT, HandWrittenNorm, draw
 from torch import nn
 
+from hessiankit.verify.comparison import Gaps, Judge
 from hessiankit.verify.health import examine, rounding_noise
 from hessiankit.verify.probes import probe_directions
 from hessiankit.verify.problem import Problem
@@ -191,3 +194,32 @@ def test_results_that_are_missing_or_not_finite_are_reported():
     assert str(health["torch.func.hessian"]) == "torch.func.hessian: unhealthy: not finite"
     assert str(health["curvlinops"]) == "curvlinops: unhealthy: unsupported: relu"
     assert health["jvp(grad)"].healthy
+
+
+def judge(floor: float = 0.0) -> Judge:
+    """A judge of two parameters, where rounding leaves ``floor`` in every cell."""
+    noise: Any = SimpleNamespace(
+        problem=SimpleNamespace(params={"a": None, "b": None}),
+        precision=torch.float64,
+        eps=2.0**-52,
+        floor=lambda labels: torch.full((2, len(labels)), floor, dtype=torch.float64),
+    )
+    return Judge(noise)
+
+
+def cells(gap: list[list[float]], size: list[list[float]]) -> Gaps:
+    gaps, sizes = (torch.tensor(x, dtype=torch.float64) for x in (gap, size))
+    return Gaps(("a", "b"), gaps, sizes, sizes, torch.zeros_like(gaps))
+
+
+def test_one_cell_that_is_not_finite_is_the_worst():
+    worst = judge().worst(cells([[0.0, 0.0], [math.nan, 1e-20]], [[1.0, 1.0], [1.0, 1.0]]))
+    assert worst.error == math.inf
+    assert worst.pair == ("b", "a")
+
+
+def test_a_small_cell_that_is_wrong_is_not_taken_for_a_remainder_of_rounding():
+    gaps = cells([[0.0, 0.0], [0.0, 1e-10]], [[1.0, 1.0], [1.0, 1e-10]])
+    assert judge(floor=1.0).relative(gaps)[1, 1] == 1.0
+    below = cells([[0.0, 0.0], [0.0, 1e-15]], [[1.0, 1.0], [1.0, 1e-15]])
+    assert judge(floor=1.0).relative(below)[1, 1] == 0.0
