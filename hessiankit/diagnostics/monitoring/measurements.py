@@ -81,8 +81,8 @@ def eigenvalue(
     which route it was computed and why; with an optimizer in its metric, beside its threshold.
 
     The ``route`` ``"closed form"`` takes products by :func:`hessiankit.hessian_operator`, ``"autograd"`` by two reverse passes,
-    with torch's unfused attention, for the fused one has no second derivative, and ``"auto"`` closed forms for up to 200,000
-    parameters of a model that can be traced. The search starts from a vector drawn by ``seed``, the same on every device, or
+    with attention that has a second derivative, and ``"auto"`` closed forms for up to 200,000 parameters of a model that can be
+    traced, autograd for others. The search starts from a vector drawn by ``seed``, the same on every device, or
     from the eigenvector that ``last`` holds, and leaves its own there.
     """
     parameters = trainable(model)
