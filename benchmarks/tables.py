@@ -27,7 +27,7 @@ NOTES = (
 def markdown(headers: Sequence[str], rows: Sequence[Sequence[str]], text: int = 1) -> str:
     """Return a Markdown table whose first ``text`` columns are aligned left, the others right.
 
-    A setting (``SETTINGS``) that is the same in all of several rows stands in a line above the table, not in a column.
+    If all of several rows have the same setting (``SETTINGS``), it stands in a line above the table and has no column.
 
     >>> print(markdown(["a", "b"], [["x", "1"]]))
     | a | b |

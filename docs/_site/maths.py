@@ -22,7 +22,7 @@ INLINE = r"(?<![\\$\w])\$(?![\s$])([^$]*[^\s$\\])\$(?![\w$])"
 
 
 LONG = 20
-"""Characters of an inline formula, markup left out, from which on it has a line of its own in a narrow window, which scrolls."""
+"""An inline formula of more characters, markup left out, gets a line of its own in a narrow window. The line scrolls."""
 
 
 def mathml(formula: str, *, display: bool = False) -> str:

@@ -55,8 +55,8 @@ def check_matrix(who: str, rows: int, columns: int, dtype: torch.dtype, device: 
 def byte_size(n: float) -> str:
     """Return a number of bytes as readable text.
 
-    >>> byte_size(100), byte_size(1536), byte_size(3 * 2**40)
-    ('100 B', '1.5 KiB', '3.0 TiB')
+    >>> byte_size(1010), byte_size(1536), byte_size(3 * 2**40)
+    ('1010 B', '1.5 KiB', '3.0 TiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if n < 1024:
