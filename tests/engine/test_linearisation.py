@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -80,6 +81,46 @@ def test_a_product_with_other_parameters_is_refused_without_copies() -> None:
     with pytest.raises(InputError, match=r"'0.weight' has been given other values since; make it anew .* snapshot=True"):
         shared @ v
     assert torch.equal(copied @ v, before)
+
+
+def swap_layers(module: nn.Sequential) -> None:
+    first, second = module[0].weight.data, module[2].weight.data
+    values = first.clone()
+    first.copy_(second)
+    second.copy_(values)
+
+
+def exchange_storage(module: nn.Sequential) -> None:
+    module[0].weight.data, module[2].weight.data = module[2].weight.data, module[0].weight.data
+
+
+CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
+    "rows in another order": lambda m: m[0].weight.data.copy_(m[0].weight[torch.tensor([1, 0, 3, 2])].detach()),
+    "columns in another order": lambda m: m[0].weight.data.copy_(m[0].weight.flip(1).detach()),
+    "two entries exchanged": lambda m: m[0].weight.data.view(-1)[:2].copy_(m[0].weight.data.view(-1)[:2].flip(0)),
+    "two signs": lambda m: m[0].weight.data.view(-1)[:2].neg_(),
+    "all signs": lambda m: m[0].weight.data.neg_(),
+    "all signs, no_grad": lambda m: m[0].weight.copy_(-m[0].weight),
+    "halves of two entries": lambda m: m[0].weight.data.view(torch.int32).view(-1)[:3:2].copy_(torch.tensor([3, 5])),
+    "one bit": lambda m: m[2].bias.data.view(torch.int32).view(-1)[:1].add_(1),
+    "values of two layers": swap_layers,
+    "memory of two layers": exchange_storage,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{"snapshot": False}, {"recompute": "layers"}, {"micro_batch": 2}], ids=str)
+def test_every_change_of_a_shared_parameter_is_seen(options: dict[str, Any], dtype: torch.dtype) -> None:
+    for name, change in CHANGES.items():
+        module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype)
+        operator = hessian_operator(module, draw(4, 4).to(dtype), draw(4, 4, seed=1).to(dtype), **options)
+        v = torch.ones(40, dtype=operator.torch_dtype)
+        operator @ v
+        with torch.no_grad():
+            change(module)
+        with pytest.raises(InputError, match="has been given other values since"):
+            operator @ v
+            pytest.fail(name)
 
 
 def test_parts_that_depend_on_each_other_are_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from operator import is_
 from types import CellType, FunctionType, MethodType, SimpleNamespace
@@ -245,25 +245,49 @@ def _write_back(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return a number for each tensor that changes with almost every change of its entries.
+    """Return a number for each tensor that changes with almost every change of its entries, permutations and signs among them.
 
-    On the CPU their sum, read as integers. On a device, where reading it would wait for all that is queued, how often an
-    operation has written into the tensor, which leaves out what is written through ``.data``.
+    On the CPU a hash of its values. On a device, where reading it would wait for all that is queued, how often an operation has
+    written into the tensor, which leaves out what is written through ``.data``.
     """
-    return {name: _sum_of_bits(x) if x.device.type == "cpu" else x._version for name, x in tensors.items()}
+    return {name: _hash_of_values(x) if x.device.type == "cpu" else x._version for name, x in tensors.items()}
 
 
-def _sum_of_bits(x: Tensor) -> int:
-    """Return the sum of a tensor's bits, read as integers: of eight bytes where it consists of such, which makes no copy.
+HASH_WORDS = 2**16
+"""Words hashed at once: with weights and workspace 1.5 MiB. Half or four times as many took 1.2 to 2.5 times as long."""
 
-    >>> [_sum_of_bits(torch.zeros(2, dtype=torch.float32).index_fill(0, torch.tensor(k), 2**-149)) for k in (0, 1)]
-    [1, 4294967296]
+HASH_BASE = 6364136223846793005
+"""Odd multiplier between groups of words (Knuth, MMIX)."""
+
+
+@cache
+def _hash_weights() -> Tensor:
+    """Return odd 64-bit integers, one for each word of a group: multiplication by them is one-to-one modulo 2^64."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(-(2**62), 2**62, (HASH_WORDS,), generator=generator, device="cpu") * 2 + 1
+
+
+def _hash_of_values(x: Tensor) -> int:
+    """Return a 64-bit hash of the entries of a tensor and of their order, without a copy of the tensor.
+
+    A word is multiplied by the weight of its position. The upper half of the product is then mixed into the lower half: without
+    this step the signs of two float64 entries, which are top bits, would cancel modulo 2^64.
+
+    >>> x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    >>> len({_hash_of_values(y) for y in (x, x.flip(0), -x, x * torch.tensor([1, -1, -1, 1]))})
+    4
     """
     x = torch.view_as_real(x.detach()) if x.is_complex() else x.detach()
     flat = x.reshape(-1)
     whole = flat.numel() * flat.element_size() % 8 == 0 and flat.data_ptr() % 8 == 0
     kind = torch.int64 if whole else {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.element_size()]
-    return int(flat.view(kind).sum())
+    weights, total = _hash_weights(), 0
+    workspace = torch.empty(HASH_WORDS, dtype=torch.int64, device="cpu")
+    for words in flat.view(kind).split(HASH_WORDS):
+        mixed = torch.mul(words, weights[: len(words)], out=workspace[: len(words)])
+        mixed.bitwise_xor_(mixed >> 32)
+        total = (total * HASH_BASE + int(mixed.sum())) % 2**64
+    return total
 
 
 def _plain_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
