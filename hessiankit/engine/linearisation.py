@@ -84,7 +84,7 @@ class Linearisation:
         self._narrow, self._is_large = trace.narrow, task.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         output = traced.output if gauss_newton else None
-        self._nonlinear = None if output is None else trace.descendants(output) - {output}
+        self._nonlinear = traced.loss_side() if gauss_newton else None
         fuse_attention(trace, self._nonlinear)
         fuse_head(trace, self._nonlinear)
         fuse_steps(trace, () if output is None else (output,))

@@ -84,7 +84,7 @@ def parts(
         stop = min(start + step, task.batch)
         samples = task.part(slice(start, stop)) if cut else task
         traced = loss_trace(samples, normalizer)
-        paths = Paths(traced.trace, traced.output if gauss_newton else None, share, by_column=alone)
+        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
         chosen, cost = cheapest(samples, paths, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)

@@ -112,7 +112,7 @@ class Paths:
 
     Args:
         trace: It is rewritten so that rows stay apart.
-        downstream_of: Only primitives after this value bend: the Gauss-Newton part.
+        loss_side: Values whose primitives bend, for the Gauss-Newton part; None: all.
         scale: What the loss is multiplied by.
         by_column: Whether parameters that enter several places, or an entry of which reaches several columns, are places of their
             own: so that each entry reaches one column.
@@ -123,11 +123,13 @@ class Paths:
         places: In order.
     """
 
-    def __init__(self, trace: Trace, downstream_of: int | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
+    def __init__(
+        self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False
+    ) -> None:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
         self.adjoints = trace.adjoints(scale)
-        self._bending = None if downstream_of is None else trace.descendants(downstream_of) - {downstream_of}
+        self._bending = loss_side
         self._sites = find_sites(trace)
         self._applications = {a.output: a for a in trace.applications if a.output in self.adjoints}
         self._needed = self._values_that_are_read()

@@ -266,3 +266,42 @@ def test_residuals_are_standard_normal():
 def test_a_number_on_the_edge_of_two_classes_draws_the_second(monkeypatch):
     monkeypatch.setattr(labels, "uniforms", lambda *_: torch.full((1, 1, 1), 0.5, dtype=torch.float64))
     assert sample_labels(torch.zeros(1, 1, 2, dtype=torch.float64), [0], 1, 0).item() == 1
+
+
+APART = {  # losses of (output, target, weight) with terms that keep output and weight apart
+    "penalty": lambda o, t, w: (o - t).square().mean() + 0.1 * w.square().sum(),
+    "mean of penalised batches": lambda o, t, w: ((o - t).pow(4).mean() + w.pow(4).sum()) * 0.5 / 3,
+    "penalty, divided by a tensor": lambda o, t, w: ((o - t).cosh().mean() + w.norm()) / t.new_tensor(4.0),
+    "weight that is detached": lambda o, t, w: (o - t).cosh().mean() * w.detach().square().sum(),
+}
+MIXED = {
+    "factor": lambda o, t, w: (o - t).square().mean() * w.square().sum(),
+    "temperature": lambda o, t, w: (o / w.norm() - t).square().mean(),
+    "scale of a linear readout": lambda o, t, w: (o * t).sum() * w.square().sum(),
+    "margin": lambda o, t, w: torch.nn.functional.softplus(-o * t * w.norm()).mean(),
+    "root of a penalised loss": lambda o, t, w: ((o - t).square().mean() + w.square().sum()).sqrt(),
+    "shift": lambda o, t, w: (o - t + w[:, :1]).square().mean(),
+}
+GAUSS_NEWTON = {
+    "outer": lambda *a, **k: hk.hessian(*a, **k).outer(),
+    "lazy outer": lambda *a, **k: hk.hessian(*a, lazy=True, **k).outer(),
+    "operator": lambda *a, **k: hk.hessian_operator(*a, kind="ggn", **k).to_matrix(),
+    "diagonal": lambda *a, **k: torch.diag(hk.hessian_diagonal(*a, kind="ggn", **k).flat),
+}
+
+
+@pytest.mark.parametrize("reading", GAUSS_NEWTON)
+def test_a_gauss_newton_matrix_needs_a_loss_that_the_parameters_reach_by_the_output(reading: str) -> None:
+    module, x, target = nn.Linear(3, 2, bias=False).double(), draw(4, 3), draw(4, 2, seed=2)
+    w, read = module.weight, GAUSS_NEWTON[reading]
+    J = torch.func.jacrev(lambda v: (x @ v.T).reshape(-1))(w.detach()).reshape(8, 6)
+    for name, loss in APART.items():
+        z = module(x).detach()
+        second = torch.autograd.functional.hessian(lambda z: loss(z, target, w.detach()), z).reshape(8, 8)
+        G = J.T @ second @ J
+        seen = read(module, x, target, loss=lambda o, t: loss(o, t, w))
+        expected = torch.diag(G.diagonal()) if reading == "diagonal" else G
+        assert error(seen, expected) <= EXACT, name
+    for loss in MIXED.values():
+        with pytest.raises(hk.InputError, match="has no Gauss-Newton part"):
+            read(module, x, target, loss=lambda o, t: loss(o, t, w))

@@ -13,10 +13,11 @@ from torch import Tensor
 from derivations.loss import CrossEntropy, MeanSquaredError, SampledLoss
 from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED, known_count, member, read_outputs
 from hessiankit.engine.problem.task import Task
-from hessiankit.support.errors import TraceError
+from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.dead_entries import without_dead_entries
+from hessiankit.tracing.derivative_tests import generic
 from hessiankit.tracing.recording import record
-from hessiankit.tracing.trace import Trace, in_one_dtype, trace_call
+from hessiankit.tracing.trace import Application, Trace, in_one_dtype, trace_call
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,32 @@ class LossTrace:
         """Bring the values to one type, and take out derivatives that are not finite where they do not matter."""
         in_one_dtype(self.trace)
         without_dead_entries(self.trace)
+
+    def loss_side(self) -> set[int]:
+        """Return the values that are computed from the module's output, in which a Gauss-Newton matrix has its second derivatives.
+
+        Raises:
+            InputError: A second derivative there mixes the output with parameters that reach the loss by another way: the second
+                derivatives in the output alone are then no part of the Hessian's.
+        """
+        assert self.output is not None
+        after, trace = self.trace.descendants(self.output) - {self.output}, self.trace
+        mixed: set[int] = set()
+        for a in trace.applications:
+            if a.output not in after:
+                continue
+            moving = [at for at in a.inputs if at in trace.moving]
+            beside = [at for at in moving if at in mixed or not (at in after or at == self.output)]
+            if not beside:
+                continue
+            mixed.add(a.output)
+            if _has_curvature(trace, a):
+                raise InputError(
+                    f"the loss combines the module's output with parameters that reach it by another way ({a.name}), so it has "
+                    "no Gauss-Newton part J^T L'' J; let the module apply these parameters to its output, or add their term to "
+                    "the loss. kind='hessian' takes any loss"
+                )
+        return after
 
 
 def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTrace:
@@ -53,6 +80,19 @@ def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTra
         return LossTrace(traced, None)
     at = traced.marked[0]
     return LossTrace(traced, traced.add_value(outputs[0].detach()) if at is None else at)
+
+
+@torch.no_grad()
+def _has_curvature(trace: Trace, a: Application) -> bool:
+    """Tell whether a primitive has a nonzero second derivative with respect to its moving inputs, at their values."""
+    if a.primitive.is_linear:
+        return False
+    inputs, moves = trace.gather(a), [at is not None for at in trace.moving_inputs(a)]
+    pairs = enumerate(zip(inputs, moves, strict=True))
+    tangents = [generic(x, k).unsqueeze(0) if x is not None and is_moving else None for k, (x, is_moving) in pairs]
+    adjoint = generic(trace.values[a.output], len(inputs))
+    covectors = a.primitive.linearise(inputs, adjoint, moves).pull(None, tangents)  # type: ignore[arg-type]
+    return any(is_moving and x is not None and bool(x.any()) for x, is_moving in zip(covectors, moves, strict=True))
 
 
 def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
