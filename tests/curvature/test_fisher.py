@@ -280,7 +280,7 @@ MIXED = {
     "scale of a linear readout": lambda o, t, w: (o * t).sum() * w.square().sum(),
     "margin": lambda o, t, w: torch.nn.functional.softplus(-o * t * w.norm()).mean(),
     "root of a penalised loss": lambda o, t, w: ((o - t).square().mean() + w.square().sum()).sqrt(),
-    "shift": lambda o, t, w: (o - t + w[:, :1]).square().mean(),
+    "shift": lambda o, t, w: (o - t + w[:, 0]).square().mean(),
 }
 GAUSS_NEWTON = {
     "outer": lambda *a, **k: hk.hessian(*a, **k).outer(),
