@@ -123,9 +123,7 @@ class Paths:
         places: In order.
     """
 
-    def __init__(
-        self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False
-    ) -> None:
+    def __init__(self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
         reassociate(trace)
         self.trace, self.output = trace, trace.output
         self.adjoints = trace.adjoints(scale)

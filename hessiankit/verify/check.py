@@ -34,7 +34,7 @@ from hessiankit.verify.problem import Problem, cast
 from hessiankit.verify.references import REFERENCES, Outcome, Unsupported, run_references
 from hessiankit.verify.same_call import SameCall, by_operator
 from hessiankit.verify.small_blocks import formula_rows, twin_rows
-from hessiankit.verify.traits import STOPPED, traits
+from hessiankit.verify.traits import traits
 
 INDEPENDENT = ("reverse-over-reverse", "jvp(grad)", "central-differences")
 """Three references that share nothing."""
@@ -236,9 +236,7 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         remarks, of_matrix["identities"] = same.remarks, identities(problem, closed.matrix, rtol=rtol)
         formulas, of_matrix["exact"] = _formulas(module, options)
         same.rows += formulas
-    moves = any(REFERENCES[name].many_calls and not h.healthy for name, h in health.items())
-    stopped = STOPPED.format(seen.stopped_by) if seen.stopped_by and moves else ""
-    notes = tuple(remark for remark in (seen.padding, stopped, *remarks) if remark)
+    notes = tuple(remark for remark in (seen.padding, *remarks) if remark)
     lowered = f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else ""
     every = (*rows, *same.rows)
     return CheckReport(every, tuple(health.values()), closed, rtol, comparison, remarks=notes, lowered=lowered, **of_matrix)

@@ -44,6 +44,9 @@ RESOLVED = 1e-2
 FORMULAS = "vec_r"
 """The reference of rows that compare the formulas of the chapters with the fast path."""
 
+DIFFERENCES = "differences of the loss"
+"""The reference of the row that compares torch's gradient with the loss that it is the gradient of."""
+
 MODULE = "the module"
 """The reference of rows that compare loss and gradient with those of the user's own call."""
 
@@ -52,6 +55,7 @@ ROUNDING = "0 to rounding"
 
 SAME_CALL = {
     "loss": "loss of the same call",
+    "slope": "torch's gradient, along a generic direction",
     "gradient": "gradient of hessian_operator",
     "operator": "products of hessian_operator",
     "diagonal": "hessian_diagonal",
@@ -65,9 +69,10 @@ class CheckRow:
     """One comparison with one healthy reference: of a block pair, or of loss, gradient, operator or diagonal of the same call.
 
     Attributes:
-        name: The block pair, "row parameter x column parameter"; or "loss", "gradient: parameter", "operator: parameter"
-            (products of ``hessian_operator`` along directions on it), "diagonal: parameter" (``hessian_diagonal``), "wide
-            twin: parameter" (of a block of the same structure at larger widths).
+        name: The block pair, "row parameter x column parameter"; or "loss", "slope" (torch's gradient, against differences of the
+            loss), "gradient: parameter", "operator: parameter" (products of ``hessian_operator`` along directions on it),
+            "diagonal: parameter" (``hessian_diagonal``), "wide twin: parameter" (of a block of the same structure at larger
+            widths).
         reference: The reference.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
         passed: Whether it lies within the tolerance plus the reference's estimate of its own error.

@@ -213,9 +213,19 @@ class SideBySide:
         witnesses = {name: case for name, case in cases.items() if case.judges}
         agree = {frozenset(ab) for ab in combinations(witnesses, 2) if self.judge.within(self.gaps(*ab), self.tolerance)}
         consensus = agreeing({name: case.group for name, case in witnesses.items()}, agree)
-        return {name: self._health(case, witnesses, consensus) for name, case in cases.items()}
+        dissent = next((name for name, case in cases.items() if consensus and self._dissents(case, consensus)), "")
+        return {name: self._health(case, witnesses, () if dissent else consensus, dissent) for name, case in cases.items()}
 
-    def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str]) -> Health:
+    def _dissents(self, case: Case, consensus: Collection[str]) -> bool:
+        """Tell whether differences of the gradient, sure of themselves, contradict routes that differentiate it.
+
+        These share torch's formulas, and may share their error: which side is wrong is not known.
+        """
+        if case.failed or case.name in consensus or case.name not in REFERENCES or not REFERENCES[case.name].many_calls:
+            return False
+        return case.resolves and not all(self.judge.within(self.gaps(case.name, name), case.tolerance) for name in consensus)
+
+    def _health(self, case: Case, witnesses: Mapping[str, Case], consensus: Collection[str], dissent: str) -> Health:
         judge, seen = self.judge, self.seen
         others = [name for name in consensus if witnesses[name].group != case.group and not case.failed]
         compared = {name: self.gaps(case.name, name) for name in others}
@@ -240,6 +250,8 @@ class SideBySide:
             reason = f"resolves some block to {case.attainable:.1e} only{'; ' if case.note else ''}{case.note}"
         elif not case.symmetric:
             reason = f"not symmetric ({symmetry}){tail}"
+        elif dissent and case.name != dissent:
+            reason = f"not confirmed: {dissent} contradict it, and resolve every block: which of the two is wrong is not known"
         elif nearest is None:
             reason = "not confirmed: no two independent references agree"
         elif not agrees:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from inspect import signature
@@ -31,6 +31,7 @@ from hessiankit.engine.problem.state import Held
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
+from hessiankit.tracing.stopped import StoppedValues
 from hessiankit.verify.in_place import placed, preserved
 
 R = TypeVar("R")
@@ -156,9 +157,10 @@ class Problem:
         """Return the same problem at other values of the same parameters."""
         return replace(self, params=params)
 
-    def call(self) -> Tensor:
+    def call(self, stopped: AbstractContextManager[Any] | None = None) -> Tensor:
         """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`."""
-        loss = _call(self.module, self.inputs, self.target, self.loss)
+        with stopped or nullcontext():
+            loss = _call(self.module, self.inputs, self.target, self.loss)
         off = next((name for name, p in self.own.items() if not p.requires_grad), None)
         if off is not None:
             raise InputError(
@@ -167,13 +169,21 @@ class Problem:
             )
         return loss
 
-    def gradient(self) -> list[Tensor]:
-        """Return the gradient of :meth:`call` in each parameter; within :meth:`at`."""
-        loss, own = self.call(), list(self.own.values())
+    def gradient(self, stopped: AbstractContextManager[Any] | None = None) -> list[Tensor]:
+        """Return the gradient of :meth:`call` with respect to each parameter; within :meth:`at`."""
+        loss, own = self.call(stopped), list(self.own.values())
         if not loss.requires_grad:
             return [torch.zeros_like(p) for p in own]
         gradients = torch.autograd.grad(loss, own, allow_unused=True)
         return [torch.zeros_like(p) if g is None else g for p, g in zip(own, gradients, strict=True)]
+
+    @cached_property
+    def stopped(self) -> StoppedValues:
+        """The values that torch's gradient holds constant, at ``params``: a context for :meth:`call` at other points."""
+        held = StoppedValues()
+        with self.at():
+            self.call(held)
+        return held
 
     def flat_gradient(self) -> Tensor:
         """Return the gradient at ``params`` as one vector (P)."""

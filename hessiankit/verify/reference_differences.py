@@ -30,7 +30,8 @@ SAFETY = 4.0
 def central(problem: Problem, V: Tensor, chunk: int, progress: Progress) -> tuple[Tensor, Tensor, str]:
     """Return H v = (g(theta + h v) - g(theta - h v)) / 2h to eighth order, at the best of a ladder of steps.
 
-    g is the module's own gradient, of the user's call, with the user's parameters moved in place.
+    g is the module's own gradient, of the user's call, with the user's parameters moved in place. What torch's gradient holds
+    constant (``detach``, ``torch.no_grad``) is held at the point.
 
     For each direction (scaled to unit length) the step is halved; half of the points are used again. The difference of
     two consecutive steps estimates the error of the smaller one, block by block: truncation falls 256 times a halving,
@@ -140,5 +141,5 @@ def _gradients(problem: Problem, points: Iterable[Tensor]) -> Tensor:
     gradients = []
     for point in points:
         with placed((problem.own[n], x.contiguous()) for n, x in problem.unflatten(point).items()):
-            gradients.append(torch.cat([g.reshape(-1) for g in problem.gradient()]))
+            gradients.append(torch.cat([g.reshape(-1) for g in problem.gradient(problem.stopped)]))
     return torch.stack(gradients)

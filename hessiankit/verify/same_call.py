@@ -14,11 +14,23 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
-from hessiankit.tracing.derivative_tests import central_differences, generic
-from hessiankit.verify.comparison import CLOSED, MODULE, CheckRow, Gaps, Judge, Layout, RoundingNoise, cells_of_labels, method_of
+from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, central_differences, generic
+from hessiankit.verify.comparison import (
+    CLOSED,
+    DIFFERENCES,
+    MODULE,
+    CheckRow,
+    Gaps,
+    Judge,
+    Layout,
+    RoundingNoise,
+    cells_of_labels,
+    method_of,
+)
 from hessiankit.verify.probes import Direction, Probes, probe_directions
 from hessiankit.verify.problem import Problem
 from hessiankit.verify.references import REFERENCES, Outcome
+from hessiankit.verify.traits import traits
 
 T = TypeVar("T")
 
@@ -45,12 +57,10 @@ class SameCall:
         """Compare loss, operator and diagonal of the call that gave a matrix; results of references are along ``probes``."""
         reference, exact = next(((n, x.value) for n, x in self.healthy.items()), ("", None))
         self.loss(closed.loss)
+        self.slope()
         operator, seconds = self._attempt("operator", "gradient and operator", self._symmetric_operator)
         if operator is not None:
-            gradients = list(self.gradient(operator.gradient, seconds))
-            if not all(row.passed for row in gradients):
-                self.remarks += self.wrong_slope(operator.gradient)
-            self.rows += gradients
+            self.rows += self.gradient(operator.gradient, seconds)
             if exact is not None:
                 few = probes or probe_directions(self.problem, 1, seed)
                 products = (operator @ few.V.T.to(operator.torch_dtype)).T
@@ -64,6 +74,7 @@ class SameCall:
     def of_operator(self, operator: HessianOperator) -> None:
         """Compare loss, gradient and diagonal of the call that gave an operator."""
         self.loss(operator.loss)
+        self.slope()
         self.rows += self.gradient(operator.gradient, 0.0)
         exact = next(iter(self.healthy), None)
         if self.problem.size > DIAGONAL:
@@ -91,24 +102,37 @@ class SameCall:
         cells = {f"gradient: {group}": [(names.index(n), 0) for n in members] for group, members in self.groups.items()}
         yield from judge.rows(gaps, self.rtol, MODULE, seconds, cells)
 
-    def wrong_slope(self, mine: Tensor) -> Iterator[str]:
-        """Yield a remark if torch's gradient is not the derivative of its own loss, and that of the closed form is."""
-        problem, theta = self.problem, self.problem.theta.double()
-        along = generic(theta, 0) * theta.abs().max()
+    def slope(self) -> None:
+        """Compare torch's gradient with central differences of its own loss along a generic direction.
 
-        def loss(at: tuple[Tensor, ...]) -> tuple[Tensor]:
-            with problem.at(problem.unflatten(at[0].to(problem.dtype))):
-                return (problem.call().detach().double().cpu().reshape(1),)
-
-        slope, unsure = central_differences(loss, (theta,), (along,))
-        if not slope or slope[0] is None or problem.dtype != torch.float64:
+        What torch holds constant, and the row of a padding token, are held. In half precision differences have no digits.
+        """
+        problem, seen, start = self.problem, traits(self.problem), time.perf_counter()
+        if seen.precision not in (torch.float32, torch.float64):
             return
-        terms = [gradient.double() * along for gradient in (problem.flat_gradient(), mine)]
-        torch_s, closed = (float((t.sum() - slope[0]).abs() / t.abs().sum()) for t in terms)
-        if torch_s > 10 * max(closed, unsure * float(slope[0].abs() / terms[0].abs().sum())):
-            yield (
-                f"torch's own gradient is {torch_s:.1e} off central differences of its loss along a generic direction, and that "
-                f"of the closed form {closed:.1e}: a formula of torch has lost digits, which all that differentiate it lack"
+        along = {name: generic(x, k) * x.abs().max() for k, (name, x) in enumerate(problem.params.items())}
+        for name, own in problem.own.items():
+            if id(own) in seen.still:
+                along[name][seen.still[id(own)]] = 0
+
+        def loss(values: tuple[Tensor, ...]) -> tuple[Tensor]:
+            with problem.at(dict(zip(problem.params, values, strict=True))):
+                return (problem.call(problem.stopped).detach().double().cpu().reshape(1),)
+
+        point, tangents = tuple(problem.params.values()), tuple(along.values())
+        slopes, unsure = central_differences(loss, point, tangents, weights=FEWER_WEIGHTS)
+        terms = (problem.flat_gradient() * torch.cat([t.reshape(-1) for t in tangents])).double().cpu()
+        size = float(terms.abs().sum())
+        if not slopes or slopes[0] is None or not size:
+            return
+        error, unsure = (x / size for x in (float((terms.sum() - slopes[0]).abs()), unsure * float(slopes[0].abs())))
+        passed = not error > max(self.rtol, 3 * unsure)
+        self.rows.append(CheckRow("slope", DIFFERENCES, error, passed, time.perf_counter() - start, method_of(seen.precision)))
+        if not passed:
+            self.remarks.append(
+                f"torch's own gradient is {error:.1e} off central differences of its loss (known to {unsure:.1e}): a formula of "
+                "torch is wrong or has lost digits, or a backward is no derivative of its forward; all that differentiate it "
+                "share this"
             )
 
     def _columns(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:

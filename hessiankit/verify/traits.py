@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from hessiankit.tracing.stopped import stop_of
 from hessiankit.verify.problem import Problem
 
 
@@ -21,6 +22,7 @@ class Traits:
     layer_norm_gain: bool = False  # a ``layer_norm`` with a gain was called on differentiated values
     lowered_by: str = ""  # the operation that first went below the type of the parameters
     padding: str = ""  # why torch's gradient is not that of the loss, where an embedding reads its padding token
+    still: dict[int, int] = field(default_factory=dict, repr=False)  # the id of such an embedding's weight, and that token
     stopped_by: str = ""  # the first operation that cut a differentiated value off (``detach``, ``.data``, ``no_grad``)
 
 
@@ -43,16 +45,13 @@ PADDING = (
     "is masked everywhere else; where it is not, no two routes agree: mask it, or build the embedding with padding_idx=None"
 )
 
-STOPPED = (
-    "{} stops a gradient: torch holds that value constant, and H is the derivative of torch's gradient with it held; central "
-    "differences of the gradient move it too, so where it enters the loss they differ and are no reference here"
-)
-NO_GRAD = "torch.no_grad"
-_MAKERS = ("_like", "new_", "size", "item", "tolist", "numpy")
 
-
-def _reads_padding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any) -> bool:
-    return padding_idx is not None and bool((tokens == padding_idx % len(weight)).any())
+def _padding_read(tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *rest: Any, **options: Any) -> int | None:
+    """Return the padding token if an embedding reads it."""
+    if padding_idx is None:
+        return None
+    token = padding_idx % len(weight)
+    return token if bool((tokens == token).any()) else None
 
 
 def known_defect(group: str, seen: Traits) -> str:
@@ -75,22 +74,14 @@ class _TraitWatch(TorchFunctionMode):
         """Call the function and inspect its result."""
         kwargs, seen = kwargs or {}, self.seen
         result = func(*args, **kwargs)
-        if not seen.stopped_by and isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad:
-            self._note_stop(func, args)
+        seen.stopped_by = seen.stopped_by or stop_of(func, args, result)
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
             name = getattr(func, "__name__", "")
             gain = kwargs.get("weight", args[2] if len(args) > 2 else None)
-            if name == "embedding" and _reads_padding(*args, **kwargs):
+            if name == "embedding" and (token := _padding_read(*args, **kwargs)) is not None:
                 seen.padding = PADDING
+                seen.still[id(kwargs.get("weight", args[1] if len(args) > 1 else None))] = token
             seen.layer_norm_gain |= name == "layer_norm" and gain is not None
             if torch.finfo(result.dtype).eps > torch.finfo(seen.precision).eps:
                 seen.precision, seen.lowered_by = result.dtype, name
         return result
-
-    def _note_stop(self, func: Any, args: Sequence[Any]) -> None:
-        name = getattr(func, "__name__", "")
-        name = getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
-        reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
-        moving = any(isinstance(x, Tensor) and x.requires_grad for x in reads)
-        if moving and not any(word in name for word in _MAKERS):
-            self.seen.stopped_by = name if torch.is_grad_enabled() else NO_GRAD

@@ -97,8 +97,8 @@ def test_sub_hessian_of_all_adapters(k, name):
 @pytest.mark.slow
 def test_check_of_an_adapter():
     report = hk.check(lora(gpt2(n_layer=1), "c_attn", use_dora=True), INPUTS, ADAPTED_LABELS, loss="cross_entropy")
-    assert report  # DoRA holds the norm of its weight constant, which only central differences do not
-    assert any("detach stops a gradient" in line for line in report.health_lines())
+    assert report, report  # DoRA holds the norm of its weight constant
+    assert all(h.healthy for h in report.health)
 
 
 def merged() -> nn.Module:

@@ -111,7 +111,7 @@ CHANGES: dict[str, Callable[[nn.Sequential], Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{"snapshot": False}, {"recompute": "layers"}, {"micro_batch": 2}], ids=str)
 def test_every_change_of_a_shared_parameter_is_seen(options: dict[str, Any], dtype: torch.dtype) -> None:
-    for name, change in CHANGES.items():
+    for change in CHANGES.values():
         module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).to(dtype)
         operator = hessian_operator(module, draw(4, 4).to(dtype), draw(4, 4, seed=1).to(dtype), **options)
         v = torch.ones(40, dtype=operator.torch_dtype)
@@ -120,7 +120,6 @@ def test_every_change_of_a_shared_parameter_is_seen(options: dict[str, Any], dty
             change(module)
         with pytest.raises(InputError, match="has been given other values since"):
             operator @ v
-            pytest.fail(name)
 
 
 def test_parts_that_depend_on_each_other_are_refused() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from curvature_reference import Formula, draw, randomised
+from reference_cases import HandWrittenNorm
 from torch import nn
 
 import hessiankit as hk
@@ -100,7 +102,7 @@ def test_rows_printing_and_export() -> None:
     report = plain()
     assert report, report
     healthy = {h.reference for h in report.health if h.healthy}
-    assert {row.reference for row in report.rows} <= healthy | {"vec_r", "the module", "hessian"}
+    assert {row.reference for row in report.rows} <= healthy | {"vec_r", "the module", "hessian", "differences of the loss"}
     pairs = {row.name for row in report.rows if row.reference == "reverse-over-reverse" and " x " in row.name}
     assert len(pairs) == 9 * 10 / 2
     text = report.table()
@@ -330,3 +332,46 @@ def test_a_small_problem_takes_one_thread(features: int, samples: int, raises: B
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+class WithItsDerivative(nn.Module):
+    """A network and its derivative along the inputs, as for a Sobolev loss."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 4), nn.GELU(), norm(4), nn.Linear(4, 1))
+
+    def forward(self, x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.func.jvp(self.net, (x,), (v,)), -1)
+
+
+class Reversed(torch.autograd.Function):
+    """The identity, with a gradient of the other sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+REVERSED = Formula(lambda m, x: Reversed.apply(x @ m.W), W=(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "right"),
+    [
+        (WithItsDerivative(nn.LayerNorm), (draw(5, 2), draw(5, 2, seed=2)), False),  # torch: grad(jvp) through layer_norm
+        (WithItsDerivative(HandWrittenNorm), (draw(5, 2), draw(5, 2, seed=2)), True),
+        (REVERSED, (draw(5, 2),), False),
+    ],
+)
+def test_a_gradient_that_is_not_the_derivative_of_the_loss_does_not_pass(module: nn.Module, data: Any, right: bool) -> None:
+    report = hk.check(randomised(module), data, draw(*module(*data).shape, seed=3))
+    (slope,) = (row for row in report.rows if row.name == "slope")
+    assert slope.passed is report.passed is right, report
+    if not right:
+        assert slope.max_rel_error > 1e-2
+        assert "torch's own gradient is" in report.verdict

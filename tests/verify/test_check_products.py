@@ -48,7 +48,7 @@ def test_a_model_of_thousands_of_parameters_passes_without_a_matrix() -> None:
     assert report, report
     assert report.max_rel_error < 1e-10
     assert {h.reference for h in report.health if h.healthy} == set(RIGHT)
-    assert {row.name.partition(":")[0] for row in report.rows if row.of_same_call} == {"loss", "gradient", "diagonal"}
+    assert {row.name.partition(":")[0] for row in report.rows if row.of_same_call} == {"loss", "slope", "gradient", "diagonal"}
     assert all(
         (p.data_ptr(), p.dtype) == (at, dtype) and torch.equal(p, value)
         for p, (at, dtype, value) in zip(module.parameters(), before, strict=True)

@@ -175,6 +175,21 @@ def test_only_independent_references_judge():
     assert "resolves some block to 9.5e-02 only" in reasons["coarse"]["central-differences"]
 
 
+def test_differences_that_contradict_two_routes_are_not_outvoted():
+    """Both of these differentiate torch's formulas twice, and may share an error; differences read the gradient alone."""
+    problem, matrix = written_out()
+    wrong = scaled_block(matrix, problem, "1.weight", "1.weight", 1.5)
+    crooked = scaled_block(matrix, problem, "1.weight", "0.weight", 1.5)
+    agreed = {"reverse-over-reverse": wrong, "jvp(grad)": wrong}
+    for differences in (matrix, crooked):  # the differences of what is no gradient are not symmetric
+        health = examine({**agreed, "central-differences": differences}, problem)
+        assert not any(report.healthy for report in health.values())
+        assert "not confirmed: central-differences contradict it" in health["jvp(grad)"].reason
+    unsure = Outcome(matrix, 2 * matrix.abs(), 0.0)
+    health = examine({**agreed, "central-differences": unsure}, problem)
+    assert [report.healthy for report in health.values()] == [True, True, False]
+
+
 def test_the_majority_is_counted_by_groups():
     problem, matrix = written_out()
     wrong = scaled_block(matrix, problem, "1.weight", "1.weight", 1.5)

@@ -36,7 +36,7 @@ class LossTrace:
         without_dead_entries(self.trace)
 
     def loss_side(self) -> set[int]:
-        """Return the values that are computed from the module's output, in which a Gauss-Newton matrix has its second derivatives.
+        """Return the values computed from the module's output, whose second derivatives a Gauss-Newton matrix consists of.
 
         Raises:
             InputError: A second derivative there mixes the output with parameters that reach the loss by another way: the second

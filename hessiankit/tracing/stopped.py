@@ -1,0 +1,90 @@
+"""Values that torch's gradient holds constant: results of detach, .data and torch.no_grad, and numbers read out of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+NO_GRAD = "torch.no_grad"
+NUMBERS = ("item", "__float__")
+MAKERS = ("_like", "new_", "size", "numpy")
+"""Parts of the names of functions that read a tensor's shape or type, and not its values."""
+
+
+def stop_of(function: Any, args: Sequence[Any], result: Any) -> str:
+    """Return the name of what cuts a result off from a differentiated argument, or "" where nothing does.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> stop_of(Tensor.detach, (x,), x.detach()), stop_of(torch.exp, (x,), x.exp())
+    ('detach', '')
+    """
+    name = getattr(function, "__name__", "")
+    name = getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name
+    is_value = isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad
+    if not (is_value or (isinstance(result, float) and name in NUMBERS)) or any(word in name for word in MAKERS):
+        return ""
+    reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in reads):
+        return ""
+    return name if torch.is_grad_enabled() else NO_GRAD
+
+
+class StoppedValues(TorchFunctionMode):
+    """The values that torch holds constant in a call, so that the call at other parameters has the same ones.
+
+    A difference of two losses, or of two gradients, moves what ``detach`` returns; torch's derivative does not. Within the first
+    ``with`` block the values are recorded, in the order of the call; later blocks return them in place of new ones. Values that
+    belong to a transform of ``torch.func`` end with it, and are computed anew.
+
+    >>> w, held = torch.ones(1, requires_grad=True), StoppedValues()
+    >>> def value():
+    ...     with held:
+    ...         return w * w.detach()
+    >>> first = float(value())
+    >>> w.data.fill_(3.0)
+    tensor([3.])
+    >>> first, float(value())  # 1 * 1, 3 * 1
+    (1.0, 3.0)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._values: list[tuple[str, Any]] = []
+        self._later: Iterator[tuple[str, Any]] | None = None
+        self._is_recorded = False
+
+    def __enter__(self) -> StoppedValues:
+        """Record, or start again with the first of the recorded values."""
+        self._later = iter(self._values) if self._is_recorded else None
+        super().__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Keep what was recorded."""
+        super().__exit__(kind, error, trace)
+        self._is_recorded = True
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call a function; where its result is held constant, record it or return the recorded one."""
+        result = func(*args, **(kwargs or {}))
+        stop = stop_of(func, args, result)
+        is_inner = isinstance(result, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(result)
+        if not stop or is_inner:
+            return result
+        if self._later is None:
+            self._values.append((stop, result.detach().clone() if isinstance(result, Tensor) else result))
+            return result
+        name, value = next(self._later, ("", None))
+        shapes = [x.shape if isinstance(x, Tensor) else None for x in (value, result)]
+        if name != stop or shapes[0] != shapes[1]:
+            raise RuntimeError(f"the call holds {stop!r} constant where it held {name!r} before: it takes another course")
+        if isinstance(result, Tensor) and args and result is args[0]:  # written in place
+            return result.copy_(value)
+        return value.clone() if isinstance(value, Tensor) else value
