@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -29,9 +30,20 @@ def stop_of(function: Any, args: Sequence[Any], result: Any) -> str:
     if not (is_value or (isinstance(result, float) and name in NUMBERS)) or any(word in name for word in MAKERS):
         return ""
     reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in reads):
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in reads) or _is_in_function():
         return ""
     return name if torch.is_grad_enabled() else NO_GRAD
+
+
+APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _is_in_function() -> bool:
+    """Tell whether a custom function's forward runs, without gradients: its backward says what the derivative is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not APPLY:
+        frame = frame.f_back
+    return frame is not None
 
 
 class StoppedValues(TorchFunctionMode):
@@ -85,6 +97,7 @@ class StoppedValues(TorchFunctionMode):
         shapes = [x.shape if isinstance(x, Tensor) else None for x in (value, result)]
         if name != stop or shapes[0] != shapes[1]:
             raise RuntimeError(f"the call holds {stop!r} constant where it held {name!r} before: it takes another course")
-        if isinstance(result, Tensor) and args and result is args[0]:  # written in place
-            return result.copy_(value)
-        return value.clone() if isinstance(value, Tensor) else value
+        if not isinstance(value, Tensor):
+            return value
+        is_written = bool(args) and result is args[0]
+        return result.copy_(value) if is_written else value.clone()

@@ -164,6 +164,46 @@ def test_where_gradients_pass_what_was_written_they_pass_here_too(name):
     assert assert_exact(formula(STRAIGHT_THROUGH[name]), X).fallbacks == ()
 
 
+def network(s: Formula, x: Tensor) -> Tensor:
+    return torch.tanh(x @ s.W) * s.v
+
+
+def pulled_back(s: Formula, x: Tensor) -> Tensor:
+    y, pull = torch.func.vjp(lambda x: network(s, x), x)
+    return y + pull(torch.ones_like(y))[0].detach()
+
+
+def pushed_under_no_grad(s: Formula, x: Tensor) -> Tensor:
+    y, tangent = torch.func.jvp(lambda x: network(s, x), (x,), (torch.ones_like(x),))
+    with torch.no_grad():
+        slope = tangent.square()
+    return y * tangent + slope
+
+
+def consistency(s: Formula, x: Tensor) -> Tensor:
+    """The target of a mean flow: a velocity less its derivative along the flow, as a constant (2505.13447, Eq. 9)."""
+    u, du = torch.func.jvp(lambda x: network(s, x), (x,), (x.sin(),))
+    return u - (x - 0.3 * du).detach() * tangent_size(du)
+
+
+def tangent_size(du: Tensor) -> float:
+    return float(du.detach().square().mean())
+
+
+STOPPED: dict[str, Callable[[Formula, Tensor], Tensor]] = {
+    "a pull-back": pulled_back,
+    "a push forward under no_grad": pushed_under_no_grad,
+    "a target that is a push forward": consistency,
+    "data of a vmap": lambda s, x: torch.vmap(lambda a: network(s, a))(x) * torch.vmap(lambda a: a @ s.W)(x).data.exp(),
+    "a function of one's own": lambda s, x: Cubed.apply(x @ s.W) * Cubed.apply(x @ s.W).detach() * s.v,
+}
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_values_that_torch_holds_constant_are_held_in_central_differences(name):
+    assert_exact(formula(STOPPED[name]), X)
+
+
 CONSTANT = "marked once_differentiable or leaves torch"
 REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
     "once differentiable": (lambda s, x: Once.apply(x @ s.W) * s.v, f"autograd: OnceBackward .* {CONSTANT}"),

@@ -22,6 +22,7 @@ from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
+from hessiankit.tracing.stopped import StoppedValues
 from hessiankit.tracing.trace import Trace
 
 ROUNDING = 64.0
@@ -105,11 +106,14 @@ class Handshake:
         if self._differences(own, self._unsettled):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
-            verify_segments(self._probes, self._task.parameters, self._call, self._task.still)
+            stopped = StoppedValues()
+            own_gradient(self._task, stopped=stopped)
 
-    def _call(self, parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
-        own = own_gradient(self._task, parameters)
-        return own.loss, own.gradient
+            def call_at(parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
+                own = own_gradient(self._task, parameters, stopped)
+                return own.loss, own.gradient
+
+            verify_segments(self._probes, self._task.parameters, call_at, self._task.still)
 
     def _compare(self, own: OwnGradient) -> None:
         again = own_gradient(self._task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -124,10 +125,16 @@ def _own_call(who: str, task: Task, data: tuple[Any, Any], inputs: Any, *, hands
     return replace(checked, inputs=task.inputs, target=task.target)
 
 
-def own_gradient(task: Task, parameters: Mapping[str, Tensor] | None = None) -> OwnGradient:
-    """Return the loss and its gradient at some parameters, by the module's own call and one backward of torch."""
+def own_gradient(
+    task: Task, parameters: Mapping[str, Tensor] | None = None, stopped: AbstractContextManager[Any] | None = None
+) -> OwnGradient:
+    """Return the loss and its gradient at some parameters, by the module's own call and one backward of torch.
+
+    ``stopped``: A context for the call: values that are held constant as torch holds them (:class:`StoppedValues`).
+    """
     with task.at(parameters):
-        value = own_loss(task, task.run())
+        with stopped or nullcontext():
+            value = own_loss(task, task.run())
         return OwnGradient(float(value.detach()), _gradient(task, value))
 
 
