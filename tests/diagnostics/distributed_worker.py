@@ -195,7 +195,15 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         ("the weights of the ranks' batches are unknown with unknown", operator(plain, data, loss=unknown)),
         (labels_lie, operator(plain, wrong)),
     ]
-    return {"sharpness": of_sharpness, "hessian_operator": of_operator}
+    whole = "the module is sharded (FSDPModule), and only part of its values is here; pass a whole copy"
+    of_one_process: dict[str, Any] = {name: [] for name in ("hessian", "check")}
+    for is_called in (False, True):
+        spread = sharded(model()).eval()
+        if is_called:
+            spread(sequences()[0])  # which leaves gathered parameters behind
+        for name, lines in of_one_process.items():
+            lines.append((whole, caught(lambda call=getattr(hk, name), made=spread: call(made, *sequences(), loss="cross_entropy"))))
+    return {"sharpness": of_sharpness, "hessian_operator": of_operator, **of_one_process}
 
 
 def fail(how: str) -> dict[str, Any]:

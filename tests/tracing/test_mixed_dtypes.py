@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from curvature_reference import Formula, draw, largest_error, mse, reverse_over_reverse, sample
-from readings import READINGS
+from readings import READINGS, assert_readings
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -148,3 +148,26 @@ def test_named_losses_of_half_precision(dtype: torch.dtype, loss: str) -> None:
     assert found.eigvalsh().isfinite().all()
     assert largest_error(found, double.matrix) <= PROMISE[dtype]
     assert abs(found.loss - double.loss) <= 4 * torch.finfo(dtype).eps * double.loss
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.int8, torch.bool])
+def test_frozen_codes_of_quantised_weights_are_constants(kind: torch.dtype) -> None:
+    """As under adapters: the codes are parameters that cannot require a gradient."""
+
+    def adapted(s: Formula, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (s.codes.double() * 0.1 - 0.8)) @ (s.A @ s.B)
+
+    module = Formula(adapted, A=(3, 1), B=(1, 2))
+    codes = torch.randint(16, (3, 3), generator=torch.Generator().manual_seed(0)).to(kind)
+    module.codes = torch.nn.Parameter(codes, requires_grad=False)
+    target = draw(2, 4, 2)
+    expected = reverse_over_reverse(module, X, target, mse, ["A", "B"])
+    assert_readings(expected, module, X, target)
+    assert hk.check(module, X, target)
+    operator = hk.hessian_operator(module, X, target, snapshot=False)
+    assert (operator.to_matrix() - expected).abs().max() <= 1e-12 * expected.abs().max()
+    module.codes.data[0, 0] = module.codes[0, 0] == 0
+    with pytest.raises(hk.InputError, match="the parameter 'codes' has been given other values since"):
+        operator.to_matrix()
+    with pytest.raises(hk.InputError, match="'codes' does not require grad"):
+        hk.hessian(module, X, target, params=["codes"])

@@ -285,12 +285,6 @@ def check_module(who: str, module: nn.Module) -> None:
             drops = f"has a dropout layer for its attention weights (dropout={child.dropout}) and is"
         if drops and child.training:
             raise InputError(f"{who}: {what} {drops} in training mode, so the loss is random; call module.eval() first")
-    for name, p in module.named_parameters():
-        if not p.is_floating_point() and not p.is_complex():
-            raise InputError(
-                f"{who}: the parameter {name!r} is {p.dtype}: quantised or integer weights, of which the loss is not a smooth "
-                "function; load the module in a floating-point dtype, or keep such a tensor as a buffer"
-            )
 
 
 def one_kind(

@@ -18,16 +18,17 @@ from hessiankit.support.errors import InputError, nearest
 
 
 def check_surroundings(who: str, module: nn.Module) -> None:
-    """Refuse contexts in which torch computes something else than outside, or puts tensors elsewhere.
+    """Refuse contexts in which torch computes something else than outside, and modules whose tensors are spread over processes.
 
     Raises:
-        InputError: Within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
+        InputError: A module sharded by FSDP or with distributed tensors; within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         raise InputError(
             f"{who}: called within a transform of torch.func (vmap, grad, jvp ...), whose tensors have no values of their own; "
             "call it outside, once for each sample"
         )
+    check_unsharded(who, module)
     first = next(module.parameters(), None)
     here = torch.device("cpu") if first is None else first.device
     kinds = [kind for kind in dict.fromkeys((here.type, "cpu")) if torch.amp.is_autocast_available(kind)]
@@ -43,6 +44,22 @@ def check_surroundings(who: str, module: nn.Module) -> None:
             f"{who}: torch's default device is {default} (torch.device as a context, or set_default_device), but the parameters "
             f"are on {here}, and tensors made on the way would lie apart; call it within torch.device({str(here)!r})"
         )
+
+
+SHARDED = ("FSDPModule", "FullyShardedDataParallel", "DTensor", "FlatParameter")
+"""Names of torch's classes of sharded modules and parameters; to import the classes takes as long as torch itself."""
+
+
+def check_unsharded(who: str, module: nn.Module) -> None:
+    """Raise InputError for a module whose parameters are spread over processes, or were gathered by a call of it."""
+    for name, part in (*module.named_modules(), *module.named_parameters()):
+        kind = next((base.__name__ for base in type(part).__mro__ if base.__name__ in SHARDED), None)
+        if kind is not None:
+            raise InputError(
+                f"{who}: {repr(name) if name else 'the module'} is sharded ({kind}), and only part of its values is here; pass a "
+                "whole copy of the module, or use hessiankit.diagnostics.distributed: hessian_operator(..., replica=) for "
+                "products, sharpness for block types"
+            )
 
 
 Params: TypeAlias = "str | nn.Parameter | Iterable[str | nn.Parameter] | None"
