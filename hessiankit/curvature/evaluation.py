@@ -17,8 +17,8 @@ from hessiankit.engine.assembly import WORKSPACE, assemble
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.parts import CHUNK
+from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.fisher import check_fits
-from hessiankit.engine.problem.handshake import ROUNDING
 from hessiankit.engine.problem.loss_trace import nearby
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
@@ -197,7 +197,7 @@ class Evaluation:
         value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
         check_finite(matrix, tasks)
-        self.check_symmetric(matrix, asymmetry, value, fallbacks)
+        self.check_symmetric(matrix, asymmetry, fallbacks, outer=outer)
         if not outer:
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
@@ -205,21 +205,35 @@ class Evaluation:
             self.seconds += time.perf_counter() - start
         return matrix.data
 
-    def check_symmetric(self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...]) -> None:
-        """Raise if half the digits of the largest entry differ between H and its transpose, unless H is rounding of the loss."""
+    def check_symmetric(
+        self, matrix: SymmetricStorage, asymmetry: float, fallbacks: tuple[str, ...], *, outer: bool = False
+    ) -> None:
+        """Raise if half the digits of the largest entry differ between H and its transpose, unless H is rounding of its terms."""
         kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
-        allowed = max(torch.finfo(kind).eps for kind in (matrix.data.dtype, *kinds)) ** 0.5
+        eps = max(torch.finfo(kind).eps for kind in (matrix.data.dtype, *kinds))
+        allowed = eps**0.5
         if asymmetry <= allowed:
             return
         low, high = torch.aminmax(matrix.data)
-        largest = max(-float(low), float(high))
-        error = asymmetry * matrix.largest() / largest
-        if error > allowed and largest > allowed * abs(loss):
+        largest, apart = max(-float(low), float(high)), asymmetry * matrix.largest()
+        error = apart / largest
+        if error > allowed and apart > ROUNDING * eps * self._rounding(outer=outer):
             raise InputError(
                 f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
                 f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in "
                 "other operations, or use a wider dtype"
             )
+
+    def _rounding(self, *, outer: bool) -> float:
+        """Return the largest rounding error of the product with random signs, for a unit roundoff of 1."""
+        generator = torch.Generator().manual_seed(0)
+        drawn = {n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.tasks[0].parameters.items()}
+        largest = []
+        for task in self.tasks:
+            direction = {name: 2 * drawn[name].to(x) - 1 for name, x in task.parameters.items()}
+            _, errors = rounding_errors(task, direction, gauss_newton=outer)
+            largest.append(max(float(x.abs().max()) for x in errors.values()))
+        return math.fsum(w * size for w, size in zip(self.weights, largest, strict=True))
 
     def panel(
         self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None

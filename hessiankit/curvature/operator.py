@@ -27,6 +27,7 @@ from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
 from hessiankit.engine.problem.batches import Weights, requests, shares
+from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
@@ -292,10 +293,14 @@ class HessianOperator(SymmetricOperator):
 
     @full_precision()
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
-        scale = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2
-        error = abs(float(u @ Hv) - float(v @ Hu)) / scale if scale else 0.0
-        allowed = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches)) ** 0.5
-        if not error <= allowed:  # NaN too
+        scale, apart = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2, abs(float(u @ Hv) - float(v @ Hu))
+        error = apart / scale if scale else 0.0
+        eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches))
+        allowed = eps**0.5
+        if not error <= allowed:  # NaN too; where terms cancel, H is rounding of them
+            errors = float(u.norm() * self._rounding_of(v) + v.norm() * self._rounding_of(u))
+            error = apart / errors if apart <= ROUNDING * eps * errors else error
+        if not error <= allowed:
             raise InputError(
                 f"{WHO}: <u, Hv> and <v, Hu> differ by {error:.1e} of |u||Hv|, more than rounding ({allowed:.1e})"
                 f"{automatic(self.fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel, as in a "
@@ -303,6 +308,17 @@ class HessianOperator(SymmetricOperator):
                 "or use a wider dtype"
             )
         return error
+
+    def _rounding_of(self, v: Tensor) -> Tensor:
+        """Return the norm of the rounding error of H v, for a unit roundoff of 1."""
+        direction = {name: v[where].reshape(self.shapes[name]) for name, where in self.slices.items()}
+
+        def errors() -> Iterator[Tensor]:
+            for task in self._tasks:
+                _, error = rounding_errors(task, direction, gauss_newton=self.kind != "hessian")
+                yield torch.cat([error[name].reshape(1, -1) for name in self.slices], 1)
+
+        return self._total(errors(), self._weights).norm()
 
 
 def _is_parameters(x: Any) -> bool:

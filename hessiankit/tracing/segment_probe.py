@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from derivations.primitive import Inputs
+from derivations.primitive import Inputs, Primitive
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, difference, estimates, rounding, settled, tangents_of
 from hessiankit.tracing.segment import Segment
-from hessiankit.tracing.trace import Trace, accumulate, ancestors_of_output
+from hessiankit.tracing.trace import Apply, Trace, accumulate, ancestors_of_output, exactly, pull_one
 
 UNSETTLED = 0.1
 """Of the largest entry: central differences that are open by more confirm nothing, unless rounding alone explains it."""
@@ -127,24 +129,43 @@ def _direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> 
     return direction
 
 
-def products(trace: Trace, direction: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradient of a traced scalar, and its Hessian times one vector, by the names of the parameters."""
-    tangents = {trace.parameters[name]: t[None] for name, t in direction.items()}
+def products(
+    trace: Trace,
+    direction: Mapping[str, Tensor],
+    bending: Container[int] | None = None,
+    apply: Apply = exactly,
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradient of a traced scalar, and its Hessian times one vector, by the names of the parameters.
+
+    Args:
+        trace: The scalar.
+        direction: The vector; parameters without an entry do not move.
+        bending: Values whose second derivatives count, by id; None: all.
+        apply: Application of a linear map to tangents or covectors; another one may add rounding errors.
+    """
+    tangents = {trace.parameters[name]: t[None] for name, t in direction.items() if name in trace.parameters}
     for a in trace.applications:
         moved = [None if at is None else tangents.get(at) for at in a.inputs]
         if any(t is not None for t in moved):
-            tangents[a.output] = a.primitive.jvp(trace.gather(a), moved)  # type: ignore[arg-type]
-    adjoints = trace.adjoints()
+            (tangent,) = apply(partial(_push, a.primitive, trace.gather(a)), moved)
+            assert tangent is not None
+            tangents[a.output] = tangent
+    adjoints = trace.adjoints(apply=apply)
     bars: dict[int, Tensor] = {}
     for a in reversed(trace.applications):
         bar, adjoint = bars.pop(a.output, None), adjoints.get(a.output)
         inputs: Inputs = trace.gather(a)  # type: ignore[assignment]
         moved = [None if at is None else tangents.get(at) for at in a.inputs]
-        if adjoint is not None and not a.primitive.is_linear and any(t is not None for t in moved):
-            accumulate(bars, trace.moving_inputs(a), a.primitive.curvature(inputs, adjoint, moved))
+        bends = not a.primitive.is_linear and (bending is None or a.output in bending)
+        if adjoint is not None and bends and any(t is not None for t in moved):
+            accumulate(bars, trace.moving_inputs(a), apply(partial(a.primitive.curvature, inputs, adjoint), moved))
         if bar is not None:
-            accumulate(bars, trace.moving_inputs(a), a.primitive.vjp(inputs, bar))
+            accumulate(bars, trace.moving_inputs(a), apply(partial(pull_one, partial(a.primitive.vjp, inputs)), [bar]))
     zeros = {name: torch.zeros_like(trace.values[at]) for name, at in trace.parameters.items()}
     gradient = {name: adjoints.get(trace.parameters[name], zero) for name, zero in zeros.items()}
     product = {name: bars[trace.parameters[name]][0] if trace.parameters[name] in bars else zero for name, zero in zeros.items()}
     return gradient, product
+
+
+def _push(primitive: Primitive, inputs: Any, tangents: Any) -> tuple[Tensor]:
+    return (primitive.jvp(inputs, tangents),)

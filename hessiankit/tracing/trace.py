@@ -11,8 +11,8 @@ import operator
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -130,10 +130,10 @@ class Trace(Printed):
                 values.add(application.output)
         return values
 
-    def adjoints(self, scale: float = 1.0) -> dict[int, Tensor]:
+    def adjoints(self, scale: float = 1.0, apply: Apply | None = None) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
 
-        One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v.
+        One reverse sweep: lambda(inputs of v) += D phi_v^T lambda_v, which ``apply`` computes.
         """
         seed = torch.full_like(self.values[self.output], scale)
         adjoints = {self.output: seed.unsqueeze(0)}  # (1, *value.shape): one direction
@@ -142,8 +142,23 @@ class Trace(Printed):
             if adjoint is not None:
                 moving = [at is not None for at in ids]
                 at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
-                accumulate(adjoints, ids, at_point.pull(adjoint))
+                pulled = at_point.pull(adjoint) if apply is None else apply(partial(pull_one, at_point.pull), [adjoint])
+                accumulate(adjoints, ids, pulled)
         return {at: adjoint[0] for at, adjoint in adjoints.items()}
+
+
+LinearMap: TypeAlias = Callable[[Sequence[Tensor | None]], Sequence[Tensor | None]]
+Apply: TypeAlias = Callable[[LinearMap, Sequence[Tensor | None]], Sequence[Tensor | None]]
+
+
+def exactly(linear_map: LinearMap, vectors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return a linear map of vectors."""
+    return linear_map(vectors)
+
+
+def pull_one(pull: Callable[[Any], Sequence[Tensor | None]], bars: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Return the covectors of the only one."""
+    return pull(bars[0])
 
 
 def accumulate(sums: dict[int, Tensor], ids: Sequence[int | None], covectors: Sequence[Tensor | None]) -> None:

@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,7 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         if is_called:
             spread(sequences()[0])  # which leaves gathered parameters behind
         for name, lines in of_one_process.items():
-            lines.append((whole, caught(lambda call=getattr(hk, name), made=spread: call(made, *sequences(), loss="cross_entropy"))))
+            lines.append((whole, caught(partial(getattr(hk, name), spread, *sequences(), loss="cross_entropy"))))
     return {"sharpness": of_sharpness, "hessian_operator": of_operator, **of_one_process}
 
 

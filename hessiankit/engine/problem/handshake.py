@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.loss_trace import call_and_loss
 from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
 from hessiankit.engine.problem.task import Task
@@ -24,9 +25,6 @@ from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
 from hessiankit.tracing.stopped import StoppedValues
 from hessiankit.tracing.trace import Trace
-
-ROUNDING = 64.0
-"""Up to ROUNDING * eps of a gradient's largest entry a difference is rounding; a larger one is held against the noise."""
 
 OWN = 1e-7
 """What torch's own formulas may be off by, relative to a gradient: hardsigmoid's constants are rounded to single precision."""
@@ -131,8 +129,11 @@ class Handshake:
                 "reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
-        noise, floor = _noise(self._task, self._unsettled, eps), ROUNDING * eps * _scale(self._task, again)
-        different = self._differences(again, self._unsettled, noise, floor)
+        noise = _noise(self._task, self._unsettled, eps)
+        different = self._differences(again, self._unsettled, noise)
+        if "" not in different and different:
+            errors, _ = rounding_errors(self._task, {})
+            different = self._differences(again, different, noise, {name: float(_largest(errors[name])) for name in different})
         if different:
             raise TraceError(self._message(again, different))
 
@@ -164,12 +165,16 @@ class Handshake:
         return ("", *(name for name in self._task.parameters if name not in self._agreed))
 
     def _differences(
-        self, own: OwnGradient, names: Iterable[str], noise: Mapping[str, float] | None = None, floor: float = 0.0
+        self,
+        own: OwnGradient,
+        names: Iterable[str],
+        noise: Mapping[str, float] | None = None,
+        errors: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
         """Return what differs by more than rounding, with the difference relative to the larger of the two.
 
-        With the noise of the module's own gradient, and a size below which all of it is rounding, also what torch's own formulas
-        lose is no difference.
+        With the noise of the module's own gradient, and the rounding errors of terms that cancel in it, also what torch's own
+        formulas lose is no difference.
         """
         different: dict[str, float] = {}
         for name, largest, others, difference in self._sizes(own, list(names)):
@@ -180,7 +185,8 @@ class Handshake:
             if name:  # what cancels is rounded as what it is made of, and that is no smaller than the gradient
                 allowed += ROUNDING * self._eps * self._largest
             if noise is not None:
-                allowed += OWN * size + NOISE * noise.get(name, 0.0) + floor
+                allowed += OWN * size + NOISE * noise.get(name, 0.0)
+            allowed += ROUNDING * self._eps * (errors or {}).get(name, 0.0)
             if not difference <= allowed:
                 different[name] = difference / size if size else math.inf  # where the module's own is NaN
         return different
@@ -241,22 +247,6 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
-
-
-def _scale(task: Task, own: OwnGradient) -> float:
-    """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
-    rng = torch.Generator().manual_seed(0)
-    unchecked, sizes = replace(task, reference=None), [0.0]
-    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in task.parameters.items()}
-    points = (
-        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
-        drawn,
-        {name: 0.1 * x for name, x in drawn.items()},
-    )
-    for gradient in (own.gradient, *(own_gradient(unchecked, point).gradient for point in points)):
-        largest = read_numbers(_largest(g) for g in gradient.values() if g is not None and g.numel())
-        sizes += [size for size in largest if math.isfinite(size)]
-    return max(sizes)
 
 
 def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:

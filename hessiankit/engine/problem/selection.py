@@ -21,7 +21,8 @@ def check_surroundings(who: str, module: nn.Module) -> None:
     """Refuse contexts in which torch computes something else than outside, and modules whose tensors are spread over processes.
 
     Raises:
-        InputError: A module sharded by FSDP or with distributed tensors; within ``torch.autocast``, a transform of ``torch.func``, or under a default device other than the module's.
+        InputError: A module sharded by FSDP or with distributed tensors; within ``torch.autocast``, a transform of
+            ``torch.func``, or under a default device other than the module's.
     """
     if torch._C._functorch.maybe_current_level() is not None:
         raise InputError(

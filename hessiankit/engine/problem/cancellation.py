@@ -1,0 +1,57 @@
+"""Rounding errors of derivatives whose terms cancel: what is left of such a sum is rounding of its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
+from hessiankit.engine.problem.task import Task
+from hessiankit.tracing.segment_probe import products
+from hessiankit.tracing.trace import LinearMap
+
+ROUNDING = 64.0
+"""Roundings that a result may differ by, each by one unit in the last place: the longest chains of the tests differ by 20."""
+
+CHANGE = 2.0**-10
+"""Relative size of the random changes: far above rounding, and small enough for a linear answer."""
+
+
+SAMPLES = 3
+"""Sweeps whose root mean square counts: with one, every twelfth error would be a tenth of its usual size."""
+
+
+@torch.no_grad()
+def rounding_errors(
+    task: Task, direction: Mapping[str, Tensor], *, gauss_newton: bool = False
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the size of rounding errors of gradient and product, by parameter, for a unit roundoff of 1: times the dtype's eps.
+
+    Every adjoint, tangent and covector on the way changes entry by entry by a random amount, as rounding does: relative to
+    its size, and to that of the same map of the same vectors with random signs, in which less cancels.
+
+    Source: Vignes, A stochastic arithmetic for reliable scientific computation, Math. Comput. Simul. 35 (1993).
+    """
+    traced = loss_trace(task, normalizer_of(task))
+    bending = traced.loss_side() if gauss_newton else None
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(x: Tensor) -> Tensor:
+        return torch.randn(x.shape, generator=generator, dtype=torch.float32, device="cpu").to(x)
+
+    def rounded(linear_map: LinearMap, vectors: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        results = linear_map(vectors)
+        others = linear_map([None if x is None else x * drawn(x).sign() for x in vectors])
+        pairs = zip(results, others, strict=True)
+        return [x if x is None or y is None else x + CHANGE * (x.abs() + y.abs()) * drawn(x) for x, y in pairs]
+
+    exact = products(traced.trace, direction, bending)
+    samples = [products(traced.trace, direction, bending, rounded) for _ in range(SAMPLES)]
+
+    def spread(kind: int) -> dict[str, Tensor]:
+        changes = {n: torch.stack([moved[kind][n] - x for moved in samples]) for n, x in exact[kind].items()}
+        return {n: x.square().mean(0).sqrt() / CHANGE for n, x in changes.items()}
+
+    return spread(0), spread(1)
