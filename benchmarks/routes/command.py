@@ -42,7 +42,8 @@ def run(args: argparse.Namespace) -> None:
     if args.write and (args.operation or args.operators):
         other = "--operation some of them" if args.operation else "--operators other ones"
         raise InputError(f"routes: --write takes all operations, {other}; drop one of the two")
-    pages = {path: _read(path) for path in args.page or ()}  # before the minutes that the table takes
+    for path in args.page or ():
+        _read(path)  # an error now, and not after minutes
     result: OperatorTable | RouteTable
     if args.operators:
         result = operators(args.operation)
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace) -> None:
         result = routes(args.operation)
         sections = {"routes": result.markdown(), "wrong modes": result.wrong_markdown()}
     finish(args, result)
-    for path, page in pages.items():
+    for path in args.page or ():
+        page = _read(path)
         marked = {name: f"\n{text}\n" for name, text in sections.items() if f"<!-- {name} -->" in page}
         write_text("routes", path, fill(page, marked))
     if isinstance(result, RouteTable) and args.write:
@@ -62,9 +64,7 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InputError(
-            f"routes: cannot read {path}: {error.strerror}; name a page with marks such as <!-- routes -->"
-        ) from error
+        raise InputError(f"routes: cannot read {path}: {error.strerror}; name a page with such marks") from error
 
 
 def main(arguments: Sequence[str]) -> int:

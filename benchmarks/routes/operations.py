@@ -256,7 +256,8 @@ _FACTORS: dict[str, Any] = {"A": (5, 3), "B": (3, 4)}
 _SEQUENCES, _TOKENS = (2, 3, 4), (2, 4, 3)
 _LABELS = torch.tensor([0, 3, 1])
 _PAIRS = torch.tensor([[0, 1, 0, 1]])
-_SQUARE, _ABOVE = {"A": (4, 4)}, torch.ones(4, 4, dtype=torch.bool).triu(1)
+_SQUARE: dict[str, Any] = {"A": (4, 4)}
+_ABOVE = torch.ones(4, 4, dtype=torch.bool).triu(1)
 
 
 def _formula(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import textwrap
 import time
 import warnings
 from collections import Counter
@@ -294,4 +295,4 @@ def kind(message: str) -> str:
     """
     line = re.sub(r"(?<!\w)'[^']*'", "NAME", message.splitlines()[0].split(". ")[0])
     line = re.sub(r"(aten|torch_nn)\.\w+\.\w+", "OPERATION", line)
-    return re.sub(r"\d+(\.\d+)?(e-?\d+)?", "n", line)[:120]
+    return textwrap.shorten(re.sub(r"\d+(\.\d+)?(e-?\d+)?", "n", line), 160, placeholder=" ...")

@@ -265,7 +265,7 @@ class Evaluation:
 
 
 def _value_nearby(task: Task, size: float) -> float:
-    """Return the loss at generic parameters; NaN where the module raises there, as a factorisation of an indefinite matrix does."""
+    """Return the loss at generic parameters; NaN where the module raises, as a Cholesky factorisation may."""
     try:
         return own_value(task, nearby(task, size))
     except torch.OutOfMemoryError:
