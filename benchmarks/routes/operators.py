@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from statistics import median_low
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -101,7 +102,7 @@ class OperatorRow:
         name: Its name, with its variant in the database.
         verdicts: Verdict on ``hessiankit.hessian`` -> number of samples.
         messages: Kind of message of a refusal or raw error -> number of samples.
-        wrong: Route of torch -> largest error of a wrong product, relative to the largest entry of the products.
+        wrong: Route of torch -> median over the samples where it is wrong of its error, relative to the products' largest entry.
         missing: Routes that torch can run for no sample.
     """
 
@@ -113,7 +114,7 @@ class OperatorRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The name, the number of judged samples, and of each route its largest error, or "no" where torch cannot run it."""
+        """The name, the number of judged samples, and of each route its error, or "no" where torch cannot run it."""
         judged = sum(self.verdicts.get(status, 0) for status in (RIGHT, REFUSED, RAISED, SILENT))
         words = [f"{self.wrong[r]:.2g}" if r in self.wrong else "no" if r in self.missing else "right" for r in AUDITED]
         return self.name, str(judged), *words
@@ -153,9 +154,9 @@ class OperatorTable(Printed, WithDict):
         wrong = as_markdown(("operator", "samples", *AUDITED), self.wrong_rows())
         messages = [(f"`{message}`", count, names) for message, count, names in self.message_rows()]
         refusals = as_markdown(("message", "samples", "operators"), messages)
-        silent = ", ".join(row.name for row in self.rows if SILENT in row.verdicts) or "none"
-        paragraphs = [f"{self._headline()}. Silent errors of hessiankit: {silent}.", wrong, refusals]
-        return "\n\n".join(paragraphs)
+        silent, false = (", ".join(r.name for r in self.rows if v in r.verdicts) or "none" for v in (SILENT, NO_GRADIENT))
+        words = f"{self._headline()}. Silent errors of hessiankit: {silent}. Operators with a wrong gradient of torch: {false}."
+        return f"{words}\n\n{wrong}\n\n{refusals}"
 
     def _parts(self) -> Iterator[Piece]:
         yield f"{self._headline()}; {self.seconds:.0f} s"
@@ -205,12 +206,12 @@ def audited(entry: Any) -> OperatorRow:
     step = max(1, math.ceil(len(samples) / MOST_SAMPLES))
     verdicts = [differentiated(entry, sample) for sample in samples[::step]]
     ran = set(chain.from_iterable(verdict.errors for verdict in verdicts))
-    wrong = {r: max(v.errors[r] for v in verdicts if r in v.wrong) for r in AUDITED if any(r in v.wrong for v in verdicts)}
+    wrong = {route: [verdict.errors[route] for verdict in verdicts if route in verdict.wrong] for route in AUDITED}
     return OperatorRow(
         f"{entry.name} ({entry.variant_test_name})" if entry.variant_test_name else entry.name,
         dict(Counter(verdict.status for verdict in verdicts)),
         dict(Counter(verdict.message for verdict in verdicts if verdict.message)),
-        wrong,
+        {route: median_low(sizes) for route, sizes in wrong.items() if sizes},
         tuple(route for route in AUDITED if route not in ran),
     )
 
