@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -173,6 +174,23 @@ def written_out_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).softmax(-1) @ v
 
 
+def _batch_norm(x: Tensor, gain: Tensor, bias: Tensor, W: Tensor) -> Tensor:
+    """Return the batch norm in training over the rows of each sample: samples beside each other, as channels."""
+    z, n = (x @ W).transpose(0, 1), len(x)
+    return F.batch_norm(z.flatten(1), None, None, gain.repeat(n), bias.repeat(n), True).reshape(z.shape).transpose(0, 1)
+
+
+def _product_by_index(x: Tensor, W: Tensor) -> Tensor:
+    z = x @ W
+    return torch.ones(len(x), 2, dtype=z.dtype).scatter_reduce(1, _PAIRS.expand(len(x), 4), z, "prod")
+
+
+def _triangular_solve(x: Tensor, A: Tensor) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says once that it is deprecated
+        return torch.triangular_solve(x.mT, A.masked_fill(_ABOVE.mT, 0.0) + 3 * torch.eye(4))[0].mT
+
+
 def _math_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
@@ -237,6 +255,9 @@ _HEADS: dict[str, Any] = {"W_Q": (4, 2), "W_K": (4, 2), "W_V": (4, 2)}
 _FACTORS: dict[str, Any] = {"A": (5, 3), "B": (3, 4)}
 _SEQUENCES, _TOKENS = (2, 3, 4), (2, 4, 3)
 _LABELS = torch.tensor([0, 3, 1])
+_PAIRS = torch.tensor([[0, 1, 0, 1]])
+_SQUARE: dict[str, Any] = {"A": (4, 4)}
+_ABOVE = torch.ones(4, 4, dtype=torch.bool).triu(1)
 
 
 def _formula(
@@ -325,6 +346,14 @@ OPERATIONS: dict[str, RouteOperation] = {
             (2, 8, 4),
             W=(4, 4),
         ),
+        _formula("batch_norm", "batch_norm(x W, gain, bias, training)", _batch_norm, (2, 7, 3), **_CHANNELS | {"W": (3, 4)}),
+        _formula(
+            "instance_norm",
+            "instance_norm(x W, gain, bias)",
+            lambda x, gain, bias, W: F.instance_norm(x @ W, weight=gain, bias=bias),
+            (2, 4, 3),
+            **_CHANNELS,
+        ),
         _formula(
             "weight_norm",
             "linear(x, _weight_norm(V, g))",
@@ -368,6 +397,28 @@ OPERATIONS: dict[str, RouteOperation] = {
             W=(4, 4),
             K=(2, 1, 2, 2),
             b=(2,),
+        ),
+        _formula("scatter_reduce (prod)", 'scatter_reduce(1, x W, "prod")', _product_by_index, W=(5, 4)),
+        _formula(
+            "cholesky_inverse",
+            "x cholesky_inverse(tril(A) + 3 I)",
+            lambda x, A: x @ torch.cholesky_inverse(A.masked_fill(_ABOVE, 0.0) + 3 * torch.eye(4)),
+            (3, 4),
+            **_SQUARE,
+        ),
+        _formula("triangular_solve", "triangular_solve(x^T, triu(A) + 3 I)^T", _triangular_solve, (3, 4), **_SQUARE),
+        _formula(
+            "linalg.solve",
+            "solve(A + 3 I, x^T)^T",
+            lambda x, A: torch.linalg.solve(A + 3 * torch.eye(4), x.mT).mT,
+            (3, 4),
+            **_SQUARE,
+        ),
+        _formula(
+            "linalg.slogdet",
+            "x slogdet(A A^T + 3 I)",
+            lambda x, A: x * torch.linalg.slogdet(A @ A.mT + 3 * torch.eye(4))[1],
+            **_SQUARE,
         ),
         _formula("cdist", "cdist(x W, E)", lambda x, W, E: torch.cdist(x @ W, E), W=(5, 4), E=(2, 4)),
         RouteOperation(

@@ -224,18 +224,18 @@ class RouteTable(Printed, WithDict):
         return as_text(*(part for part in self._parts() if not isinstance(part, Detail)), ALL)
 
     def markdown(self) -> str:
-        """Return the table, its legend and what was run, as Markdown (without the time taken)."""
+        """Return the table, its legend, its routes and its operations as Markdown (without the time taken)."""
 
         def line(cells: Iterable[str]) -> str:
             return "| " + " | ".join(cells) + " |"
 
-        lines = [f"# {self._headline()}", "", *_spaced(self._legend()), line(self.headers), line("---" for _ in self.headers)]
+        lines = [f"{self._headline()}.", "", *_spaced(self._legend()), line(self.headers), line("---" for _ in self.headers)]
         lines += [line(_bold(cell) for cell in row) for row in self.table_rows()]
         if self.reasons:
-            lines += ["", "## Errors", "", *(f"{k}. `{reason}`" for k, reason in enumerate(self.reasons, 1))]
-        lines += ["", "## By route", "", *(f"- {finding}" for finding in self._findings())]
-        lines += ["", "## What each route calls", "", *(f"- {route.name}: {route.summary}" for route in ROUTES.values())]
-        lines += ["", "## What each operation computes", ""]
+            lines += ["", "### Errors", "", *(f"{k}. `{reason}`" for k, reason in enumerate(self.reasons, 1))]
+        lines += ["", "### By route", "", *(f"- {finding}" for finding in self._findings())]
+        lines += ["", "### What each route calls", "", *(f"- {route.name}: {route.summary}" for route in ROUTES.values())]
+        lines += ["", "### What each operation computes", ""]
         for judged in self.judgements:
             note = f" (judged by central differences: {judged.note})" if judged.note else ""
             lines.append(f"- {judged.operation}: `{OPERATIONS[judged.operation].formula}`{note}")

@@ -29,7 +29,7 @@ from hessiankit.support.torch_state import computed_later
 
 Progress = Callable[[int, int], None]
 Look = Callable[[int], None]
-NEARBY = (0.1, 1e-3)  # how far generic parameters are from the given ones; the second where the first has no finite loss
+NEARBY = (0.1, 1e-3)  # distances of generic parameters from the given ones; the second where the first has no finite loss
 
 
 class Evaluation:
@@ -59,7 +59,7 @@ class Evaluation:
     def _generic_losses(self) -> list[float]:
         losses = []
         for task in self.tasks:
-            at_sizes = (own_value(task, nearby(task, size)) for size in NEARBY)
+            at_sizes = (_value_nearby(task, size) for size in NEARBY)
             losses.append(next(filter(math.isfinite, at_sizes), math.nan))
         return losses
 
@@ -276,6 +276,16 @@ class Evaluation:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)
+
+
+def _value_nearby(task: Task, size: float) -> float:
+    """Return the loss at generic parameters; NaN where the module raises, as a Cholesky factorisation may."""
+    try:
+        return own_value(task, nearby(task, size))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception:  # whatever a module may raise outside its domain
+        return math.nan
 
 
 def check_finite(matrix: SymmetricStorage, tasks: Sequence[Task]) -> None:

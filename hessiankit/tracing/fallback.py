@@ -188,7 +188,7 @@ class AutomaticDifferentiation(Primitive):
         off = {name: difference(values, truth) if truth else float("inf") for name, values in results.items()}
         if agree and not (uncertainty <= UNSETTLED < off[preferred]):
             return preferred, results[preferred]
-        margin = max(3 * uncertainty, min(100 * rounding(eps), 0.1))
+        margin = max(3 * uncertainty, min(rounding(eps), 0.1))
         clear = uncertainty <= (max(0.2 * min(gap, 1.0), rounding(eps)) if len(results) == 2 else 0.01)
         right = min((name for name in off if clear and off[name] <= margin), key=off.__getitem__, default=None)
         if right is not None:

@@ -3,7 +3,8 @@
 With y the value and x_1, ..., x_m the places in its graph that count as inputs,
 
     vjp:        grad(y, x, u)
-    jvp:        grad(grad(y, x, w), w, t), since grad(y, x, w) = J^T w is linear in w
+    jvp:        grad(grad(y, x, w), w, t), since grad(y, x, w) = J^T w is linear in w; at w = 1, because some formulas of
+                torch take the logarithm of w
     curvature:  grad(grad(y, x, lambda), x, t), the contraction [lambda . D^2 y] t by reverse-over-reverse.
 """
 
@@ -36,7 +37,7 @@ def jvp(y: Tensor, x: Places, tangents: Tangents) -> Tensor:
     if not y.requires_grad:
         return nothing
     with torch.enable_grad():
-        w = torch.zeros_like(y, requires_grad=True)
+        w = torch.ones_like(y, requires_grad=True)
         gradients = _grad([y], x, [w], create_graph=True)
     linear, directions = _paired(gradients, tangents)
     if not linear:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ class Traits:
     """Result of ``traits``; a name is "" where there is no such operation."""
 
     precision: torch.dtype  # the lowest floating type that differentiated values pass through
-    layer_norm_gain: bool = False  # a ``layer_norm`` with a gain was called on differentiated values
+    defective: frozenset[str] = frozenset()  # operations of :data:`DEFECTS` on differentiated values
     lowered_by: str = ""  # the operation that first went below the type of the parameters
     padding: str = ""  # why torch's gradient is not that of the loss, where an embedding reads its padding token
     still: dict[int, int] = field(default_factory=dict, repr=False)  # the id of such an embedding's weight, and that token
@@ -32,7 +32,7 @@ def traits(problem: Problem) -> Traits:
     >>> module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)).double()
     >>> x = torch.eye(2, dtype=torch.float64)
     >>> traits(Problem(module, x, x))
-    Traits(precision=torch.float64, layer_norm_gain=True, lowered_by='', padding='', stopped_by='')
+    Traits(precision=torch.float64, defective=frozenset({'layer_norm'}), lowered_by='', padding='', stopped_by='')
     """
     watch = _TraitWatch(problem.dtype)
     with problem.at(), watch:
@@ -54,15 +54,27 @@ def _padding_read(tokens: Tensor, weight: Tensor, padding_idx: int | None = None
     return token if bool((tokens == token).any()) else None
 
 
+_FORWARD = frozenset({"forward-over-reverse", "jacfwd(jacrev)"})
+_NORM = (frozenset({"jacfwd(jacrev)"}), "the derivative through {} with a gain loses a term (functorch issue 534)")
+DEFECTS: Mapping[str, tuple[frozenset[str], str]] = {
+    "layer_norm": _NORM,
+    "batch_norm": _NORM,
+    "instance_norm": _NORM,
+    "scatter_reduce": (_FORWARD, "forward mode of {} with products is wrong (pytorch issue 196702)"),
+    "cholesky_inverse": (_FORWARD, "forward mode of {} is wrong (pytorch issue 196682)"),
+    "triangular_solve": (_FORWARD, "forward mode of the gradient of {} is wrong"),
+}
+"""Function of torch -> groups of references that are wrong through it, and how (docs/concepts/wrong_second_derivatives.md)."""
+
+
 def known_defect(group: str, seen: Traits) -> str:
-    """Return the known defect of a group of references that a module with these traits triggers, or ""."""
-    if group == "jacfwd(jacrev)" and seen.layer_norm_gain:
-        return "known torch defect: the derivative through layer_norm with a gain loses a term (pytorch issues 196700, 198017)"
-    return ""
+    """Return the known defects of a group of references that a module with these traits may trigger, or ""."""
+    known = [DEFECTS[name][1].format(name) for name in sorted(seen.defective) if group in DEFECTS[name][0]]
+    return f"known torch defect: {'; '.join(known)}" if known else ""
 
 
 class _TraitWatch(TorchFunctionMode):
-    """Record layer norms with a gain, casts to a lower precision, and stopped gradients among the differentiated values."""
+    """Record operations with known defects, casts to a lower precision, and stopped gradients among the differentiated values."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -75,13 +87,13 @@ class _TraitWatch(TorchFunctionMode):
         kwargs, seen = kwargs or {}, self.seen
         result = func(*args, **kwargs)
         seen.stopped_by = seen.stopped_by or stop_of(func, args, result)
+        name = getattr(func, "__name__", "")
+        if name in DEFECTS and any(y.requires_grad for y in (result if isinstance(result, tuple) else (result,))):
+            seen.defective |= {name}
         if isinstance(result, Tensor) and result.requires_grad and result.is_floating_point():
-            name = getattr(func, "__name__", "")
-            gain = kwargs.get("weight", args[2] if len(args) > 2 else None)
             if name == "embedding" and (token := _padding_read(*args, **kwargs)) is not None:
                 seen.padding = PADDING
                 seen.still[id(kwargs.get("weight", args[1] if len(args) > 1 else None))] = token
-            seen.layer_norm_gain |= name == "layer_norm" and gain is not None
             if torch.finfo(result.dtype).eps > torch.finfo(seen.precision).eps:
                 seen.precision, seen.lowered_by = result.dtype, name
         return result

@@ -177,6 +177,22 @@ def test_a_change_without_effect_on_loss_and_gradient_is_seen_later() -> None:
     assert torch.equal(lazy.matrix, whole.matrix)
 
 
+DOMAINS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "of a factorisation": lambda s, x: torch.linalg.cholesky(-(s.W + s.W.mT) / 2).diagonal().log() * x,
+    "of a loss that checks": lambda s, x: nn.functional.gaussian_nll_loss(x, x.sin(), -s.W.diagonal()),
+}
+"""Functions of -W that raise at generic parameters near -diag(1, 1e-4), and not there."""
+
+
+@pytest.mark.parametrize("name", DOMAINS)
+def test_a_point_at_the_edge_of_the_domain(name: str) -> None:
+    module, x = Formula(lambda s, x: DOMAINS[name](s, x).square().sum(), W=(2, 2)), draw(2)
+    module.W.data.copy_(-torch.diag(torch.tensor([1.0, 1e-4])))
+    expected = reverse_over_reverse(module, x, None, lambda z, _: z)
+    found = hk.hessian(module, x, loss=None)
+    assert largest_error(found, expected) < 1e-10
+
+
 def test_digits_that_an_operation_has_lost_are_not_reported() -> None:
     """In single precision, behind torch's derivatives of eigenvalues and of a Cholesky factor, where entries reach 4e11."""
 

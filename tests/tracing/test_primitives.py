@@ -180,6 +180,7 @@ DECLINED: dict[str, Callable[[Tensor], Tensor]] = {
     "sinc": torch.sinc,
     "cumprod of a number": lambda y: y * y[0, 0, 0].cumprod(0),
     "logcumsumexp": lambda y: y.logcumsumexp(1),
+    "logcumsumexp, entries far apart": lambda y: (9 * y).logcumsumexp(1),
     "product of many": lambda y: (1 + y).repeat(1, 1, 20).prod(-1),
     "determinant": lambda y: y * torch.linalg.slogdet(torch.eye(4).double() + y[0].T @ y[0])[1],
 }
@@ -357,6 +358,7 @@ CHOOSING = {
     "index by its own mask": (Take, lambda y: y[y > 0]),
     "index by where": (Take, lambda y: y[torch.where(y > 0)]),
     "pad and cut": (TakeAmong, lambda y: F.pad(y, (1, -1), value=0.7)),
+    "pad, by default with zeros": (TakeAmong, lambda y: torch.constant_pad_nd(y, (1, 2))),
     "pad, reflect": (Take, lambda y: F.pad(y[None], (1, 2, 1, 1), mode="reflect")),
     "pad, replicate": (Take, lambda y: F.pad(y, (1, 2), mode="replicate")),
     "pad, circular": (Take, lambda y: F.pad(y, (1, 2), mode="circular")),

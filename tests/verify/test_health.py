@@ -12,6 +12,8 @@ import torch
 from reference_cases import RIGHT, HandWrittenNorm, draw
 from torch import nn
 
+import hessiankit as hk
+from benchmarks.routes.operations import OPERATIONS
 from hessiankit.verify.comparison import Gaps, Judge
 from hessiankit.verify.health import examine, rounding_noise
 from hessiankit.verify.probes import probe_directions
@@ -78,6 +80,27 @@ def test_the_layer_norm_defect_is_seen_and_named(name):
         assert health[right].healthy, str(health[right])
         assert health[right].deviation < 1e-10
         assert health[right].symmetry_error < 1e-10
+
+
+FORWARD = {"jvp(grad)", "torch.func.hessian"}
+DEFECTIVE = {
+    "batch_norm": {"torch.func.hessian"}, "instance_norm": {"torch.func.hessian"}, "scatter_reduce (prod)": FORWARD,
+    "cholesky_inverse": FORWARD, "triangular_solve": {"jvp(grad)"},
+}  # fmt: skip
+"""Operation of the route table -> the references that are wrong through it."""
+
+
+@pytest.mark.parametrize("name", DEFECTIVE)
+def test_a_reference_that_torch_gets_wrong_does_not_judge(name: str) -> None:
+    example = OPERATIONS[name].example(0)
+    report = hk.check(example.module, example.x, example.target, against=[*RIGHT, "torch.func.hessian"])
+    assert report, report.table()
+    ill = {health.reference: health for health in report.health if not health.reason.startswith(("agrees", "unsupported"))}
+    assert set(ill) == DEFECTIVE[name]
+    for health in ill.values():
+        assert health.state == "unhealthy"
+        assert "known torch defect: " in health.reason
+        assert health.deviation > 0.1
 
 
 def test_the_whole_panel_with_curvlinops_is_healthy_on_a_hand_written_norm():

@@ -110,10 +110,15 @@ def _with_zeros(operation: Any) -> Rule:
     return match
 
 
+@rule(aten.constant_pad_nd.default)
+def _constant_pad(x: Tensor, pad: Sequence[int], value: float = 0.0) -> Match:
+    return _filling(aten.constant_pad_nd.default, 2)(x, pad, value)
+
+
 @rule(aten.pad.default)
 def _pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Match:
     if mode == "constant":
-        return _filling(aten.constant_pad_nd.default, 2)(x, pad, value or 0.0)
+        return _constant_pad(x, pad, value or 0.0)
     return Take(aten.pad.default(positions(x).double(), pad, mode).long()), (x,)
 
 
@@ -181,7 +186,6 @@ RULES |= {
     aten.max_pool3d.default: _pooled_by_maximum(aten.max_pool3d_with_indices.default, 3),
     aten.adaptive_max_pool2d.default: _pooled_by_maximum(aten.adaptive_max_pool2d.default, 2),
     aten.adaptive_max_pool3d.default: _pooled_by_maximum(aten.adaptive_max_pool3d.default, 3),
-    aten.constant_pad_nd.default: _filling(aten.constant_pad_nd.default, 2),
     aten.diag_embed.default: _with_zeros(aten.diag_embed.default),
     aten.diag.default: _with_zeros(aten.diag.default),
     aten.diagonal_scatter.default: _among(aten.diagonal_scatter.default, 0, 1),
