@@ -489,6 +489,17 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
     assert error(muon, torch.block_diag(*of_mean)) <= EXACT
 
 
+def test_the_numbers_that_each_approximation_stores() -> None:
+    """Halves of symmetric blocks: of the weights 5 x 3 and 4 x 5 with their biases, 44 entries."""
+    found = hk.approximations(perceptron(), X, Y, loss="cross_entropy", against="ggn", rank=2)
+    tri = {n: n * (n + 1) // 2 for n in (3, 4, 5, 15, 20)}
+    pairs = tri[3] + tri[5] + tri[5] + tri[4] + tri[5] + tri[4]
+    blocks = tri[15] + tri[5] + tri[20] + tri[4]
+    expected = {"identity": 0, "diagonal": 44, "tensor": blocks, "kfac": pairs, "ekfac": pairs, "adam": 44, "shampoo": pairs}
+    expected |= {"muon": tri[3] + 5 + tri[4] + 4, "low-rank": 44 * 2 + 2 + 44}
+    assert {name: row.numbers for name, row in found.found.items() if name in expected} == expected
+
+
 def test_a_low_rank_matrix_with_values_of_either_sign_is_inverted():
     basis, values, diagonal = torch.linalg.qr(draw(5, 3)).Q, torch.tensor([2.0, -0.3, 0.0]).double(), draw(5).abs()
     matrix, rows = basis @ torch.diag(values) @ basis.T + torch.diag(diagonal + 0.7), draw(2, 5, seed=3)
