@@ -151,7 +151,7 @@ INDEFINITE = POSITIVE * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(6)
 
 @pytest.mark.parametrize("method", ["auto", "lsmr"])
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
-@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-6])
+@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-9])
 def test_a_least_squares_solution_is_told_from_one_that_is_not_there_yet(share: float, scale: float, method: str) -> None:
     """Right-hand sides of which a share lies in the range and the rest in the null space."""
     values = torch.cat([torch.zeros(4, dtype=torch.float64), POSITIVE[4:]])
@@ -163,11 +163,14 @@ def test_a_least_squares_solution_is_told_from_one_that_is_not_there_yet(share: 
     assert (found.converged, found.least_squares) == (False, True)
     assert found.residual == pytest.approx(float(scale * (b / scale - share * range_part).norm() / b.norm()), rel=1e-9)
     assert error(A @ found.x, scale * share * range_part) <= 1e-9 / share  # the tolerance is of b
+    stuck = solve(operator, b, method="minres", tol=1e-9)  # which diverges without a solution
+    rest = b - A @ stuck.x
+    assert stuck.least_squares == bool((A @ rest).norm() <= 1e-6 * rest.norm())
     early = solve(operator, b, method=method, tol=1e-9, max_products=3)
     assert (early.converged, early.least_squares) == (False, False)
-    both = solve(operator, torch.stack([b, A @ b], 1), method=method, tol=1e-9)
+    both = solve(operator, torch.stack([b, A @ range_part], 1), method=method, tol=1e-9)
     assert (both.converged, both.least_squares) == (False, True)
-    solved = solve(operator, A @ b, method=method, tol=1e-9)
+    solved = solve(operator, A @ range_part, method=method, tol=1e-9)
     assert (solved.converged, solved.least_squares) == (True, False)
 
 
