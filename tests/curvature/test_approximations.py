@@ -126,7 +126,7 @@ def test_padding_without_labels_leaves_every_approximation_where_it_was(name: st
 
 
 def test_a_row_counts_by_what_reads_it_and_not_by_its_value() -> None:
-    """A labelled token that is dead counts, as do all that a maximum compares, and a query with one key.
+    """A labelled token that is dead counts, as do all that a maximum compares, a query with one key, and a token of two readers.
 
     A token that no label or index reads does not.
     """
@@ -142,7 +142,8 @@ def test_a_row_counts_by_what_reads_it_and_not_by_its_value() -> None:
     written = Formula(lambda m, x: torch.softmax(m.first(x) @ x.mT - 1e9 * later, -1) @ x, first=nn.Linear(4, 4))
     cases = [(module, (x, none), labels, x[labels != -100]), (indexed, x, one_each, x[:, 1])]
     cases += [(one, x, one_each, x.flatten(0, 1)) for one in (largest, pooled)]
-    cases += [(one, x, every, x.flatten(0, 1)) for one in (fused, written)]
+    twice = Formula(lambda m, x: m.last((h := m.first(x)) + torch.tanh(h[:, :1])), first=nn.Linear(4, 2), last=nn.Linear(2, 3))
+    cases += [(one, x, every, x.flatten(0, 1)) for one in (fused, written, twice)]
     for one, inputs, target, rows in cases:
         at = point(one, inputs, target)
         where = [at.slices[f"first.{name}"] for name in ("weight", "bias")]
