@@ -31,7 +31,7 @@ from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23  # numbers of one chunk of gradients
 PULLED, DRAWS = 4096, 16
-"""Columns of L'' that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
+"""Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
 
 
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
@@ -124,8 +124,9 @@ class FactoredBatch(JacobianOperator):
         Z = self.output
         together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
         self.together = together and all(n == task.batch for n in self.leading.values())
-        sweeps, classes = Z.numel() // (task.batch if self.together else 1), Z.shape[-1] if Z.ndim else 1
-        self.reached, self.samples = self._reached(has_label(task, Z)), task.batch
+        read, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
+        self.reached, self.samples = self._reached(read), task.batch
+        sweeps = int((read.reshape(len(Z), -1).any(0) if self.together else read).sum())
         self.drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
         self.columns = columns(as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS) if self.drawn else task, Z, share)
         self.held = self._used_once()
@@ -182,7 +183,9 @@ class FactoredBatch(JacobianOperator):
         most = max(1, min(self.block_size, ENTRIES // self.output.numel()))
         samples: list[Any] = [slice(None)] if self.together else list(range(B))
         terms: list[Any] = [slice(None)] if self.drawn else list(range(T))
-        places = [(k, t, b) for k in range(K) for t in terms for b in samples]
+        counts = (self.columns != 0).any(0).any(-1).cpu()  # (B, T); rows without a label give nothing
+        rows_of = [(t, b) for t in terms for b in samples if bool(counts[b, t].any())]
+        places = [(k, t, b) for k in range(K) for t, b in rows_of]
         for start in range(0, len(places), most):
             chunk = places[start : start + most]
             rows = self.columns.new_zeros(len(chunk), B, T, C)

@@ -17,6 +17,7 @@ from operator_cases import EXACT, LABELS, TOKENS, RowsTimesMatrix, TiedBlock, er
 from torch import Tensor, nn
 
 import hessiankit as hk
+from hessiankit.curvature import kronecker
 from hessiankit.curvature.approximating.approximations import APPROXIMATIONS, Point
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
@@ -107,7 +108,10 @@ def reader(name: str) -> Formula:
 
 @pytest.mark.parametrize("against", ["ggn", "fisher-empirical"])
 @pytest.mark.parametrize("name", READS)
-def test_padding_without_labels_leaves_every_approximation_where_it_was(name: str, against: str) -> None:
+def test_padding_without_labels_leaves_every_approximation_where_it_was(
+    name: str, against: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kronecker, "PULLED", 9)  # three classes of three positions; padding draws no labels in their place
     module, labels = reader(name), torch.tensor([[0, 2, -100], [-100, 1, 2]])
     x, pad = dead_unit(draw(2, 3, 4), module.first), torch.zeros(2, 3, dtype=torch.bool)
     options: dict[str, Any] = {"loss": "cross_entropy", "against": against, "damping": 0.01}
