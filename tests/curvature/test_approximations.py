@@ -494,6 +494,18 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
     assert error(muon, torch.block_diag(*of_mean)) <= EXACT
 
 
+@pytest.mark.parametrize("against", ["ggn", "fisher-mc", "fisher-empirical"])
+def test_outputs_without_an_axis_of_columns_are_a_column(against: str) -> None:
+    """Outputs (B,) under squared error have the approximations of outputs (B, 1)."""
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 1)}
+    column = Formula(lambda m, x: m.last(torch.tanh(m.first(x))), **parts)
+    flat = Formula(lambda m, x: m.last(torch.tanh(m.first(x)))[:, 0], **parts)
+    options: dict[str, Any] = {"against": against, "damping": 0.01}
+    found, expected = (hk.approximations(m, X, t, **options) for m, t in ((flat, T[:, 0]), (column, T[:, :1])))
+    for name, row in expected.found.items():
+        assert float((found[name].operator.to_matrix() - row.operator.to_matrix()).abs().max()) <= AGREED, name
+
+
 def test_the_numbers_that_each_approximation_stores() -> None:
     """Halves of symmetric blocks: of the weights 5 x 3 and 4 x 5 with their biases, 44 entries."""
     found = hk.approximations(perceptron(), X, Y, loss="cross_entropy", against="ggn", rank=2)
