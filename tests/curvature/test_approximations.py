@@ -496,12 +496,12 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
 
 @pytest.mark.parametrize("against", ["ggn", "fisher-mc", "fisher-empirical"])
 def test_outputs_without_an_axis_of_columns_are_a_column(against: str) -> None:
-    """Outputs (B,) under squared error have the approximations of outputs (B, 1)."""
+    """Outputs (B,), of an odd number of samples, under squared error have the approximations of outputs (B, 1)."""
     parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 1)}
     column = Formula(lambda m, x: m.last(torch.tanh(m.first(x))), **parts)
     flat = Formula(lambda m, x: m.last(torch.tanh(m.first(x)))[:, 0], **parts)
     options: dict[str, Any] = {"against": against, "damping": 0.01}
-    found, expected = (hk.approximations(m, X, t, **options) for m, t in ((flat, T[:, 0]), (column, T[:, :1])))
+    found, expected = (hk.approximations(m, X[:5], t, **options) for m, t in ((flat, T[:5, 0]), (column, T[:5, :1])))
     for name, row in expected.found.items():
         assert float((found[name].operator.to_matrix() - row.operator.to_matrix()).abs().max()) <= AGREED, name
 

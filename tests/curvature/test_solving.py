@@ -190,6 +190,10 @@ def test_what_has_not_converged_is_returned_with_its_residual(G: HessianOperator
 
 BAD = {
     "integers": (lambda H, b: H.solve(b.long()), "b has dtype torch.int64"),
+    "entries": (lambda H, b: H.solve(b[1:]), r"b has shape \(87,\)"),
+    "rows": (lambda H, b: H.solve(b[1:, None]), r"b has shape \(87, 1\)"),
+    "axes": (lambda H, b: H.solve(b[:, None, None]), r"b has shape \(88, 1, 1\)"),
+    "no columns": (lambda H, b: H.solve(b[:, None][:, :0]), r"b has shape \(88, 0\)"),
     "NaN": (lambda H, b: H.solve(b * np.nan), "b has NaN or infinite entries"),
     "damping": (lambda H, b: H.solve(b, damping=-1.0), "damping=-1.0; expected 0 or more"),
     "method": (lambda H, b: H.solve(b, method="gmres"), "method='gmres' is not known"),
