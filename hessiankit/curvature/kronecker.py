@@ -31,7 +31,8 @@ from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23  # numbers of one chunk of gradients
 PULLED, DRAWS = 4096, 16
-"""Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
+"""Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there
+are more."""
 
 
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
@@ -87,7 +88,7 @@ def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
     masks = [None if c is None else c[0] != 0 for c in point.pull(bar.unsqueeze(0))]
     if isinstance(primitive, ScaledDotProductAttention):  # each query of a row, and the keys that it attends to, as their values
         Q, K = (x.shape for x in point.inputs[:2])
-        masks[0] = (unbroadcast(marks.amax(-1, keepdim=True), (*Q[:-1], 1))[0] > 0).expand(Q)
+        masks[0] = (unbroadcast(marks.amax(-1, keepdim=True), torch.Size((*Q[:-1], 1)))[0] > 0).expand(Q)
         masks[1] = masks[1] if masks[2] is None else masks[2].any(-1, keepdim=True).expand(K)
     return masks
 

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -218,7 +219,7 @@ def test_every_direction_that_is_asked_for_is_compared(sizes: tuple[int, int], r
         report = hk.check(module, x, target, against=[reference], directions=directions)
         assert report.comparison.startswith((f"{directions} generic", f"products in {directions} generic"))
         counts.append(Counted.calls)
-    steps = [more - fewer for fewer, more in zip(counts, counts[1:], strict=False)]
+    steps = [more - fewer for fewer, more in pairwise(counts)]
     assert min(steps) > 0.5 * max(steps), counts
 
 
