@@ -125,9 +125,9 @@ class FactoredBatch(JacobianOperator):
         Z = self.output
         together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
         self.together = together and all(n == task.batch for n in self.leading.values())
-        read, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
-        self.reached, self.samples = self._reached(read), task.batch
-        sweeps = int((read.reshape(len(Z), -1).any(0) if self.together else read).sum())
+        labelled, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
+        self.reached, self.samples = self._reached(labelled), task.batch
+        sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
         self.drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
         self.columns = columns(as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS) if self.drawn else task, Z, share)
         self.held = self._used_once()
