@@ -23,6 +23,7 @@ import hessiankit as hk
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.diagnostics.sharpness import replicates, sharpness
+from hessiankit.diagnostics.sharpness.replicate import joined
 from hessiankit.diagnostics.sharpness.sharpness_report import report_of
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown
@@ -104,6 +105,31 @@ def scalars(products: int, seeds: int) -> dict[str, Shares]:
     return found
 
 
+def of_diagonal(seeds: int) -> dict[str, Shares]:
+    """Return the coverage of ``hessian_diagonal(method="estimate")``, of models with more parameters than it takes products."""
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(6, 24), nn.Tanh(), nn.Linear(24, 8)).double()
+    block = hk.TransformerBlock(8, 12, placement="pre").double()
+    labels = torch.arange(12) % 8
+    labels[3] = -100
+    classified = network, normal(12, 6, seed=20), labels, "cross_entropy"
+    regressed = block, normal(2, 4, 8, seed=21), normal(2, 4, 8, seed=22), "mse"
+    found: dict[str, Shares] = {}
+    for name, (module, x, target, loss) in (("classifier", classified), ("block", regressed)):
+        for kind in ("hessian", "ggn"):
+            exact = hk.hessian_diagonal(module, x, target, loss=loss, kind=kind)
+            counts = dict.fromkeys(("trace", "trace of a parameter", "entry of the diagonal"), 0.0)
+            for seed in range(seeds):
+                one = hk.hessian_diagonal(module, x, target, loss=loss, kind=kind, method="estimate", seed=seed).estimate
+                assert one is not None
+                counts["trace"] += holds(one.trace, exact.trace)
+                counts["trace of a parameter"] += sum(holds(one.traces[n], t) for n, t in exact.traces.items()) / len(one.traces)
+                counts["entry of the diagonal"] += float(((one.diagonal - exact.flat).abs() <= one.half_widths).double().mean())
+            for what, count in counts.items():
+                found.setdefault(what, {})[f"{name}, {kind}"] = count / seeds
+    return found
+
+
 def of_spectrum(k: int, directions: int, seeds: int) -> dict[str, Shares]:
     """Return the coverage of the sums of ``spectrum``, of operators whose k largest eigenvalues are located."""
     found: dict[str, Shares] = {}
@@ -140,12 +166,14 @@ def models() -> Iterator[tuple[str, nn.Module, Tensor, Tensor]]:
     yield "classifier", hk.Transformer(13, **sizes, head="mean", n_classes=3).double(), ids[:, :8], torch.arange(6) % 3
 
 
-def of_sharpness(draws: int, micro_batch: int | None, seeds: int) -> dict[str, Shares]:
-    """Return the coverage of the types of ``sharpness``; a confident model's apart."""
+def of_sharpness(draws: int, micro_batch: int | None, seeds: int, ranks: int = 1) -> dict[str, Shares]:
+    """Return the coverage of the types of ``sharpness``; a confident model's apart. All ranks but the first hold one sample."""
     found: dict[str, Shares] = {}
     for name, model, x, labels in models():
         exact = sharpness(model, x, labels, exact=True)
-        every = replicates(model, x, labels, draws=draws * seeds, micro_batch=micro_batch)
+        first, options = len(x) + 1 - ranks, {"draws": draws * seeds, "micro_batch": micro_batch}
+        held = [range(first), *(range(k, k + 1) for k in range(first, len(x)))]
+        every = joined([replicates(model, x[list(own)], labels[list(own)], numbers=own, **options) for own in held])
         what = "sharpness, labels nearly certain" if "confident" in name else "sharpness"
         counts = dict.fromkeys(exact.types, 0)
         for part in every.values.split(draws, 1):
@@ -198,6 +226,8 @@ def jobs() -> list[Job]:
     found += [(f"k = {k}, {s} directions", partial(of_spectrum, k, s)) for k, s in ((10, 10), (10, 3), (1, 10))]
     for batches, size in (("one micro-batch", None), ("micro-batches of 1", 1)):
         found += [(f"{draws} draws, {batches}", partial(of_sharpness, draws, size)) for draws in (2, 4, 8)]
+    found += [(f"{draws} draws, 2 ranks", partial(of_sharpness, draws, None, ranks=2)) for draws in (2, 4, 8)]
+    found += [("hessian_diagonal", of_diagonal)]
     return found + [(f"{n} products, of a classifier", partial(of_approximations, n)) for n in (20, 60)]
 
 

@@ -142,6 +142,7 @@ class Take(Primitive):
     Args:
         at: positions in vec_r(X), integers of the output's shape. Whatever moves entries finds them by being applied to
             the positions themselves: ``at = operation(torch.arange(X.numel()).reshape(X.shape))``.
+        chosen: axes of X along which each entry of the output is any one of those of X, by their sizes, as in a maximum.
 
     >>> flip = Take(torch.tensor([1, 0]))
     >>> flip.jvp((torch.ones(2),), (torch.tensor([[3.0, 4.0]]),)).tolist()
@@ -149,8 +150,12 @@ class Take(Primitive):
     """
 
     at: Tensor
+    chosen: tuple[int, ...] = ()
     is_linear = True
     selects = True
+
+    def choice_axes(self, inputs: Inputs) -> tuple[int, ...]:
+        return self.chosen
 
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0].reshape(-1)[self.at]

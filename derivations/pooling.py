@@ -201,6 +201,9 @@ class Extreme(_Reduction):
         (spread,) = super().vjp(inputs, adjoint)
         return (spread * self._share(inputs[0]),)  # type: ignore[operator]
 
+    def choice_axes(self, inputs: Inputs) -> tuple[int, ...]:
+        return self._axes(inputs[0])
+
     def _kept(self, X: Tensor) -> Tensor:
         axes = self._axes(X)
         if self.kind != "median":

@@ -68,6 +68,10 @@ class Primitive(metaclass=Kind):
         """Return the entries of the output at which a first or second derivative is not finite; None where there are none."""
         return None
 
+    def choice_axes(self, inputs: Inputs) -> tuple[int, ...]:
+        """Return the axes of the input along which sizes choose one entry, as in a maximum; empty where none does."""
+        return ()
+
     @property
     def roles(self) -> Mapping[int, Role]:
         """How inputs that are parameters enter the output, row by row of the first input, by their position."""

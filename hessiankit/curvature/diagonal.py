@@ -154,7 +154,7 @@ def hessian_diagonal(
     factor of about 2, and what would take longer than ``max_products`` products with the Hessian is refused, or estimated.
 
     ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
-    :func:`hessiankit.hessian`, with whole parameters.
+    :func:`hessiankit.hessian`, with whole parameters. ``seed`` is that of the random signs of an estimate too.
 
     Args:
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
@@ -180,7 +180,7 @@ def hessian_diagonal(
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
     options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
     tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    result = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress)
+    result = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress, seed)
     return replace(result, seconds=time.perf_counter() - start)
 
 
@@ -192,6 +192,7 @@ def diagonal_of(
     batch_size: int | None = None,
     max_products: int | None = 1000,
     progress: Callable[[int, int], None] | None = None,
+    seed: int = 0,
 ) -> CurvatureDiagonal:
     """Return the diagonal of batches that :func:`~hessiankit.engine.problem.batches.gather` returned."""
     sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
@@ -211,7 +212,7 @@ def diagonal_of(
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
     if method == "estimate" or cost > sums.most:
         operator = HessianOperator.of(tasks, factors, kind)
-        estimate = scalar_estimates(operator, products=PRODUCTS)
+        estimate = scalar_estimates(operator, products=PRODUCTS, seed=seed)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:
         check_fallbacks(tasks, factors, kind, flat)

@@ -9,20 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from derivations.binary import Binary
+from derivations.directions import unbroadcast
+from derivations.elementwise import Divide
+from derivations.fused_attention import ScaledDotProductAttention
+from derivations.linear import Multiply
 from derivations.loss import SampledLoss
+from derivations.primitive import Entrywise
+from derivations.softmax import LinearisedSoftmax
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
 from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, known_count
-from hessiankit.engine.problem.fisher import as_gauss_newton, counted_samples
+from hessiankit.engine.problem.fisher import as_gauss_newton
 from hessiankit.engine.problem.loss_trace import loss_primitive, normalizer_of, samples_are_independent
+from hessiankit.engine.problem.own_call import own_target
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23  # numbers of one chunk of gradients
 PULLED, DRAWS = 4096, 16
-"""Columns of L'' that are pulled back one by one at most; the labels drawn for each term in their place where there are more."""
+"""Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there
+are more."""
 
 
 def columns(task: Task, Z: Tensor, share: float) -> Tensor:
@@ -43,8 +53,44 @@ def columns(task: Task, Z: Tensor, share: float) -> Tensor:
     rows = Z.reshape(1 if Z.ndim == 1 else len(Z), -1, Z.shape[-1])
     p = torch.softmax(rows, -1)
     s = p.movedim(-1, 0).unsqueeze(-1).sqrt() * (torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)[:, None, None, :] - p)
-    counted = (task.target != IGNORE_INDEX).reshape(1, *rows.shape[:2], 1)
-    return (share / count) ** 0.5 * s * counted
+    return (share / count) ** 0.5 * s * has_label(task, Z).reshape(1, *rows.shape)
+
+
+def has_label(task: Task, Z: Tensor) -> Tensor:
+    """Return the entries of the output that a term of the loss reads: those of rows whose label is not ignored."""
+    loss, target = own_target(task)
+    if loss == "mse":
+        return torch.ones_like(Z, dtype=torch.bool)
+    return (target != IGNORE_INDEX).reshape(Z.shape[:-1]).unsqueeze(-1).expand(Z.shape)
+
+
+def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
+    """Return masks of the entries of a step's inputs on which some entries of its output depend.
+
+    The derivative along a generic covector tells: entries behind a mask or an index have none. A derivative that is zero at
+    this point alone does not count: entry by entry, as of a ReLU or of a product whose factors move, or where sizes choose.
+    Behind a softmax, the logits of all nonzero weights count, although a weight of 1 has no derivative.
+
+    Args:
+        step: A linearised application.
+        bar: Generic numbers at these entries of the output, zero elsewhere.
+    """
+    point, primitive = step.primitive, step.primitive.primitive
+    marks = (bar != 0).to(bar).unsqueeze(0)
+    if isinstance(primitive, (Entrywise, Binary, Divide)) or (isinstance(primitive, Multiply) and None not in step.inputs):
+        return [unbroadcast(marks, x.shape)[0] > 0 for x in point.inputs]
+    if axes := primitive.choice_axes(point.inputs):
+        shape = point.inputs[0].shape
+        groups = bar if bar.ndim == len(shape) else bar.reshape([1 if axis in axes else n for axis, n in enumerate(shape)])
+        return [(groups != 0).any(axes, keepdim=True).expand(shape)]
+    if isinstance(point, LinearisedSoftmax):
+        return [(bar != 0).any(point.axis, keepdim=True) & (point.a != 0)]
+    masks = [None if c is None else c[0] != 0 for c in point.pull(bar.unsqueeze(0))]
+    if isinstance(primitive, ScaledDotProductAttention):  # each query of a row, and the keys that it attends to, as their values
+        Q, K = (x.shape for x in point.inputs[:2])
+        masks[0] = (unbroadcast(marks.amax(-1, keepdim=True), torch.Size((*Q[:-1], 1)))[0] > 0).expand(Q)
+        masks[1] = masks[1] if masks[2] is None else masks[2].any(-1, keepdim=True).expand(K)
+    return masks
 
 
 @dataclass
@@ -56,7 +102,14 @@ class LayerFactors:
     transposed: bool  # whether it is stored as (outputs, inputs)
     inputs: Tensor | None  # sum of x x^T; None for a bias
     gradients: Tensor  # sum of g g^T
-    rows: int = 0  # that were summed
+    rows: int = 0  # terms of the sum of x x^T
+    is_even: bool = True  # whether these are equally many of each sample
+
+    @property
+    def moment(self) -> Tensor:
+        """Mean of x x^T; zero without rows, where g is zero too."""
+        assert self.inputs is not None
+        return self.inputs / max(self.rows, 1)
 
 
 class FactoredBatch(JacobianOperator):
@@ -72,8 +125,9 @@ class FactoredBatch(JacobianOperator):
         Z = self.output
         together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
         self.together = together and all(n == task.batch for n in self.leading.values())
-        sweeps, classes = Z.numel() // (task.batch if self.together else 1), Z.shape[-1] if Z.ndim else 1
-        self.counted = counted_samples(task) if self.together else slice(None)
+        labelled, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
+        self.reached, self.samples = self._reached(labelled), task.batch
+        sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
         self.drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
         self.columns = columns(as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS) if self.drawn else task, Z, share)
         self.held = self._used_once()
@@ -91,6 +145,20 @@ class FactoredBatch(JacobianOperator):
         with self._at_the_point():
             self._pulled(rows, self.sites, covectors_of.__setitem__)
         return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}
+
+    def _reached(self, output: Tensor) -> dict[int, Tensor]:
+        """Return the rows of each site on which the masked entries of the output depend, as masks."""
+        generator = torch.Generator().manual_seed(0)
+        masks = {self._output: output}
+        with self._at_the_point():
+            for step in reversed(self._steps):
+                if step.output not in masks:
+                    continue
+                u = torch.randn(masks[step.output].shape, generator=generator, dtype=torch.float64, device="cpu").to(self.output)
+                for at, mask in zip(step.inputs, reached_inputs(step, u * masks[step.output]), strict=True):
+                    if at is not None and mask is not None:
+                        masks[at] = masks[at] | mask if at in masks else mask
+        return {at: masks[at].any(-1).reshape(-1) for at in self.sites if at in masks}
 
     def _used_once(self) -> list[tuple[int, ParameterJacobian]]:
         generator = torch.Generator().manual_seed(0)
@@ -116,7 +184,9 @@ class FactoredBatch(JacobianOperator):
         most = max(1, min(self.block_size, ENTRIES // self.output.numel()))
         samples: list[Any] = [slice(None)] if self.together else list(range(B))
         terms: list[Any] = [slice(None)] if self.drawn else list(range(T))
-        places = [(k, t, b) for k in range(K) for t in terms for b in samples]
+        counts = (self.columns != 0).any(0).any(-1).cpu()  # (B, T); rows without a label give nothing
+        rows_of = [(t, b) for t in terms for b in samples if bool(counts[b, t].any())]
+        places = [(k, t, b) for k in range(K) for t, b in rows_of]
         for start in range(0, len(places), most):
             chunk = places[start : start + most]
             rows = self.columns.new_zeros(len(chunk), B, T, C)
@@ -128,8 +198,11 @@ class FactoredBatch(JacobianOperator):
 class KroneckerFactors:
     """Kronecker factors of the Gauss-Newton blocks of the weights and biases of some batches.
 
-    For z = X W, A = sum_n x_n x_n^T / rows and G = sum g_n g_n^T over rows n and over the columns of L'', each pulled back by
-    itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). Where that
+    For z = X W, A = sum_n x_n x_n^T / R and G = sum g_n g_n^T over rows n and over the columns of L'', each pulled back by
+    itself: the expectation of KFAC-expand over the model's labels (Martens and Grosse 2015; Eschenhagen et al. 2023). A sums
+    over the R rows of all batches on which a term of the loss depends, as :func:`reached_inputs` tells. The others have
+    g_n = 0 whatever the parameters: where rows stay apart, those whose label is ignored; before attention, those that no row
+    with a label attends to; and rows that a mask or an index leaves out. So they change neither A nor R. Where that expectation
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
     other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
@@ -157,13 +230,15 @@ class KroneckerFactors:
             self._add(batch)
 
     def _add(self, batch: FactoredBatch) -> None:
-        for weight, (_, one) in zip(self.weights, batch.held, strict=True):
-            if isinstance(one, WeightJacobian):
+        for weight, (at, one) in zip(self.weights, batch.held, strict=True):
+            if isinstance(one, WeightJacobian) and at in batch.reached:
                 assert weight.inputs is not None
-                rows = len(batch.output) if batch.together else 1
-                X = one.X.reshape(rows, -1, one.X.shape[1])[batch.counted].flatten(0, 1)
+                reached = batch.reached[at]
+                X = one.X[reached]
                 weight.inputs += X.T @ X
                 weight.rows += len(X)
+                counts = reached.reshape(batch.samples, -1).sum(1) if len(reached) % batch.samples == 0 else reached.sum(0, True)
+                weight.is_even &= bool((counts == counts[0]).all())
         for bars in batch.bars():
             for weight, (at, _) in zip(self.weights, batch.held, strict=True):
                 if at in bars:
@@ -185,7 +260,7 @@ class KroneckerFactors:
             if w.inputs is None:
                 structures.append(dense_block(self.positions(w), w.gradients))
             else:
-                pair = (w.inputs / w.rows, w.gradients)
+                pair = (w.moment, w.gradients)
                 structures.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
         return structures
 

@@ -280,8 +280,11 @@ class _System:
         return Av
 
     def is_null(self, r: Tensor, b: Tensor, tol: float) -> bool:
-        """Tell whether |A r| <= tol |A| |r| of what is left of b, with the lower bound |A b| / |b| for |A|."""
-        size = max(norm(self.product(v)) / max(norm(v), 1e-300) for v in (b, b - r))
+        """Tell whether |A r| <= tol |A| |r| of what is left of b, with a lower bound for |A|: |A v| / |v| of A b and of b - r.
+
+        Of b itself it is too small where b lies almost in the null space.
+        """
+        size = max(norm(self.product(v)) / max(norm(v), 1e-300) for v in (self.product(b), b - r))
         return norm(self.product(r)) <= tol * size * norm(r)
 
     def positive(self, p: Tensor) -> Tensor:

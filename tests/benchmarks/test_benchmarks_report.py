@@ -111,6 +111,7 @@ def test_the_page_has_a_row_for_every_interval_and_setting() -> None:
         whats = (
             scalars if setting.endswith(" products") else sums if "directions" in setting
             else ("sharpness", "sharpness, labels nearly certain") if "draws" in setting
+            else ("trace", "trace of a parameter", "entry of the diagonal") if setting == "hessian_diagonal"
             else ("Frobenius error of an approximation",)
         )  # fmt: skip
         assert {(what, setting) for what in whats} <= shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mpmath
 import pytest
 import torch
@@ -138,6 +140,31 @@ def test_certificate_of_blocks():
     assert min(value for value in found.bounds.values() if value is not None) == found.whole.upper
     norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
     assert found.bounds["norm matrix"] == pytest.approx(float(torch.linalg.eigvalsh(norms)[-1]), rel=1e-9)
+
+
+class NoProof(TorchFunctionMode):
+    """Cholesky's method that never runs to its end."""
+
+    def __torch_function__(self, f, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = f(*args, **(kwargs or {}))
+        return SimpleNamespace(L=out.L, info=torch.ones_like(out.info)) if f is torch.linalg.cholesky_ex else out
+
+
+def test_without_a_proof_by_cholesky_the_other_bounds_hold():
+    H, slices = symmetric(9, 2), {"a": slice(0, 4), "b": slice(4, 9)}
+    H[slices["a"], slices["b"]] *= 10  # where the norm of the matrix of norms is below Gershgorin's bound of it
+    H[slices["b"], slices["a"]] *= 10
+    with NoProof():
+        found = certify(H, slices)
+    assert found.bounds["cholesky"] is None
+    assert all(bound >= exact_norm(H) for bound in found.bounds.values() if bound is not None)
+    assert found.whole.upper == min(bound for bound in found.bounds.values() if bound is not None)
+    assert found.bounds["schatten"] == schatten_upper(H)
+    norms = torch.tensor([[found.pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64)
+    assert found.bounds["norm matrix"] == pytest.approx(float(norms.sum(1).max()), rel=1e-12)
+    for (i, j), interval in found.pairs.items():
+        true = exact_norm(H[slices[i], slices[j]])
+        assert interval.lower <= true <= interval.upper < 1.1 * float(true)
 
 
 def test_a_large_matrix_whose_largest_eigenvalue_lanczos_misses(monkeypatch):

@@ -17,7 +17,8 @@ from operator_cases import EXACT, LABELS, TOKENS, RowsTimesMatrix, TiedBlock, er
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit.curvature.approximating.approximations import Point
+from hessiankit.curvature import kronecker
+from hessiankit.curvature.approximating.approximations import APPROXIMATIONS, Point
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
 from hessiankit.engine.problem.batches import gather
@@ -54,11 +55,12 @@ def expected_kfac(module: nn.Module, weight: nn.Linear, inputs: Tensor, target: 
     handle.remove()
     flat, kept = logits.flatten(0, -2), (target != -100).reshape(-1)
     p, G = torch.softmax(flat.detach(), -1), torch.zeros(())
+    reached = torch.zeros(seen["z"].shape[:-1].numel(), dtype=torch.bool)
     for row, label in itertools.product(kept.nonzero()[:, 0].tolist(), range(flat.shape[1])):
         (g,) = torch.autograd.grad(F.cross_entropy(flat[row : row + 1], torch.tensor([label])), seen["z"], retain_graph=True)
         rows = g.reshape(-1, g.shape[-1])
-        G = G + p[row, label] * rows.T @ rows / kept.sum()
-    x = seen["x"].detach().flatten(0, -2)
+        G, reached = G + p[row, label] * rows.T @ rows / kept.sum(), reached | (rows != 0).any(-1)
+    x = seen["x"].detach().flatten(0, -2)[reached]
     return torch.kron(G, x.T @ x / len(x))
 
 
@@ -78,6 +80,79 @@ def test_kfac_is_the_expectation_over_labels_of_every_position() -> None:
     for rows in at.slices.values():
         blocks[rows, rows] = 0
     assert float(blocks.abs().max()) == 0
+
+
+def dead_unit(x: Tensor, first: nn.Linear) -> Tensor:
+    """Data whose first token is dead in every unit of a ReLU behind a layer."""
+    x[0, 0] = torch.linalg.solve(first.weight.detach(), -first.bias.detach() - 1)
+    return x
+
+
+READS: dict[
+    str, Any
+] = {  # how logits read hidden units (B, L, 4): of the same token, the earlier ones, those that are no padding
+    "the token": lambda m, h, pad: F.relu(h),
+    "earlier tokens": lambda m, h, pad: F.relu(h).cumsum(1),
+    "causal attention": lambda m, h, pad: F.scaled_dot_product_attention(h, h, h, is_causal=True),
+    "attention with a mask": lambda m, h, pad: torch.softmax((h @ h.mT).masked_fill(pad.unsqueeze(1), -torch.inf), -1) @ h,
+    "a mean with a mask": lambda m, h, pad: h + (h * ~pad.unsqueeze(-1)).sum(1, keepdim=True),
+    "a block": lambda m, h, pad: m.block(h, pad),
+}
+
+
+def reader(name: str) -> Formula:
+    first, block = nn.Linear(4, 4), hk.TransformerBlock(4, 5, 2, placement="pre", bias=True)
+    parts = {"block": block} if name == "a block" else {}
+    return Formula(lambda m, x, pad: m.last(READS[name](m, m.first(x), pad)), first=first, last=nn.Linear(4, 3), **parts)
+
+
+@pytest.mark.parametrize("against", ["ggn", "fisher-empirical"])
+@pytest.mark.parametrize("name", READS)
+def test_padding_without_labels_leaves_every_approximation_where_it_was(
+    name: str, against: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kronecker, "PULLED", 9)  # three classes of three positions; padding draws no labels in their place
+    module, labels = reader(name), torch.tensor([[0, 2, -100], [-100, 1, 2]])
+    x, pad = dead_unit(draw(2, 3, 4), module.first), torch.zeros(2, 3, dtype=torch.bool)
+    options: dict[str, Any] = {"loss": "cross_entropy", "against": against, "damping": 0.01}
+    plain = hk.approximations(module, (x, pad), labels, **options)
+    assert set(plain.found) >= set(APPROXIMATIONS) - {"layer", "type"}  # which need block types
+    for size in (1.0, 1e3):
+        longer = torch.cat([x, size * draw(2, 2, 4, seed=7)], 1), torch.cat([pad, ~pad[:, :2]], 1)
+        ignored = torch.cat([labels, torch.full((2, 2), -100)], 1)
+        batches = [((longer[0][k : k + 1], longer[1][k : k + 1]), ignored[k : k + 1]) for k in (0, 1)]
+        for found in (hk.approximations(module, longer, ignored, **options), hk.approximations(module, batches, **options)):
+            for kind, row in plain.found.items():
+                one, other = (r.operator.to_matrix() for r in (row, found[kind]))
+                if kind == "shampoo":  # roots of factors, which turn a rounding of 1e-16 into 1e-8
+                    one, other = one @ one, other @ other
+                assert float((one - other).abs().max()) <= AGREED * float(one.abs().max()), (kind, size)
+
+
+def test_a_row_counts_by_what_reads_it_and_not_by_its_value() -> None:
+    """A labelled token that is dead counts, as do all that a maximum compares, a query with one key, and a token of two readers.
+
+    A token that no label or index reads does not.
+    """
+    labels = torch.tensor([[0, 2, -100], [1, -100, 2]])
+    module = reader("the token")
+    x, none = dead_unit(draw(2, 3, 4), module.first), torch.zeros(2, 3, dtype=torch.bool)
+    largest = Formula(lambda m, x: m.last(m.first(x).amax(1)), first=nn.Linear(4, 2), last=nn.Linear(2, 3))
+    indexed = Formula(lambda m, x: m.last(torch.tanh(m.first(x))[:, 1]), first=nn.Linear(4, 2), last=nn.Linear(2, 3))
+    pooled = Formula(lambda m, x: m.last(F.max_pool1d(m.first(x).mT, 3)[..., 0]), first=nn.Linear(4, 2), last=nn.Linear(2, 3))
+    one_each = torch.tensor([2, 0])
+    every, later = torch.tensor([[0, 2, 1], [1, 0, 2]]), torch.ones(3, 3, dtype=torch.bool).triu(1)
+    fused = Formula(lambda m, x: F.scaled_dot_product_attention(m.first(x), x, x, is_causal=True), first=nn.Linear(4, 4))
+    written = Formula(lambda m, x: torch.softmax(m.first(x) @ x.mT - 1e9 * later, -1) @ x, first=nn.Linear(4, 4))
+    cases = [(module, (x, none), labels, x[labels != -100]), (indexed, x, one_each, x[:, 1])]
+    cases += [(one, x, one_each, x.flatten(0, 1)) for one in (largest, pooled)]
+    twice = Formula(lambda m, x: m.last((h := m.first(x)) + torch.tanh(h[:, :1])), first=nn.Linear(4, 2), last=nn.Linear(2, 3))
+    cases += [(one, x, every, x.flatten(0, 1)) for one in (fused, written, twice)]
+    for one, inputs, target, rows in cases:
+        at = point(one, inputs, target)
+        where = [at.slices[f"first.{name}"] for name in ("weight", "bias")]
+        G, kfac = (at.model("kfac")[0].to_matrix()[part, part].contiguous() for part in reversed(where))
+        assert error(kfac, torch.kron(G, rows.T @ rows / len(rows))) <= AGREED
 
 
 def dense(operator: Any) -> Tensor:
@@ -348,8 +423,7 @@ def test_factors_are_sums_over_rows_of_all_batches(
     of_layers, z = pulled(module, x)
     _, second, terms = of_rows(loss, z, y.reshape(len(z), *y.shape[1 + len(rows) :]))
     scale = 1.0 if reduction == "sum" else 1 / terms
-    # a sample counts where one of its labels does
-    counted = (y != IGNORED).reshape(len(x), -1).any(1).repeat_interleave(len(z) // len(x))
+    counted = torch.ones(len(z), dtype=torch.bool) if loss == "mse" else (y != IGNORED).reshape(-1)
     operator = hessian_operator(module, batches, loss=loss, kind="ggn", reduction=reduction)
     kfac, ekfac = (operator.approximation(name).to_matrix() for name in ("kfac", "ekfac"))
     exact = operator.to_matrix()
@@ -418,6 +492,29 @@ def test_moments_of_mini_batches_by_gradients_of_single_samples(
         of_mean.append(torch.kron(G @ G.T, torch.eye(n).to(G)) if m <= n else torch.kron(torch.eye(m).to(G), G.T @ G))
     assert error(shampoo @ shampoo, torch.block_diag(*left_and_right)) <= 1e-9  # it has the root of each factor
     assert error(muon, torch.block_diag(*of_mean)) <= EXACT
+
+
+@pytest.mark.parametrize("against", ["ggn", "fisher-mc", "fisher-empirical"])
+def test_outputs_without_an_axis_of_columns_are_a_column(against: str) -> None:
+    """Outputs (B,), of an odd number of samples, under squared error have the approximations of outputs (B, 1)."""
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 1)}
+    column = Formula(lambda m, x: m.last(torch.tanh(m.first(x))), **parts)
+    flat = Formula(lambda m, x: m.last(torch.tanh(m.first(x)))[:, 0], **parts)
+    options: dict[str, Any] = {"against": against, "damping": 0.01}
+    found, expected = (hk.approximations(m, X[:5], t, **options) for m, t in ((flat, T[:5, 0]), (column, T[:5, :1])))
+    for name, row in expected.found.items():
+        assert float((found[name].operator.to_matrix() - row.operator.to_matrix()).abs().max()) <= AGREED, name
+
+
+def test_the_numbers_that_each_approximation_stores() -> None:
+    """Halves of symmetric blocks: of the weights 5 x 3 and 4 x 5 with their biases, 44 entries."""
+    found = hk.approximations(perceptron(), X, Y, loss="cross_entropy", against="ggn", rank=2)
+    tri = {n: n * (n + 1) // 2 for n in (3, 4, 5, 15, 20)}
+    pairs = tri[3] + tri[5] + tri[5] + tri[4] + tri[5] + tri[4]
+    blocks = tri[15] + tri[5] + tri[20] + tri[4]
+    expected = {"identity": 0, "diagonal": 44, "tensor": blocks, "kfac": pairs, "ekfac": pairs, "adam": 44, "shampoo": pairs}
+    expected |= {"muon": tri[3] + 5 + tri[4] + 4, "low-rank": 44 * 2 + 2 + 44}
+    assert {name: row.numbers for name, row in found.found.items() if name in expected} == expected
 
 
 def test_a_low_rank_matrix_with_values_of_either_sign_is_inverted():

@@ -164,6 +164,13 @@ def test_an_estimate_is_of_the_same_matrix(kind: str) -> None:
     assert (list(found.values), found.kind) == (list(exact.values), kind)
     assert ((found.flat - exact.flat).abs() <= found.estimate.half_widths).double().mean() > 0.9
     assert abs(found.trace - exact.trace) <= 2 * found.estimate.trace.half_width < exact.flat.abs().sum()
+    options["params"] = list(exact.values)
+    operator = hk.hessian_operator(model, batches, **options)
+    for seed in (0, 3):
+        own = hk.hessian_diagonal(model, batches, method="estimate", seed=seed, **options)
+        known = hk.scalar_estimates(operator, seed=seed)
+        assert torch.allclose(own.flat, known.diagonal, rtol=0, atol=1e-9 * float(exact.flat.abs().max()))
+        assert torch.equal(own.flat, found.flat) == (seed == 0)
 
 
 def test_products_where_they_are_cheaper_than_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,6 +67,15 @@ def test_monte_carlo_fisher_tends_to_the_fisher_with_its_standard_error() -> Non
     assert bool((apart <= 5 * found.std(0) / 7 + 1e-12).all())
 
 
+def test_one_label_is_drawn_from_seed_0_unless_asked_otherwise() -> None:
+    module, expected = classifier(), fisher(classifier(), kind="fisher-mc", seed=0, draws=1)
+    assert error(fisher(module, kind="fisher-mc", draws=2), expected) > 0.01
+    readings = {name: READINGS[name] for name in ("hessian_operator", "hessian_diagonal", "frobenius_norms")}
+    assert_readings(expected, module, X, Y, loss="cross_entropy", kind="fisher-mc", readings=readings)
+    found = hk.approximations(module, X, Y, loss="cross_entropy", against="fisher-mc", of=["diagonal"])
+    assert error(found["diagonal"].operator.to_matrix(), torch.diag(expected.diagonal())) <= EXACT
+
+
 @pytest.mark.parametrize("kind", ["fisher", "fisher-mc", "fisher-empirical"])
 def test_batches_change_nothing(kind: str) -> None:
     module, options = TiedBlock().double(), {"loss": "cross_entropy", "kind": kind}

@@ -32,7 +32,7 @@ def test_says_what_it_takes_and_computes_nothing(monkeypatch: pytest.MonkeyPatch
     assert (found.samples, found.batches, found.chunks, found.panels, found.dtype) == (5, 1, 1, 1, "float64")
     assert found.fits
     assert found.memory_bytes == found.matrix_bytes + found.workspace_bytes
-    assert found.seconds > 0
+    assert 0 < found.seconds < 60  # of some hundred parameters
     assert "Forecast: it fits" in found.table()
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict()))["fallbacks"] == []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from curvature_reference import Formula, draw
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from operator_cases import RowsTimesMatrix
@@ -126,8 +128,30 @@ def test_factors_of_batches_of_any_sizes_add_up_to_those_of_all_samples(
     assert float(sum(value for value, _ in results)) == pytest.approx(factor * G.loss, rel=1e-12)
 
 
-def test_labels_that_do_not_count_are_refused_in_one_of_several_batches() -> None:
+def padded() -> tuple[nn.Module, Tensor, Tensor]:
+    """Sums over tokens, of which sample 3 has one less: its last token is zero."""
+    module = Formula(
+        lambda m, x: m.last((torch.tanh(m.first(x)) * (x != 0).any(-1, keepdim=True)).sum(1)),
+        first=nn.Linear(3, 4),
+        last=nn.Linear(4, 3),
+    )
+    x = draw(30, 2, 3)
+    x[3, 1] = 0
+    return module, x, torch.arange(30) % 3
+
+
+def with_an_ignored_label() -> tuple[nn.Module, Tensor, Tensor]:
     module, x, y = case("classification")
     y[3] = -100
-    with stand_in(module, "classification") as backend, pytest.raises(hk.InputError, match="labels of -100"):
-        backend.kron(x[:10], y[:10], 30)
+    return module, x, y
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"), [(with_an_ignored_label, "labels of -100"), (padded, "'first.weight' has rows that count in some")]
+)
+def test_samples_that_count_differently_are_refused_in_one_of_several_batches(problem: Callable[[], Any], said: str) -> None:
+    module, x, y = problem()
+    with stand_in(module, "classification") as backend:
+        with pytest.raises(hk.InputError, match=said):
+            backend.kron(x[:10], y[:10], 30)
+        backend.kron(x, y, 30)

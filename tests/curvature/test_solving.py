@@ -17,6 +17,7 @@ from hessiankit.cli.study import digits, split
 from hessiankit.curvature import krylov
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.solving import solve
+from hessiankit.curvature.structures import StructuredOperator, dense_block
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +137,43 @@ def test_a_singular_system_that_has_solutions_and_one_that_has_none(G: HessianOp
         G.inverse() @ b
 
 
+def problem(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a symmetric matrix with some eigenvalues, and a right-hand side."""
+    generator = torch.Generator().manual_seed(0)
+    size = len(values)
+    Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
+    return (Q * values) @ Q.T, torch.randn(size, generator=generator, dtype=torch.float64)
+
+
+POSITIVE = torch.linspace(0.5, 3.0, 12, dtype=torch.float64)
+INDEFINITE = POSITIVE * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(6)
+
+
+@pytest.mark.parametrize("method", ["auto", "lsmr"])
+@pytest.mark.parametrize("scale", [1.0, 1e3, 1e6])
+@pytest.mark.parametrize("share", [1.0, 1e-3, 1e-9])
+def test_a_least_squares_solution_is_told_from_one_that_is_not_there_yet(share: float, scale: float, method: str) -> None:
+    """Right-hand sides of which a share lies in the range and the rest in the null space."""
+    values = torch.cat([torch.zeros(4, dtype=torch.float64), POSITIVE[4:]])
+    A, b = problem(values)
+    range_part = A @ torch.linalg.pinv(A, hermitian=True) @ b
+    b = scale * (share * range_part + b - range_part)
+    operator = StructuredOperator(12, [dense_block(torch.arange(12), A)], torch.float64, A.device)
+    found = solve(operator, b, method=method, tol=1e-9)
+    assert (found.converged, found.least_squares) == (False, True)
+    assert found.residual == pytest.approx(float(scale * (b / scale - share * range_part).norm() / b.norm()), rel=1e-9)
+    assert error(A @ found.x, scale * share * range_part) <= 1e-9 / share  # the tolerance is of b
+    stuck = solve(operator, b, method="minres", tol=1e-9)  # which diverges without a solution
+    rest = b - A @ stuck.x
+    assert stuck.least_squares == bool((A @ rest).norm() <= 1e-6 * rest.norm())
+    early = solve(operator, b, method=method, tol=1e-9, max_products=3)
+    assert (early.converged, early.least_squares) == (False, False)
+    both = solve(operator, torch.stack([b, A @ range_part], 1), method=method, tol=1e-9)
+    assert (both.converged, both.least_squares) == (False, True)
+    solved = solve(operator, A @ range_part, method=method, tol=1e-9)
+    assert (solved.converged, solved.least_squares) == (True, False)
+
+
 def test_what_has_not_converged_is_returned_with_its_residual(G: HessianOperator, b: torch.Tensor) -> None:
     found = G.solve(b, damping=1e-3, max_products=4)
     off = b - G @ found.x - 1e-3 * found.x
@@ -152,6 +190,10 @@ def test_what_has_not_converged_is_returned_with_its_residual(G: HessianOperator
 
 BAD = {
     "integers": (lambda H, b: H.solve(b.long()), "b has dtype torch.int64"),
+    "entries": (lambda H, b: H.solve(b[1:]), r"b has shape \(87,\)"),
+    "rows": (lambda H, b: H.solve(b[1:, None]), r"b has shape \(87, 1\)"),
+    "axes": (lambda H, b: H.solve(b[:, None, None]), r"b has shape \(88, 1, 1\)"),
+    "no columns": (lambda H, b: H.solve(b[:, None][:, :0]), r"b has shape \(88, 0\)"),
     "NaN": (lambda H, b: H.solve(b * np.nan), "b has NaN or infinite entries"),
     "damping": (lambda H, b: H.solve(b, damping=-1.0), "damping=-1.0; expected 0 or more"),
     "method": (lambda H, b: H.solve(b, method="gmres"), "method='gmres' is not known"),
@@ -173,18 +215,6 @@ def test_bad_requests(name: str, H: HessianOperator, b: torch.Tensor) -> None:
         call(H, b)
     assert str(seen.value).startswith("solve: ")
     assert "\n" not in str(seen.value)
-
-
-def problem(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a symmetric matrix with some eigenvalues, and a right-hand side."""
-    generator = torch.Generator().manual_seed(0)
-    size = len(values)
-    Q = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0]
-    return (Q * values) @ Q.T, torch.randn(size, generator=generator, dtype=torch.float64)
-
-
-POSITIVE = torch.linspace(0.5, 3.0, 12, dtype=torch.float64)
-INDEFINITE = POSITIVE * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(6)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])

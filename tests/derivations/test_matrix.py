@@ -34,6 +34,7 @@ from derivations.matrix import (
     product,
     scaled,
 )
+from derivations.rotary import Rotations
 from derivations.row_blocks import Centring, RowBlocks
 from derivations.selection import Selection
 
@@ -281,11 +282,36 @@ class TestArithmetics:
         with pytest.raises(TypeError, match="do not mix"):
             (Dense(exact("A", 3, 2)) @ Dense(tensor("V", 2, 3))).dense()
 
+    @pytest.mark.parametrize("types", [(F64, torch.complex128), (torch.complex128, F64), (torch.int64, F64), (F64, torch.int64)])
+    def test_numbers_of_two_types_are_multiplied_in_order(self, types: tuple[torch.dtype, torch.dtype]) -> None:
+        first, second = (tensor(name, 3, 3).to(kind) for name, kind in zip(("S", "T"), types, strict=True))
+        wide = torch.promote_types(*types)
+        if wide.is_complex:
+            first, second = (x * (1 + 2j) if x.is_complex() else x for x in (first, second))
+        expected = first.to(wide) @ second.to(wide)
+        assert not torch.equal(expected, second.to(wide) @ first.to(wide))
+        assert torch.equal(Dense(first) @ second, expected)
+        assert torch.equal((Dense(first) @ Dense(second)).dense(second), expected)
+        assert torch.equal(Diagonal(first[0]) @ second, torch.diag(first[0]).to(wide) @ second.to(wide))
+
     def test_floats_do_not_spoil_exact_numbers(self) -> None:
         with pytest.raises(TypeError, match="Fraction"):
             (0.5 * Dense(exact("A", 3, 2))).dense()
         with pytest.raises(TypeError, match="floats"):
             Dense(np.array([[Fraction(1), 0.5]], dtype=object))
+
+
+LETTERS: list[tuple[Matrix, str, str]] = [
+    (Selection([2, 0], 3, "S"), "S", r"S^\top"),
+    (RowBlocks(A, "b_i"), r"\operatorname{blockdiag}_i(b_i)", r"\operatorname{blockdiag}_i(b_i)^\top"),
+    (Rotations(A, A, symbol="Q_l"), r"\operatorname{blockdiag}_l(Q_l)", r"\operatorname{blockdiag}_l(Q_l^\top)"),
+    (Dense(A, "D"), "D", r"D^\top"),
+]
+
+
+@pytest.mark.parametrize(("matrix", "latex", "turned"), LETTERS, ids=[latex for _, latex, _ in LETTERS])
+def test_a_transpose_keeps_the_letter(matrix: Matrix, latex: str, turned: str) -> None:
+    assert [matrix.latex(), matrix.T.latex(), matrix.T.T.latex()] == [latex, turned, latex]
 
 
 def test_slice_transposes_need_equal_slices() -> None:

@@ -150,6 +150,13 @@ def operator_cases(rank: int, size: int) -> dict[str, Any]:
     found["no convergence"] = caught(lambda: hd.top_eigenvalues(operator, 3, max_products=5))
     mine = vectors(operator.shape[0])
     found["other vectors"] = caught(lambda: operator @ (mine + (rank == 1)))
+    last = rank == size - 1
+    others = {"k": (2, 3), "which": ("LM", "LA"), "tol": (1e-6, 1e-7), "max_products": (50, 51), "seed": (0, 1)}
+    found["other options"] = []
+    for name, values in others.items():
+        options = {"k": 2, name: values[last]}
+        said = caught(partial(hd.top_eigenvalues, operator, **options))
+        found["other options"].append([f"{name} is {values[0]!r} on rank 0 and {values[1]!r} on rank {size - 1}", said])
     return found
 
 
@@ -177,6 +184,9 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     def operator(made: nn.Module, its: Any = pairs, **options: Any) -> str:
         return caught(lambda: hd.hessian_operator(made.eval(), its, **{"loss": "cross_entropy", **options}))
 
+    def apart(name: str, first: Any, second: Any) -> str:
+        return f"{name} is {first!r} on rank 0 and {second!r} on rank {size - 1}; expected the same on every rank"
+
     differs = "the same data take operation"
     labels_lie = f"on rank {size - 1} of {size}: labels lie in [0, 112], expected 0 to 12"
     of_sharpness = [
@@ -185,7 +195,20 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
         (differs, sharpness(sharded(spread))),
         (labels_lie, sharpness(plain, wrong)),
         (labels_lie, sharpness(sharded(model()), wrong)),
-        (f"draws is 2 on rank 0 and 3 on rank {size - 1}; expected the same on every rank", sharpness(plain, draws=2 + last)),
+        *(
+            (apart(name, *values), sharpness(plain, **{name: values[last]}))
+            for name, values in {
+                "draws": (2, 3),
+                "seed": (5, 6),
+                "per": ("token", "sequence"),
+                "kind": ("fisher-mc", "fisher-empirical"),
+                "loss": ("cross_entropy", "mse"),
+                "histograms": (True, False),
+                "shift": (None, False),
+                "confidence": (0.95, 0.9),
+            }.items()
+        ),
+        (apart("numbers=", "not given", "given"), sharpness(plain, numbers=range(9, 9 + len(tokens)) if last else None)),
         ("the parameter 'blocks.1.norm_1.weight' is '(8,), float64, digest ", sharpness(moved)),
         ("two ranks hold a sequence of number 0", sharpness(plain, numbers=range(len(tokens)))),
         ("no rank holds a label that counts", sharpness(plain, [])),
@@ -193,6 +216,16 @@ def error_cases(rank: int, size: int) -> dict[str, Any]:
     of_operator = [
         (differs, operator(constant)),
         ("the model is sharded by fully_shard, and products need it whole; pass replica=", operator(sharded(model()), data)),
+        *(
+            (apart(name, *values), operator(plain, **{name: values[last]}))
+            for name, values in {
+                "kind": ("hessian", "ggn"),
+                "loss": ("cross_entropy", "mse"),
+                "block_size": (1, 2),
+                "reduction": ("mean", "sum"),
+            }.items()
+        ),
+        (apart("weighted", False, True), operator(plain, weights=[1.0] * len(pairs) if last else None)),
         ("the weights of the ranks' batches are unknown with unknown", operator(plain, data, loss=unknown)),
         (labels_lie, operator(plain, wrong)),
     ]

@@ -128,6 +128,8 @@ def test_eigenvalues_are_those_of_the_dense_hessian(found: dict[str, Any]) -> No
     assert max(top["residuals"]) <= 1e-12 * top["values"][0]
     assert found["operator"]["no convergence"].startswith("InputError: top_eigenvalues: ")
     assert "the block of vectors is '(" in found["operator"]["other vectors"]
+    for expected, line in found["operator"]["other options"]:
+        assert line.startswith(f"InputError: top_eigenvalues: {expected}; expected the same on every rank")
 
 
 def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: dict[str, Any]) -> None:

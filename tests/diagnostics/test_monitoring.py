@@ -205,6 +205,8 @@ def test_divergence_is_measured_as_far_as_it_goes(tmp_path):
         (pair(), None, {"every": 0}, "every=0 measures at no step"),
         (pair(), None, {"share": 1.5}, "share=1.5 is no share of the time"),
         (pair(), None, {"depth": ("angle",)}, "depth='angle' is not known"),
+        (pair(), None, {"per": "sample"}, "per='sample' is not known"),
+        (pair(), None, {"eigenvalue_route": "exact"}, "eigenvalue_route='exact' is not known"),
         (pair(), None, {"on_error": "ignore"}, "on_error='ignore' is not known"),
         (tokens(0), None, {}, "monitor: data is a tensor"),
         (tokens(0), torch.full((4, 9), -100), {}, "no label that counts"),

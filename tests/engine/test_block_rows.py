@@ -148,6 +148,30 @@ def test_curvature_that_is_not_symmetric_is_refused(name: str, choice: str, monk
         hk.hessian(module, x, target)
 
 
+@pytest.mark.parametrize("height", [1.0, 1e2, 1e5])
+def test_curvature_that_is_not_symmetric_is_refused_beside_a_loss_of_any_height(
+    height: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to a ten-millionth of the loss, below which half the digits of the loss's type are rounding of it."""
+    module, x = SKEWED["rows apart"], draw(2, 3, 4)
+    target = draw(*module(x).shape, seed=7)
+    options: dict[str, Any] = {"loss": lambda z, t: (z - t).square().mean() + height}
+    assert 1e-7 * height < float(hk.hessian(module, x, target, **options).matrix.abs().max()) < height
+    monkeypatch.setattr(LinearisedSoftmax, "pull", skewed)
+    with pytest.raises(hk.InputError, match="H and its transpose differ"):
+        hk.hessian(module, x, target, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_rounding_of_a_loss_without_curvature_is_no_asymmetry(dtype: torch.dtype) -> None:
+    """The sum of a softmax is 1, and what rounding leaves of its Hessian is not symmetric."""
+    torch.manual_seed(0)
+    module, x = torch.nn.Linear(3, 3).to(dtype), torch.randn(4, 3).to(dtype)
+    found = hk.hessian(module, x, x, loss=lambda z, t: z.log_softmax(-1).exp().sum() + 1e3)
+    assert found.asymmetry > 0.1
+    assert 0 < float(found.matrix.abs().max()) < 1e3 * torch.finfo(dtype).eps
+
+
 def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, Tensor, Tensor]:
     """A stream with branches, narrow or wide."""
 

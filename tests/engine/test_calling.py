@@ -15,6 +15,7 @@ from curvature_reference import (
     Formula,
     assert_exact,
     assert_one_clear_error,
+    cross_entropy,
     draw,
     gauss_newton,
     mse,
@@ -153,6 +154,35 @@ def test_a_loader_of_lists_of_inputs(listed: bool) -> None:
     assert_readings(expected, module, loader, loss="cross_entropy", readings=in_turn(0))
     assert error(hk.hessian(module, [a, b], CLASSES, loss="cross_entropy", batch_size=1).matrix, expected) <= EXACT
     assert listed or hk.check(module, [a, b], CLASSES, loss="cross_entropy")
+
+
+@pytest.mark.parametrize("of_inputs", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_parameters", [torch.contiguous_format, torch.channels_last])
+def test_images_and_weights_with_channels_last(of_inputs: torch.memory_format, of_parameters: torch.memory_format) -> None:
+    """And as views: every second pixel of a larger image, of which a batch is cut."""
+    convolutions = {"first": nn.Conv2d(2, 3, 2), "last": nn.Conv2d(3, 2, 2)}
+    module = Formula(lambda m, x: m.last(torch.tanh(m.first(x))).flatten(1), **convolutions)
+    x, target = draw(3, 2, 8, 8)[1:, :, ::2, ::2], draw(2, 8)
+    expected = reverse_over_reverse(module, x, target, mse)
+    module, x = module.to(memory_format=of_parameters), x.to(memory_format=of_inputs)
+    assert module.first.weight.is_contiguous() == (of_parameters == torch.contiguous_format)
+    assert_readings(expected, module, x, target)
+    assert error(hk.hessian(module, x, target, batch_size=1).matrix, expected) <= EXACT
+
+
+@pytest.mark.parametrize("batch_size", [None, 1, 2, 5])
+def test_labels_of_all_tokens_in_one_row(batch_size: int | None) -> None:
+    """Inputs (B, T), logits (B T, C) and labels (B T,): samples are not cut by their labels."""
+    parts = {"first": nn.Linear(3, 4), "last": nn.Linear(4, 3)}
+    module = Formula(lambda m, x: m.last(torch.tanh(m.first(x)).cumsum(1)).flatten(0, 1), **parts)
+    x, labels = draw(3, 2, 3), torch.tensor([0, 2, -100, 1, 1, 0])
+    expected = reverse_over_reverse(module, x, labels, cross_entropy)
+    options: dict[str, Any] = {"loss": "cross_entropy", "batch_size": batch_size}
+    assert error(hk.hessian(module, x, labels, **options).matrix, expected) <= EXACT
+    assert error(hk.hessian_diagonal(module, x, labels, **options).flat, expected.diagonal()) <= EXACT
+    assert hk.frobenius_norms(module, x, labels, **options).whole == pytest.approx(float(expected.norm()), rel=1e-12)
+    found = hk.approximations(module, x, labels, of=["diagonal", "kfac"], **options)
+    assert error(found["diagonal"].operator.to_matrix(), torch.diag(expected.diagonal())) <= EXACT
 
 
 def test_nested_containers_and_constants() -> None:

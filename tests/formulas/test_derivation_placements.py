@@ -10,11 +10,12 @@ import sympy
 import torch
 from curvature_reference import sample
 from derivation_reference import assert_agree, expected_of, generic, run, sampled_block, values
+from sympy.functions.elementary.piecewise import ExprCondPair
 from torch.nn import functional as F
 
 from derivations.matrix import Named, definitions
 from hessiankit import InputError, TransformerBlock, derive, hessian
-from hessiankit.blocks import PLACEMENTS
+from hessiankit.blocks import ACTIVATIONS, GATED, PLACEMENTS
 from hessiankit.formulas.symbols import spelling, symbol_of
 
 
@@ -134,6 +135,8 @@ def number(expression, numbers, known):
     if id(expression) not in known:
         if expression.args:
             found = OPERATIONS[expression.func]([number(part, numbers, known) for part in expression.args])
+        elif expression == sympy.true:
+            found = True
         else:
             found = numbers[expression.name] if expression.is_Symbol else float(expression)
         known[id(expression)] = found
@@ -147,7 +150,20 @@ OPERATIONS = {
     sympy.exp: lambda arguments: math.exp(arguments[0]),
     sympy.cos: lambda arguments: math.cos(arguments[0]),
     sympy.sin: lambda arguments: math.sin(arguments[0]),
+    sympy.tanh: lambda arguments: math.tanh(arguments[0]),
+    sympy.erf: lambda arguments: math.erf(arguments[0]),
+    sympy.StrictGreaterThan: lambda sides: sides[0] > sides[1],
+    ExprCondPair: tuple,
+    sympy.Piecewise: lambda pieces: next(value for value, holds in pieces if holds),
 }
+
+
+def assert_numbers(block, X, derivation, target=None):
+    found, expected = put_in(block, X, derivation.sympy(), target), derivation.dense()
+    is_equal = found.shape == expected.shape and bool(
+        torch.allclose(found, expected, rtol=0, atol=1e-10 * max(float(expected.abs().max()), 1e-3))
+    )
+    assert is_equal  # a bool: pytest would print the symbolic entries
 
 
 CASES = [
@@ -171,12 +187,20 @@ def test_numbers_for_symbols(placement, names, options, loss, length):
     torch.manual_seed(0)
     block = TransformerBlock(2, 1, placement=placement, layer=2, n_layers=3, **{"d_k": 1} | options).double()
     X, T = torch.randn(length, 2, dtype=torch.float64), torch.randn(length, 2, dtype=torch.float64)
-    derivation = derive(block, wrt=names, inputs=X, loss=loss, target=T if loss else None)
-    found, expected = put_in(block, X, derivation.sympy(), T if loss else None), derivation.dense()
-    is_equal = found.shape == expected.shape and bool(
-        torch.allclose(found, expected, rtol=0, atol=1e-10 * max(float(expected.abs().max()), 1e-3))
-    )
-    assert is_equal  # a bool: pytest would print the symbolic entries
+    target = T if loss else None
+    assert_numbers(block, X, derive(block, wrt=names, inputs=X, loss=loss, target=target), target)
+
+
+@pytest.mark.parametrize("activation", [*ACTIVATIONS, *GATED])
+def test_numbers_for_symbols_on_both_sides_of_a_kink(activation):
+    torch.manual_seed(0)
+    block = generic(TransformerBlock(2, 1, placement="post", norm="rmsnorm", activation=activation, d_k=1).double())
+    X, sides = torch.tensor([[1.0, 0.3], [-1.2, 0.4]], dtype=torch.float64), set()
+    block.feedforward.register_forward_hook(lambda m, inputs, _: sides.update((inputs[0] @ m.W_1 > 0).flatten().tolist()))
+    block(X)
+    assert sides == {True, False}
+    for names in (("up",), ("up", "up"), ("up", "down")):
+        assert_numbers(block, X, derive(block, wrt=names, inputs=X))
 
 
 @pytest.mark.parametrize("options", [{"placement": "lns", "layer": 4}, {"placement": "lns", "layer": 7}])

@@ -317,16 +317,25 @@ def test_numbers_along_the_step_and_types_moved_alone() -> None:
     assert found.to_dict()["groups"]["FFN"]["sharpness"] == found.groups["FFN"].sharpness
 
 
-def test_descent_along_an_eigenvector_has_its_eigenvalue_twice() -> None:
+@pytest.mark.parametrize("passes", [2, 3, 30])
+def test_descent_along_an_eigenvector_has_its_eigenvalue_twice(passes: int) -> None:
     layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
     nn.init.constant_(layer.weight, 0.0)
     layer.weight.data[0, 1] = 1.0
     x = torch.tensor([[1.0, 0.0], [0.0, 2.0]], **DOUBLE)  # H = diag(1, 4)
     optimizer = SGD(layer.parameters(), lr=0.3)
-    found = hk.critical_sharpness(layer, x, torch.zeros(2, 1, **DOUBLE), optimizer=optimizer, passes=30)
+    found = hk.critical_sharpness(layer, x, torch.zeros(2, 1, **DOUBLE), optimizer=optimizer, passes=passes)
     assert found.curvature == pytest.approx(4.0)
-    assert found.interval[0] < 4.0 <= found.interval[1] * (1 + 1e-12)
-    assert found.multiple == pytest.approx(2 / (0.3 * 4), rel=0.01)
+    assert 2 <= found.passes <= passes
+    truth = 2 / (0.3 * 4)
+    assert found.multiple * (1 - 1e-12) <= truth <= found.raising * (1 + 1e-12)
+    # the first step tried is where the quadratic model crosses, and the second is 1.3 times larger or smaller
+    assert pytest.approx(truth) in (found.multiple, found.raising)
+    if passes == 2:
+        assert (found.multiple, found.raising) in ((0.0, pytest.approx(truth)), (pytest.approx(truth), math.inf))
+    if passes == 30:
+        assert found.interval[0] < 4.0 <= found.interval[1] * (1 + 1e-12)
+        assert found.multiple == pytest.approx(truth, rel=0.01)
 
 
 def test_a_step_uphill_has_no_multiple_and_a_loss_that_only_falls_has_no_end() -> None:

@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -194,6 +195,34 @@ def test_directions_see_what_every_entry_sees() -> None:
     some = hk.check(block(), directions=2, formulas=False)
     assert (plain().comparison, some.comparison) == ("every entry", "2 generic directions a parameter")
     assert some, some
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reference"),
+    [((6, 3), "central-differences"), ((150, 134), "reverse-over-reverse")],  # beyond 20,000 parameters there is no matrix
+    ids=["a matrix", "products"],
+)
+def test_every_direction_that_is_asked_for_is_compared(sizes: tuple[int, int], reference: str) -> None:
+    """The reference calls the module for each."""
+
+    class Counted(nn.Linear):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Counted.calls += 1
+            return torch.tanh(super().forward(x))
+
+    torch.manual_seed(0)
+    module = Counted(*sizes).double()
+    x, target = torch.randn(4, sizes[0]).double(), torch.randn(4, sizes[1]).double()
+    counts = []
+    for directions in (1, 2, 3, 4):
+        Counted.calls = 0
+        report = hk.check(module, x, target, against=[reference], directions=directions)
+        assert report.comparison.startswith((f"{directions} generic", f"products in {directions} generic"))
+        counts.append(Counted.calls)
+    steps = [more - fewer for fewer, more in pairwise(counts)]
+    assert min(steps) > 0.5 * max(steps), counts
 
 
 def test_an_operation_without_a_closed_form_is_named() -> None:

@@ -82,7 +82,8 @@ def approximations(
 
     KFAC is the expectation of KFAC-expand over the model's labels, with the factors of weights and of biases apart (Martens and
     Grosse 2015; Eschenhagen et al. 2023), EKFAC its correction (George et al. 2018). Both have factors for weights and biases
-    that occur once, wherever the module multiplies by them; other parameters have their exact diagonal.
+    that occur once, wherever the module multiplies by them; other parameters have their exact diagonal. The factor of the inputs
+    is a mean over the rows on which a term of the loss depends, so that padding without labels has no weight.
 
     ``against`` (the kind), ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all arguments that are not
     explained here those of :func:`hessiankit.hessian`, with whole parameters.

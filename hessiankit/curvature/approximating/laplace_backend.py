@@ -54,7 +54,8 @@ class GaussNewtonBackend:
 
         laplace-torch adds the first factors of the batches, the second ones and the single ones, each kind for itself; of data
         that are fitted later it discounts the second factors. So the second factor is the batch's share M / N of a mean over
-        samples, and what has no second factor is a sum: batches of any sizes add up to KFAC of all N.
+        samples, and what has no second factor is a sum: batches of any sizes add up to KFAC of all N. The samples need equal
+        numbers of rows that count, so that a mean over rows is one over samples.
         """
         from laplace.utils import Kron  # only here: laplace-torch
 
@@ -72,12 +73,17 @@ class GaussNewtonBackend:
         blocks = []
         for name in tasks[0].parameters:
             w = factors.get(name)
+            if w is not None and not w.is_even and len(y) < N:
+                raise InputError(
+                    f"{WHO}: the input of {name!r} has rows that count in some samples of a batch only; pass all {N} samples as "
+                    "one batch, or take hessian_structure='diag'"
+                )
             if w is None or w.inputs is None:
                 blocks.append([torch.diag(rest[name]) if w is None else w.gradients])
             elif w.transposed:
-                blocks.append([w.gradients, len(y) / N / w.rows * w.inputs])
+                blocks.append([w.gradients, len(y) / N * w.moment])
             else:
-                blocks.append([len(y) / w.rows * w.inputs, w.gradients / N])
+                blocks.append([len(y) * w.moment, w.gradients / N])
         return self._scaled(shares[0] * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
 
 

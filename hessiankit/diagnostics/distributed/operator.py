@@ -150,7 +150,8 @@ def hessian_operator(
 
     ranks.together(check)
     check_versions(ranks)
-    ranks.agree(loss=_named(loss), kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
+    named = loss if isinstance(loss, str) else _named(loss)
+    ranks.agree(loss=named, kind=kind, block_size=block_size, reduction=reduction, weighted=weights is not None)
     module = ranks.together(lambda: unwrapped(WHO, model))
     if is_sharded(module):
         module = filled(ranks, module, replica)

@@ -45,7 +45,8 @@ def _along(operation: Any) -> Rule:
             return Reshape(()), (x,)
         dim = {**dict(zip(names[1:], rest, strict=False)), **options}.get("dim", -1)
         whole = at if at.ndim == x.ndim else at.unsqueeze(dim)
-        return Take(positions(x).gather(dim, whole).reshape(at.shape)), (x,)
+        chosen = (dim % x.ndim,) if whole.shape[dim] == 1 else ()
+        return Take(positions(x).gather(dim, whole).reshape(at.shape), chosen), (x,)
 
     return match
 
@@ -68,7 +69,8 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
 
     def match(x: Tensor, *rest: Any, result: Tensor) -> Match:
         within = operation(x, *rest)[1].flatten(-axes)
-        return Take(positions(x).flatten(-axes).gather(-1, within).reshape(result.shape)), (x,)
+        chosen = tuple(range(x.ndim - axes, x.ndim))
+        return Take(positions(x).flatten(-axes).gather(-1, within).reshape(result.shape), chosen), (x,)
 
     return match
 
