@@ -295,6 +295,7 @@ def _record(
         args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
         value = target(*args, **kwargs)
     if target is not node.target:
+        moving = moving if value.is_floating_point() else []  # a comparison
         value = value.to(known[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
     if not differentiable or target in WITHOUT_DERIVATIVE:
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
