@@ -161,7 +161,9 @@ def methods() -> dict[str, list[tuple[Any, ...]]]:
     table: dict[str, list[tuple[Any, ...]]] = {f"{name}_": [(0.3,), (whole,)] for name in either}
     table |= {f"{name}_": [(whole,)] for name in tensor}
     table |= dict.fromkeys(("cumprod_", "cumsum_", "unsqueeze_"), [(0,)]) | dict.fromkeys(("eq_", "ge_", "gt_", "ne_"), [(0.5,)])
-    table |= dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), [(0, 1)]) | dict.fromkeys(("addcdiv_", "addcmul_"), [(whole, whole)])
+    table |= dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), [(0, 1)]) | dict.fromkeys(
+        ("addcdiv_", "addcmul_"), [(whole, whole)]
+    )
     plain = "abs ceil cos digamma erf erfinv exp floor lgamma log log1p logit neg reciprocal relu round rsqrt sigmoid sign sin sqrt square squeeze"
     table |= {f"{name}_": [()] for name in (*plain.split(), "t", "tan", "tanh", "tril", "triu", "trunc", "zero")}
     return table | {

@@ -396,3 +396,36 @@ CHOOSING = {
 def test_choosing(name):
     kind, operation = CHOOSING[name]
     check_closed_form(operation, kind)
+
+
+AXES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "aminmax": lambda y, dim: sum(torch.aminmax(y, dim=dim)),
+    "cosine_similarity": lambda y, dim: F.cosine_similarity(y, y * y, dim),
+    "gather": lambda y, dim: y.gather(dim, torch.tensor(0)),
+    "index_fill": lambda y, dim: y.index_fill(dim, torch.tensor(0), 2.0),
+    "kthvalue": lambda y, dim: y.kthvalue(1, dim).values,
+    "norm": lambda y, dim: torch.norm(y, 3, dim),
+    "normalize": lambda y, dim: F.normalize(y, dim=dim),
+    "scatter_add": lambda y, dim: y.scatter_add(dim, torch.tensor(0), y * y),
+    "topk": lambda y, dim: y.topk(1, dim).values,
+    "transpose": lambda y, dim: y.transpose(dim, dim),
+    "var": lambda y, dim: y.var(dim, correction=0),
+}
+"""Operations along an axis, of a tensor without axes: torch takes it for one entry."""
+
+
+def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return results if isinstance(results, Tensor) else results[0]
+
+
+NAMED = "amax amin cummax cumprod cumsum flip log_softmax logcumsumexp logsumexp max mean median min prod softmax sort squeeze sum unsqueeze"
+AXES |= {name: lambda y, dim, f=getattr(Tensor, name): first(f(y, dim)) for name in NAMED.split()}
+AXES |= {f"{name}, all axes": lambda y, _, f=getattr(Tensor, name): f(y) for name in ("max", "mean", "median", "prod", "sum")}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", AXES)
+def test_a_tensor_without_axes(name: str, dim: int) -> None:
+    module = Formula(lambda s, x: s.W**3 + s.W * (AXES[name](torch.sin(s.W), dim) * x).sum(), W=())
+    expected = reverse_over_reverse(module, draw(1), None, None)
+    assert (hk.hessian(module, draw(1), loss=None).matrix - expected).abs() <= 1e-12 * expected.abs()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
+from hessiankit.tracing.primitives.registry import axes_of
 
 LONGEST_PRODUCT = 64
 """More factors than this are left to automatic differentiation, as each would be an operation."""
@@ -22,14 +23,9 @@ def _as_it_is(x: Tensor, dtype: Any) -> bool:
     return dtype in (None, x.dtype) or not (x.is_floating_point() and dtype.is_floating_point)
 
 
-def _axes(x: Tensor, dim: Any) -> tuple[int, ...]:
-    listed = [dim] if isinstance(dim, int) else dim
-    return tuple(range(x.ndim)) if listed is None or not len(listed) else tuple(listed)
-
-
 @decomposes(aten.var.correction)
 def _variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    axes = _axes(x, dim)
+    axes = axes_of(x, dim)
     count = math.prod(x.shape[axis] for axis in axes)
     divisor = count - (1 if correction is None else correction)
     if divisor <= 0:
@@ -59,14 +55,14 @@ for _operation, _moment in ((aten.var_mean.correction, _variance), (aten.std_mea
         x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False, moment: Any = _moment
     ) -> Any:
         moments = moment(x, dim, correction=correction, keepdim=keepdim)
-        return moments if moments is NotImplemented else (moments, x.mean(_axes(x, dim), keepdim=keepdim))
+        return moments if moments is NotImplemented else (moments, x.mean(axes_of(x, dim), keepdim=keepdim))
 
 
 @decomposes(aten.linalg_vector_norm.default)
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if dtype not in (None, x.dtype) or ord == 0:
         return NotImplemented
-    axes = _axes(x, dim)
+    axes = axes_of(x, dim)
     if ord == 2:
         return torch.sqrt((x * x).sum(axes, keepdim=keepdim))
     if math.isinf(ord):
@@ -82,7 +78,7 @@ def _norm_by_its_old_name(x: Tensor, p: float | None = 2, dim: Any = None, keepd
 
 @decomposes(aten.nansum.default)
 def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return x.masked_fill(x.isnan(), 0).sum(_axes(x, dim), keepdim, dtype=dtype)
+    return x.masked_fill(x.isnan(), 0).sum(axes_of(x, dim), keepdim, dtype=dtype)
 
 
 DECOMPOSITIONS |= {

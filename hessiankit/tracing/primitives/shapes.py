@@ -10,13 +10,14 @@ from torch import Tensor
 from derivations.cast import Cast
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take
 from derivations.linear import Expand, Permute, Reshape
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, positions, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
 @rule(aten.transpose.int)
 def _transpose(x: Tensor, i: int, j: int) -> Match:
     order = list(range(x.ndim))
-    order[i], order[j] = order[j], order[i]
+    if x.ndim:
+        order[i], order[j] = order[j], order[i]
     return Permute(tuple(order)), (x,)
 
 
@@ -49,7 +50,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Match:
 RULES |= {
     aten.broadcast_tensors.default: lambda xs, *, output_index, result: (Expand(tuple(result.shape)), (xs[output_index],)),
     aten.expand.default: lambda x, *_, result, **__: (Expand(tuple(result.shape)), (x,)),
-    aten.permute.default: lambda x, order: (Permute(tuple(i % x.ndim for i in order)), (x,)),
+    aten.permute.default: lambda x, order: (Permute(axes_of(x, order)), (x,)),
     aten.select.int: lambda x, dim, index: (Select(dim, index), (x,)),
     aten.slice.Tensor: lambda x, dim=0, start=None, stop=None, step=1: (Slice(dim, start, stop, step), (x,)),
     aten.stack.default: lambda tensors, dim=0: (Stack(dim), tuple(tensors)) if are_real(*tensors) else None,
