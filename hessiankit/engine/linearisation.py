@@ -112,7 +112,9 @@ class Linearisation:
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
         self._task.state.check_shared("HessianOperator")
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
+            rows = rows.clone() if rows.is_inference() else rows
+            out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
             for part, into in zip(rows.split(step), out.split(step), strict=True):
@@ -122,7 +124,8 @@ class Linearisation:
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
         self._task.state.check_shared("HessianOperator")
-        out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
+        with torch.inference_mode(False):
+            out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):

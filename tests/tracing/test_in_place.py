@@ -153,19 +153,27 @@ def test_random_writes_into_views(seed):
     assert (hk.hessian(module, x, loss=None).matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
+FUNCTIONS = (
+    "abs", "ceil", "cos", "digamma", "erf", "erfinv", "exp", "floor", "lgamma", "log", "log1p", "logit", "neg", "reciprocal",
+    "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "squeeze", "t", "tan", "tanh", "tril", "triu",
+    "trunc", "zero",
+)  # fmt: skip
+WITH_A_NUMBER_OR_A_TENSOR = (
+    "add", "clamp_max", "clamp_min", "copysign", "div", "float_power", "fmod", "less", "mul", "pow", "remainder", "sub", "xlogy",
+)  # fmt: skip
+WITH_A_TENSOR = ("arctan2", "atan2", "copy", "hypot", "ldexp")
+
+
 def methods() -> dict[str, list[tuple[Any, ...]]]:
     """Methods of torch that write in place, with arguments for a tensor (3, 4) of numbers between 0 and 1."""
     whole, rows, at = draw(3, 4).sigmoid(), draw(2, 4, seed=1).sigmoid(), torch.tensor([0, 2])
-    either = "add clamp_max clamp_min copysign div float_power fmod less mul pow remainder sub xlogy".split()
-    tensor = "addcdiv addcmul arctan2 atan2 copy fmod hypot ldexp lerp masked_scatter".split()
-    table: dict[str, list[tuple[Any, ...]]] = {f"{name}_": [(0.3,), (whole,)] for name in either}
-    table |= {f"{name}_": [(whole,)] for name in tensor}
-    table |= dict.fromkeys(("cumprod_", "cumsum_", "unsqueeze_"), [(0,)]) | dict.fromkeys(("eq_", "ge_", "gt_", "ne_"), [(0.5,)])
-    table |= dict.fromkeys(("swapaxes_", "swapdims_", "transpose_"), [(0, 1)]) | dict.fromkeys(
-        ("addcdiv_", "addcmul_"), [(whole, whole)]
-    )
-    plain = "abs ceil cos digamma erf erfinv exp floor lgamma log log1p logit neg reciprocal relu round rsqrt sigmoid sign sin sqrt square squeeze"
-    table |= {f"{name}_": [()] for name in (*plain.split(), "t", "tan", "tanh", "tril", "triu", "trunc", "zero")}
+    table: dict[str, list[tuple[Any, ...]]] = {f"{name}_": [()] for name in FUNCTIONS}
+    table |= {f"{name}_": [(0.3,), (whole,)] for name in WITH_A_NUMBER_OR_A_TENSOR}
+    table |= {f"{name}_": [(whole,)] for name in WITH_A_TENSOR}
+    table |= {f"{name}_": [(0.5,)] for name in ("eq", "ge", "gt", "ne")}
+    table |= {f"{name}_": [(0,)] for name in ("cumprod", "cumsum", "unsqueeze")}
+    table |= {f"{name}_": [(0, 1)] for name in ("swapaxes", "swapdims", "transpose")}
+    table |= {f"{name}_": [(whole, whole)] for name in ("addcdiv", "addcmul")}
     return table | {
         "addmm_": [(whole[:, :3], whole)],
         "addr_": [(whole[:, 0], whole[0])],

@@ -418,9 +418,14 @@ def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
     return results if isinstance(results, Tensor) else results[0]
 
 
-NAMED = "amax amin cummax cumprod cumsum flip log_softmax logcumsumexp logsumexp max mean median min prod softmax sort squeeze sum unsqueeze"
-AXES |= {name: lambda y, dim, f=getattr(Tensor, name): first(f(y, dim)) for name in NAMED.split()}
-AXES |= {f"{name}, all axes": lambda y, _, f=getattr(Tensor, name): f(y) for name in ("max", "mean", "median", "prod", "sum")}
+NAMED = (
+    Tensor.amax, Tensor.amin, Tensor.cummax, Tensor.cumprod, Tensor.cumsum, Tensor.flip, Tensor.log_softmax, Tensor.logcumsumexp,
+    Tensor.logsumexp, Tensor.max, Tensor.mean, Tensor.median, Tensor.min, Tensor.prod, Tensor.softmax, Tensor.sort,
+    Tensor.squeeze, Tensor.sum, Tensor.unsqueeze,
+)  # fmt: skip
+AXES |= {f.__name__: lambda y, dim, f=f: first(f(y, dim)) for f in NAMED}
+WHOLE = (Tensor.max, Tensor.mean, Tensor.median, Tensor.prod, Tensor.sum)
+AXES |= {f"{f.__name__}, all axes": lambda y, _, f=f: f(y) for f in WHOLE}
 
 
 @pytest.mark.parametrize("dim", [0, -1])
