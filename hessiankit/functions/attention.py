@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.functions.primitive_function import call, opaque
@@ -73,7 +74,10 @@ def scaled_dot_product_attention(
     (1.0, 0.0)
     """
     if recording():
-        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        inner = torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+        # derivatives that the module takes itself are those of torch's kernel, and only one of its kernels has them
+        with sdpa_kernel(SDPBackend.MATH) if inner else nullcontext():
+            return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
