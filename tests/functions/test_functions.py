@@ -385,7 +385,7 @@ def test_a_module_that_opens_the_block_around_a_transform(transform: str) -> Non
         with hk.twice_differentiable_attention():
             return WITHIN[transform](lambda x: F.scaled_dot_product_attention(x @ s.Q, x @ s.K, x @ s.V), x)
 
-    module, x = Formula(program, Q=(3, 2), K=(3, 2), V=(3, 3)), draw(2, 1, 4, 3)
+    module, x = Formula(program, Q=(3, 3), K=(3, 3), V=(3, 3)), draw(2, 1, 4, 3)
     agree(hk.hessian(module, x, x).matrix, reverse_over_reverse(module, x, x, mse))
 
 
