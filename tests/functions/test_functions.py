@@ -61,6 +61,8 @@ CASES: dict[str, Any] = {
             ("matrices", [(5, 3), (7, 3), (7, 4)], {"scale": 0.3}),
             ("heads", [(2, 2, 5, 3), (2, 2, 7, 3), (2, 2, 7, 4)], {}),
             ("causal", SAME, {"is_causal": True}),
+            ("causal, a negative scale", SAME, {"is_causal": True, "scale": -0.7}),
+            ("causal, no scores", SAME, {"is_causal": True, "scale": 0.0}),
             ("padding", SAME, {"attn_mask": draw(2, 1, 1, 5, seed=7) > 0}),
             ("additive mask", SAME, {"attn_mask": draw(2, 1, 5, 5, seed=7)}),
             ("grouped queries", GROUPED, {"enable_gqa": True, "is_causal": True}),
@@ -387,6 +389,17 @@ def test_a_module_that_opens_the_block_around_a_transform(transform: str) -> Non
 
     module, x = Formula(program, Q=(3, 3), K=(3, 3), V=(3, 3)), draw(2, 1, 4, 3)
     agree(hk.hessian(module, x, x).matrix, reverse_over_reverse(module, x, x, mse))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_module_whose_scores_are_not_scaled_by_a_positive_number(scale: float) -> None:
+    """Torch's kernel on a processor multiplies the minus infinity of its causal mask too."""
+    ours, matrices = (
+        Formula(lambda s, x, f=f: f(x @ s.Q, x @ s.K, x @ s.V, is_causal=True, scale=scale), Q=(3, 3), K=(3, 3), V=(3, 3))
+        for f in (hk.scaled_dot_product_attention, by_matrices)
+    )
+    x = draw(2, 1, 4, 3)
+    agree(hk.hessian(ours, x, x).matrix, reverse_over_reverse(matrices, x, x, mse))
 
 
 def test_derivatives_after_the_block() -> None:
