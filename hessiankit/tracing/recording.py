@@ -89,6 +89,7 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 
 _INTERNALS: Any = torch._C
 _NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
+_NORM = aten.linalg_vector_norm.default  # its backward is zero at a vector of zeros, where that of its parts is not finite
 _DUAL = (aten._make_dual.default, aten._unpack_dual.default)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
@@ -306,7 +307,16 @@ class _Recorder(ProxyTorchDispatchMode):
         with self:
             value = self.decompositions[whole](*args, **kwargs)
             del course[known:]  # what the function itself called alone
+            if whole is _NORM and value is not NotImplemented:
+                value = self._by_itself(whole, args, kwargs, value)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
+
+    def _by_itself(self, operation: Any, args: Any, kwargs: Any, parts: Tensor) -> Tensor:
+        """Return what an operation returns in place of what its parts do, so that autograd's graph has its own backward."""
+        with torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
+            value: Tensor = operation(*args, **kwargs)
+        self.builder.stands_for(value, parts)
+        return value
 
 
 if (_cond := getattr(torch.ops.higher_order, "cond", None)) is not None:

@@ -91,6 +91,14 @@ def of_the_field(s: Formula, x: Tensor) -> Tensor:
     return h + g * y
 
 
+def forces(s: Formula, x: Tensor) -> Tensor:
+    """Of distances: the distance of a row from itself, which is masked, is zero, and so is torch's derivative of it."""
+    x = x.clone().requires_grad_()
+    apart = (x.unsqueeze(0) - x.unsqueeze(1)).norm(dim=-1, keepdim=True)
+    energy = torch.tanh(apart * s.v) * (1 - torch.eye(3, dtype=x.dtype)).unsqueeze(-1)
+    return torch.autograd.grad(energy.sum(), x, create_graph=True)[0] @ s.W
+
+
 def transform(of: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
     """What a transform of torch.func makes of a layer."""
     return lambda s, x: of(lambda a: torch.tanh(a @ s.W) * s.v, x)
@@ -109,6 +117,7 @@ CASES: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
     "func.grad": (transform(lambda f, x: FUNC.grad(lambda a: f(a).sum())(x)), "autograd: MmBackward0"),
     "func.hessian": (transform(lambda f, x: FUNC.hessian(lambda a: f(a).sum())(x[0])[:3] + x), "autograd:"),
     "gradients within the module": (of_the_field, "autograd: MmBackward0"),
+    "forces of distances": (forces, "autograd: AddBackward0"),
     "rotary": (rotated, "autograd: ViewAsRealBackward0, MulBackward0, ViewAsComplexBackward0"),
     "complex, in place": (complex_in_place, "autograd: torch::autograd::CopySlices"),
     "fft of both axes": (lambda s, x: torch.fft.fft(torch.fft.fft(x @ s.W, dim=-1), dim=0).real.tanh() * s.v, "FftC2CBackward0"),

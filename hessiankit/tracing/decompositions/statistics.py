@@ -82,7 +82,7 @@ def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype:
 
 
 DECOMPOSITIONS |= {
-    aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
+    aten.dist.default: lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
     aten.prod.default: lambda x, dtype=None: _product_along(x.reshape(-1), 0, dtype=dtype),
 }
 
@@ -92,9 +92,9 @@ def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = No
     """The distance of a row from itself is 0 whatever the row, and has no part in the derivatives."""
     difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     if x is not y:
-        return _norm(difference, p, -1)
+        return torch.linalg.vector_norm(difference, p, -1)
     same = torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
-    return _norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
+    return torch.linalg.vector_norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
 
 
 @decomposes(aten.cosine_similarity.default)
