@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -337,6 +338,11 @@ def _mark_read(x: Tensor) -> None:
     ((place ^ (place >> 31)) * _ODD * x.reshape(-1)).sum().item()
 
 
+def _is_linearized() -> bool:
+    """Tell whether ``torch.func.linearize`` is running; it traces its function where no operation is seen."""
+    return any(frame.f_code is torch.func.linearize.__code__ for frame, _ in walk_stack(None))
+
+
 class _FunctionMode(TorchFunctionMode):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
@@ -353,6 +359,11 @@ class _FunctionMode(TorchFunctionMode):
             raise TraceError(
                 "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
                 "pad the rows to one length and mask the padding, or call the module on one sequence at a time, a batch each"
+            )
+        if func is Tensor.expand_as and _is_linearized():
+            raise TraceError(
+                "trace: the module calls torch.func.linearize, which takes the parameters for constants in the map that it returns: "
+                "gradients of the map's results leave them out. Use torch.func.jvp"
             )
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())

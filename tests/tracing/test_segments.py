@@ -186,6 +186,10 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
         lambda s, x: Halved.apply(x @ s.W) * s.v,
         "first derivative of the loss is off by .* from central differences of the loss .* autograd: HalvedBackward",
     ),
+    "linearize": (
+        lambda s, x: FUNC.linearize(lambda a: torch.tanh(a @ s.W), x)[1](x) * s.v,
+        "calls torch.func.linearize, which takes the parameters for constants",
+    ),
     "a norm within func.grad": (
         lambda s, x: FUNC.grad(lambda a: (F.layer_norm(a @ s.W, (4,), s.v) ** 3).sum())(x) * s.v,
         "NativeLayerNormBackwardBackward0, .* is not symmetric, by",
