@@ -362,8 +362,8 @@ class _FunctionMode(TorchFunctionMode):
             )
         if func is Tensor.expand_as and _is_linearized():
             raise TraceError(
-                "trace: the module calls torch.func.linearize, which takes the parameters for constants in the map that it returns: "
-                "gradients of the map's results leave them out. Use torch.func.jvp"
+                "trace: the module calls torch.func.linearize, whose map takes the parameters for constants, so that gradients "
+                "of its results leave them out; use torch.func.jvp"
             )
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())

@@ -418,8 +418,8 @@ def last_readers(readers: Sequence[Any]) -> dict[int, int]:
 
 def in_one_dtype(trace: Trace) -> None:
     """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
-    trace.eps = max((torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()), default=0.0)
     moving = {trace.values[at].dtype for at in trace.moving}
+    trace.eps = max((torch.finfo(dtype).eps for dtype in moving), default=0.0)  # constants are what they are
     dtype = widest(moving)
     if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
         return

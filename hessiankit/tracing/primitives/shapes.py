@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from derivations.cast import Cast
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take
 from derivations.linear import Expand, Permute, Reshape
+from hessiankit.support.errors import TraceError
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
@@ -39,6 +41,11 @@ def _reshape(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
 def _cast(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
     if (result.dtype, result.device) == (x.dtype, x.device):
         return Reshape(tuple(x.shape)), (x,)
+    if torch.finfo(result.dtype).eps >= 1:
+        raise TraceError(
+            f"trace: values that the parameters reach are cast to {result.dtype}, which has no digits beside an exponent, so that "
+            "the cast has no derivative to speak of; leave the cast out, or detach() what enters it"
+        )
     return Cast(result.dtype, None if result.device == x.device else result.device), (x,)
 
 
