@@ -43,8 +43,8 @@ def _cast(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
         return Reshape(tuple(x.shape)), (x,)
     if torch.finfo(result.dtype).eps >= 1:
         raise TraceError(
-            f"trace: values that the parameters reach are cast to {result.dtype}, which has no digits beside an exponent, so that "
-            "the cast has no derivative to speak of; leave the cast out, or detach() what enters it"
+            f"trace: values that the parameters reach are cast to {result.dtype}, which has no digits beside an exponent, so "
+            "that the cast has no derivative to speak of; leave the cast out, or detach() what enters it"
         )
     return Cast(result.dtype, None if result.device == x.device else result.device), (x,)
 
