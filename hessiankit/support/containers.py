@@ -66,8 +66,8 @@ def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> No
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
     if x.layout == torch.strided and not _has_memory(x):
         raise InputError(
-            f"{who}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded weights), whose "
-            "operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
+            f"{who}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded weights), "
+            "whose operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
         )
 
 
