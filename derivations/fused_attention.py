@@ -64,16 +64,11 @@ class ScaledDotProductAttention(ByLinearising):
 
     def value(self, *inputs: Tensor) -> Tensor:
         """Return N, by torch's own kernel."""
-        Q, K, V = inputs[:3]
-        return TORCHS(
-            Q,
-            K,
-            V,
-            attn_mask=inputs[3] if len(inputs) > 3 else self.mask,
-            is_causal=self.is_causal,
-            scale=self.scale,
-            enable_gqa=self.enable_gqa,
-        )
+        (Q, K, V), scale = inputs[:3], self.scale
+        mask = inputs[3] if len(inputs) > 3 else self.mask
+        if self.is_causal and scale is not None and scale <= 0:  # torch's kernel on a processor scales the -inf of its mask too
+            Q, scale = (-Q, -scale) if scale else (0 * Q, 1.0)
+        return TORCHS(Q, K, V, attn_mask=mask, is_causal=self.is_causal, scale=scale, enable_gqa=self.enable_gqa)
 
     def output_like(self, *inputs: Tensor) -> Tensor:
         """Return an empty N."""

@@ -209,7 +209,7 @@ class Extreme(_Reduction):
         if self.kind != "median":
             return getattr(X, self.kind)(axes, keepdim=True)
         rest = [i for i in range(X.ndim) if i not in axes]
-        middle = X.permute(*rest, *axes).flatten(len(rest)).median(-1).values
+        middle = X.permute([*rest, *axes]).flatten(len(rest)).median(-1).values
         return middle.reshape([1 if i in axes else n for i, n in enumerate(X.shape)])
 
     def _share(self, X: Tensor) -> Tensor:

@@ -175,6 +175,22 @@ ROWS_APART = {
     ),
 }
 
+# Parameters taken as they are that have a row for each sample.
+ROW_BY_SAMPLE = {
+    "a dot product by sample": Case(lambda s, x: torch.einsum("bd,bd->b", s.U, s.V).sigmoid(), {"U": (5, 3), "V": (5, 3)}),
+    "a matrix by sample": Case(
+        lambda s, x: torch.tanh(torch.bmm((x * s.U).unsqueeze(1), s.K).squeeze(1).sum(-1, keepdim=True) * s.V),
+        {"U": (5, 3), "K": (5, 3, 2), "V": (5, 2)},
+        (5, 3),
+    ),
+    "a number by sample": Case(
+        lambda s, x: torch.tanh(torch.tanh((x @ s.W * s.U).sum(-1)) * s.v + s.v), {"W": (3, 3), "U": (5, 3), "v": (5,)}, (5, 3)
+    ),
+    "means by sample": Case(
+        lambda s, x: torch.exp(0.3 * torch.tanh(s.V + x[:, :1]).mean(-1)) * s.v, {"V": (3, 4), "v": (3,)}, (3, 4)
+    ),
+}
+
 # Where a parameter enters beside others: as a bias of a product or of something else, from the left, scaled, in part.
 SITES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "bias with a factor": lambda s, x: torch.add(x @ s.W, s.b, alpha=2),
@@ -208,6 +224,7 @@ CASES: dict[str, Case] = {
     },
     **ROWS_MEET,
     **ROWS_APART,
+    **ROW_BY_SAMPLE,
     **{f"sites: {name}": Case(after(f), {"W": (4, 4), "T": (5, 3), "b": (4,), "G": (3, 4)}) for name, f in SITES.items()},
 }
 

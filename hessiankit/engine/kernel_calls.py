@@ -144,6 +144,7 @@ def kernel_sum(X: Tensor, Y: Tensor, K: Tensor, into: Tensor, *, same: bool) -> 
     sizes = (X.shape[1], K.shape[1], Y.shape[1], K.shape[2])
     if kernels() is None or not _are_plain(into, X, Y, K) or max(sizes) < NARROW:
         return None
+    K = K.contiguous() if same and 0 in K.stride() else K  # the kernels tell the factors of a symmetric sum by their strides
     (a_n, a_i), (b_n, b_j), (k_n, k_p, k_q) = X.stride(), Y.stride(), K.stride()
     out = into.stride()
     order = range(4) if same else sorted(range(4), key=lambda axis: -out[axis])  # that of other sums to the block

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Literal, TypeAlias
 
 import torch
@@ -27,7 +27,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normaliz
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
 from hessiankit.tracing.head_fusion import fuse_head
@@ -112,7 +112,9 @@ class Linearisation:
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
         self._task.state.check_shared("HessianOperator")
-        out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+        with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
+            rows = rows.clone() if rows.is_inference() else rows
+            out = torch.empty_like(rows, memory_format=torch.contiguous_format)
         step = max(1, len(rows) if rows.device.type != "cpu" else CACHED // self.bytes_per_vector)
         with self._at_the_point():
             for part, into in zip(rows.split(step), out.split(step), strict=True):
@@ -122,7 +124,8 @@ class Linearisation:
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
         self._task.state.check_shared("HessianOperator")
-        out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
+        with torch.inference_mode(False):
+            out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
@@ -328,7 +331,7 @@ class Constant:
 
 DEPENDENT = (
     "micro_batch: the parts of the batch do not add up to the whole: samples depend on each other, as in a batch norm in "
-    "training mode, or by a number that is read from all of them; leave micro_batch out"
+    "training mode or by a number that is read from all of them, or are not the first axis of the output; leave micro_batch out"
 )
 
 
@@ -342,16 +345,18 @@ class MicroBatched:
         if task.reference is None and not samples_are_independent(task):
             raise TraceError(DEPENDENT)
         handshake = Handshake(task, len(starts))
-        self._parts = [
-            Linearisation(
-                task.part(slice(start, start + size)),
-                gauss_newton=gauss_newton,
-                recompute=recompute or "all",
-                count=count,
-                handshake=handshake,
-            )
-            for start in starts
-        ]
+        linearised = partial(
+            Linearisation, gauss_newton=gauss_newton, recompute=recompute or "all", count=count, handshake=handshake
+        )
+        try:
+            self._parts = [linearised(task.part(slice(start, start + size))) for start in starts]
+        except HessiankitError:
+            raise
+        except ValueError as error:  # of shapes that fit for the whole batch
+            raise InputError(
+                f"micro_batch={size}, of {task.batch} samples: {str(error).rstrip('.')}; inputs, output and target need the "
+                "samples as their first axis: return z.transpose(0, 1), say, or leave micro_batch out"
+            ) from error
         try:
             handshake.close()
         except TraceError as error:

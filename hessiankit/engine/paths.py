@@ -84,6 +84,8 @@ class Place:
             assert self.mixed is not None
             width = self.mixed.width if isinstance(self.mixed, WeightJacobian) else self.width
             return [(self.mixed, bar.reshape(len(bar), groups, -1, width))]
+        if self.is_whole and groups > 1:  # rows of the parameter, each of one group: its other entries do not reach the others
+            bar = torch.diag_embed(bar.reshape(len(bar), groups, -1).mT, dim1=1, dim2=2)
         return [(u, bar.reshape(len(bar), groups, -1, self.width)) for u in self.jacobians]
 
 

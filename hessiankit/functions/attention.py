@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from derivations.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.functions.primitive_function import call, opaque
@@ -72,9 +73,13 @@ def scaled_dot_product_attention(
     >>> slope.item(), torch.autograd.grad(slope, q)[0].item()  # 2 / (1 + exp(-2 q)) at zero
     (1.0, 0.0)
     """
-    if recording():
-        return TORCHS(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    primitive = ScaledDotProductAttention(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    if recording():
+        inner = torch._C._functorch.maybe_current_level() is not None or torch.autograd.forward_ad._current_level >= 0
+        # derivatives that the module takes itself are those of torch's kernel, and only one of its kernels has them
+        with sdpa_kernel(SDPBackend.MATH) if inner else nullcontext():
+            return primitive.value(query, key, value, *(() if attn_mask is None else (attn_mask,)))
     device = query.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) and query.dtype != torch.float64:
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
@@ -82,7 +87,6 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         tensors.append(attn_mask if attn_mask.dtype == torch.bool else attn_mask.to(query.dtype))
     ndim = max(query.ndim, key.ndim, value.ndim)
-    primitive = ScaledDotProductAttention(is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
     return call(primitive, *(x[(None,) * (ndim - x.ndim)] for x in tensors), stacks=True)
 
 

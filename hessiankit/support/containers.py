@@ -64,3 +64,22 @@ def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> No
     if x.layout != torch.strided and not (sparse and constant):
         kind = str(x.layout).removeprefix("torch.")
         raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
+
+
+def check_values(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor that :func:`check_dense` refuses, or one of a subclass that keeps its numbers elsewhere."""
+    check_dense(who, name, x, constant=constant)
+    if x.layout == torch.strided and not _has_memory(x):
+        raise InputError(
+            f"{who}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded weights), "
+            "whose operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
+        )
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Tell whether a tensor has memory of its own; a subclass may hold other tensors instead."""
+    try:
+        x.untyped_storage().data_ptr()
+    except RuntimeError:
+        return False
+    return True

@@ -265,11 +265,17 @@ def ieee_arithmetic() -> Iterator[None]:
     before = _float32_settings()
     try:
         torch.set_float32_matmul_precision("highest")
-        torch.backends.cudnn.allow_tf32 = False
+        _set_flag(torch.backends.cudnn, "allow_tf32", False)
         yield
     finally:
         for part, name, value in before:
-            torch.set_float32_matmul_precision(value) if part is torch else setattr(part, name, value)
+            torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
+
+
+def _set_flag(part: Any, name: str, value: Any) -> None:
+    """Set a flag of a backend, also after ``torch.backends.disable_global_flags()``, as in torch's own tests."""
+    with torch.backends.__allow_nonbracketed_mutation():  # type: ignore[attr-defined]
+        setattr(part, name, value)
 
 
 def _float32_settings() -> list[tuple[Any, str, Any]]:
@@ -296,13 +302,13 @@ def ordinary_path(*callables: Any) -> Iterator[None]:
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
         before, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
-        torch.backends.cudnn.enabled = cudnn and not any(map(_is_recurrent, callables))
+        _set_flag(torch.backends.cudnn, "enabled", cudnn and not any(map(_is_recurrent, callables)))
         try:
             with full_precision():
                 yield
         finally:
             torch.backends.mha.set_fastpath_enabled(before)
-            torch.backends.cudnn.enabled = cudnn
+            _set_flag(torch.backends.cudnn, "enabled", cudnn)
 
 
 def _is_recurrent(x: Any) -> bool:

@@ -346,6 +346,10 @@ class GraphBuilder:
             )
         self._name(x, self.call(aten.detach.default, (data,), {}))
 
+    def stands_for(self, x: Tensor, other: Tensor) -> None:
+        """Note a tensor of the same entries as another one, made in another way."""
+        self._name(x, self.node_of(other))
+
     def add_untraced(self, value: Any) -> None:
         """Remember the memory of what a transform returned: the function's own, which it may write into later."""
         for x in map(unwrapped, tensors_in(value)):

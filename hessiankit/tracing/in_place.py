@@ -129,9 +129,24 @@ def _reads(value: Any, memory: Collection[int]) -> bool:
 
 @cache
 def functional_twin(operation: Any) -> Any:
-    """Return ``aten.relu.default`` for ``aten.relu_.default``; None for an operation that does not write into its input."""
+    """Return ``aten.relu.default`` for ``aten.relu_.default``; None for an operation that does not write into its input.
+
+    The twin takes arguments of the same types in the same order; its overload may have another name.
+
+    >>> functional_twin(torch.ops.aten.pow_.Scalar)
+    <OpOverload(op='aten.pow', overload='Tensor_Scalar')>
+    """
     packet, _, overload = str(operation).removeprefix("aten.").partition(".")
-    return getattr(getattr(torch.ops.aten, packet[:-1], None), overload, None) if packet.endswith("_") else None
+    base = getattr(torch.ops.aten, packet[:-1], None) if packet.endswith("_") else None
+    if base is None:
+        return None
+    names = sorted(base.overloads(), key=lambda name: name != overload)
+    overloads = (getattr(base, name) for name in names)
+    return next((twin for twin in overloads if _types(twin) == _types(operation)), None)
+
+
+def _types(operation: Any) -> list[str]:
+    return [str(argument.type) for argument in operation._schema.arguments]
 
 
 def _is_cut_off(node: Node, known: Mapping[Node, Any], moving: Collection[Node]) -> bool:

@@ -19,10 +19,10 @@ from torch import Tensor
 def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """Return the narrowest floating-point type, at least float32, that holds all of these types.
 
-    >>> widest([torch.bfloat16]), widest([torch.float16, torch.float64])
+    >>> widest([torch.bfloat16]), widest([torch.float8_e5m2, torch.float64])
     (torch.float32, torch.float64)
     """
-    return reduce(torch.promote_types, dtypes, torch.float32)
+    return reduce(torch.promote_types, (dtype for dtype in dtypes if dtype.itemsize > 1), torch.float32)  # eight bits: none
 
 
 def converted(tree: Any, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -89,6 +90,7 @@ except ImportError:  # a torch that has moved it: ``can_record`` says so
 
 _INTERNALS: Any = torch._C
 _NEW = frozenset(getattr(aten, name).default for name in ("empty_like", "zeros_like", "ones_like", "full_like", "new_empty"))
+_NORM = aten.linalg_vector_norm.default  # its backward is zero at a vector of zeros, where that of its parts is not finite
 _DUAL = (aten._make_dual.default, aten._unpack_dual.default)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 _HOOKS = (Tensor.register_hook, Tensor.retain_grad)
@@ -306,7 +308,16 @@ class _Recorder(ProxyTorchDispatchMode):
         with self:
             value = self.decompositions[whole](*args, **kwargs)
             del course[known:]  # what the function itself called alone
+            if whole is _NORM and value is not NotImplemented:
+                value = self._by_itself(whole, args, kwargs, value)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
+
+    def _by_itself(self, operation: Any, args: Any, kwargs: Any, parts: Tensor) -> Tensor:
+        """Return what an operation returns in place of what its parts do, so that autograd's graph has its own backward."""
+        with torch._C._DisablePythonDispatcher(), torch._C._DisableTorchDispatch():
+            value: Tensor = operation(*args, **kwargs)
+        self.builder.stands_for(value, parts)
+        return value
 
 
 if (_cond := getattr(torch.ops.higher_order, "cond", None)) is not None:
@@ -327,6 +338,11 @@ def _mark_read(x: Tensor) -> None:
     ((place ^ (place >> 31)) * _ODD * x.reshape(-1)).sum().item()
 
 
+def _is_linearized() -> bool:
+    """Tell whether ``torch.func.linearize`` is running; it traces its function where no operation is seen."""
+    return any(frame.f_code is torch.func.linearize.__code__ for frame, _ in walk_stack(None))
+
+
 class _FunctionMode(TorchFunctionMode):
     """Sees what Python calls: what takes values out of tensors, or gives one other ``.data``, without an operation that says so.
 
@@ -343,6 +359,11 @@ class _FunctionMode(TorchFunctionMode):
             raise TraceError(
                 "trace: the module makes a nested tensor (rows of several lengths, jagged), whose operations are not supported; "
                 "pad the rows to one length and mask the padding, or call the module on one sequence at a time, a batch each"
+            )
+        if func is Tensor.expand_as and _is_linearized():
+            raise TraceError(
+                "trace: the module calls torch.func.linearize, whose map takes the parameters for constants, so that gradients "
+                "of its results leave them out; use torch.func.jvp"
             )
         if func in _HOOKS:  # of gradients, which no one takes here but the tracer itself
             return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())

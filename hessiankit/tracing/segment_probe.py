@@ -116,7 +116,8 @@ def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, .
         f"trace: the {which} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to {unsure:.1g}) "
         f"along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a backward is known: "
         "that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong when it is "
-        "differentiated itself (where it reads what forward computed and kept). Write it in operations of torch"
+        "differentiated itself (where it reads what forward computed and kept). Write it in operations of torch, or pass "
+        "handshake=False to go without the comparison: what its backward returns then counts as the derivative"
     )
 
 

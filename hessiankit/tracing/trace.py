@@ -310,6 +310,7 @@ def _record(
         args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
         value = target(*args, **kwargs)
     if target is not node.target:
+        moving = moving if value.is_floating_point() else []  # a comparison
         value = value.to(known[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
     if not differentiable or target in WITHOUT_DERIVATIVE:
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
@@ -432,8 +433,8 @@ def last_readers(readers: Sequence[Any]) -> dict[int, int]:
 
 def in_one_dtype(trace: Trace) -> None:
     """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
-    trace.eps = max((torch.finfo(x.dtype).eps for x in trace.values if x.is_floating_point()), default=0.0)
     moving = {trace.values[at].dtype for at in trace.moving}
+    trace.eps = max((torch.finfo(dtype).eps for dtype in moving), default=0.0)  # constants are what they are
     dtype = widest(moving)
     if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
         return

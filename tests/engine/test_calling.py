@@ -238,12 +238,41 @@ def test_reentrant_checkpoints_are_refused_with_what_helps(handshake: bool) -> N
         assert error(found, reverse_over_reverse(PLAIN, X, T, mse)) <= EXACT
 
 
+class Quantised(Tensor):
+    """Integers and a scale, as torchao keeps them: a tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor) -> Quantised:
+        made = Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)  # type: ignore[attr-defined]
+        made.codes, made.scale = codes, scale
+        return made  # type: ignore[no-any-return]
+
+    def dequantize(self) -> Tensor:
+        return self.codes * self.scale  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].codes, args[0].scale)
+        return function(*(x.dequantize() if isinstance(x, cls) else x for x in args), **(kwargs or {}))
+
+
+def quantised(*, parameter: bool) -> nn.Module:
+    module = Formula(lambda s, x: F.linear(F.linear(x, s.w), s.W), W=(2, 3))
+    w = Quantised(torch.arange(9).reshape(3, 3), torch.tensor(0.1).double())
+    module.register_parameter("w", nn.Parameter(w, requires_grad=False)) if parameter else module.register_buffer("w", w)
+    assert torch.autograd.grad(module(X).sum(), module.W)
+    return module
+
+
 JAGGED = torch.nested.nested_tensor([draw(2, 3), draw(3, 3)], layout=torch.jagged)
 ENTROPY = {"loss": "cross_entropy"}
 BAD: dict[str, tuple[Callable[[], object], str]] = {
     "integer inputs": (lambda: hk.hessian(PLAIN, X.long(), T), r"raised RuntimeError: .*dtype.*; inputs are torch.int64 but the module has no embedding to look them up in, pass torch.float64"),
     "complex parameters": (lambda: hk.hessian(nn.Linear(3, 2, dtype=torch.complex128), X, T), "expected real ones, such as the real and imaginary parts"),
     "jagged inputs": (lambda: hk.hessian(PLAIN, JAGGED, T), r"inputs is a nested tensor .* e.g. torch.nested.to_padded_tensor\(inputs, 0.0\)"),
+    "a quantised parameter": (lambda: hk.hessian(quantised(parameter=True), X, T), "w is a Quantised, a tensor that keeps its numbers in others .* the dequantised weights"),
+    "a quantised buffer": (lambda: hk.hessian_operator(quantised(parameter=False), X, T), "w is a Quantised, a tensor that keeps its numbers in others"),
     "a tuple": (lambda: hk.hessian(returned(lambda z, _: (z, z, 1)), X, T), r"returned tuple \(of Tensor, Tensor, int\), expected one tensor"),
     "a tuple of two": (lambda: hk.hessian(returned(lambda z, _: (z, z)), X, loss=None), r"returned tuple \(of Tensor, Tensor\), .* or a tuple with one number"),
     "a dict without logits": (lambda: hk.hessian(returned(lambda z, _: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),

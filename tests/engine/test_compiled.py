@@ -69,6 +69,17 @@ def close(found: Tensor, expected: np.ndarray) -> None:
     assert np.abs(found.double().numpy() - expected).max() <= TOLERANCE[found.dtype] * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_curvature_that_is_the_same_in_all_columns(axis: int) -> None:
+    """As behind a sum over columns: an expanded tensor, one axis of which has no stride."""
+    X, numbers = rows_of(3, 3, dtype=torch.float64, seed=1), rows_of(3, dtype=torch.float64, seed=2)
+    u = WeightJacobian("w", None, X, 4, False)
+    K = numbers[:, None, None].repeat(1, 4, 4).narrow(axis, 0, 1).expand(3, 4, 4)
+    into = torch.zeros(12, 12, dtype=torch.float64)
+    assert add_compiled(u, u, K, into, same=True) == 0.0
+    close(into, written_out(u, u, K))
+
+
 SIZES = [(5, 7, 9, 4, 6), (49, 16, 8, 32, 16), (3, 1, 33, 17, 1), (70, 12, 20, 5, 40), (1, 8, 8, 8, 8)]  # rows, i, p, j, q
 
 

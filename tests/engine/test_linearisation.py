@@ -136,6 +136,28 @@ def test_parts_that_depend_on_each_other_are_refused() -> None:
         hessian_operator(module, x, t, recompute="all")
 
 
+SAMPLES_ELSEWHERE: dict[str, Callable[[Tensor], Tensor]] = {
+    "second axis": lambda z: z.transpose(0, 1),
+    "last axis": lambda z: z.movedim(0, -1),
+    "among tokens": lambda z: z.flatten(0, 1),
+    "no axis": lambda z: z.sum((0, 1)),
+}
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("name", SAMPLES_ELSEWHERE)
+def test_outputs_whose_first_axis_is_not_that_of_samples(name: str, batches: int) -> None:
+    module = Formula(lambda m, x: SAMPLES_ELSEWHERE[name](torch.tanh(m.lin(x))), lin=nn.Linear(4, 3))
+    data = [(x, module(x).detach() + 1) for x in draw(batches, 4, 5, 4)]
+    expected = sum(reverse_over_reverse(module, x, t, mse) for x, t in data) / batches
+    assert error(hessian_operator(module, data).to_matrix(), expected) <= EXACT
+    with pytest.raises(
+        (InputError, TraceError),
+        match=r"micro_batch=2, of 4 samples: .* first axis.* leave micro_batch out|parts .* do not add up",
+    ):
+        hessian_operator(module, data, micro_batch=2)
+
+
 def written_out(m: Any, x: Tensor) -> Tensor:
     """An activation in single operations, with a value that is read elsewhere too, and a gate by another value."""
     h = m.lin(x)

@@ -149,6 +149,31 @@ def test_without_gradients_outside(around: Callable[[], AbstractContextManager[A
         assert not torch.is_grad_enabled()
 
 
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # type: ignore[override]
+        return g * ctx.saved_tensors[0].cos()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "layers"}, {"micro_batch": 2}])
+@pytest.mark.parametrize("f", [torch.special.i0, Sine.apply])
+def test_products_in_inference_mode(f: Callable[[Tensor], Tensor], options: dict[str, Any]) -> None:
+    """Of operations whose derivatives are autograd's; the results may be differentiated afterwards."""
+    module = Formula(lambda s, x: f(x @ s.W) @ s.V, W=(3, 3), V=(3, 2))
+    outside, inside = (hk.hessian_operator(module, draw(5, 3), draw(5, 2, seed=2), **options) for _ in range(2))
+    expected = outside @ draw(15, 2, seed=3)
+    with torch.inference_mode():
+        products, gradient = inside @ draw(15, 2, seed=3), inside.gradient
+    assert torch.equal(products, expected)
+    assert torch.equal(gradient, outside.gradient)
+    assert not products.is_inference()
+
+
 def test_autocast_around_what_is_read_later() -> None:
     module, x, t, vector = net().float(), X.float(), T.float(), draw(9, seed=4).float()
     names = ("diagonal", "kfac", "ekfac")

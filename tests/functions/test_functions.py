@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, draw, reverse_over_reverse
+from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from operator_cases import error
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -61,6 +61,8 @@ CASES: dict[str, Any] = {
             ("matrices", [(5, 3), (7, 3), (7, 4)], {"scale": 0.3}),
             ("heads", [(2, 2, 5, 3), (2, 2, 7, 3), (2, 2, 7, 4)], {}),
             ("causal", SAME, {"is_causal": True}),
+            ("causal, a negative scale", SAME, {"is_causal": True, "scale": -0.7}),
+            ("causal, no scores", SAME, {"is_causal": True, "scale": 0.0}),
             ("padding", SAME, {"attn_mask": draw(2, 1, 1, 5, seed=7) > 0}),
             ("additive mask", SAME, {"attn_mask": draw(2, 1, 5, 5, seed=7)}),
             ("grouped queries", GROUPED, {"enable_gqa": True, "is_causal": True}),
@@ -367,6 +369,37 @@ def test_the_block_ends_where_the_last_one_does() -> None:
     thread.join()
     assert F.scaled_dot_product_attention is before
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+WITHIN: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sin().sum())(x),
+    "vmap": lambda f, x: torch.vmap(f)(x),
+}
+
+
+@pytest.mark.parametrize("transform", WITHIN)
+def test_a_module_that_opens_the_block_around_a_transform(transform: str) -> None:
+    """Its Hessian, by this package's function in torch's double backward, and as the module is traced."""
+
+    def program(s: Any, x: Tensor) -> Tensor:
+        with hk.twice_differentiable_attention():
+            return WITHIN[transform](lambda x: F.scaled_dot_product_attention(x @ s.Q, x @ s.K, x @ s.V), x)
+
+    module, x = Formula(program, Q=(3, 3), K=(3, 3), V=(3, 3)), draw(2, 1, 4, 3)
+    agree(hk.hessian(module, x, x).matrix, reverse_over_reverse(module, x, x, mse))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_module_whose_scores_are_not_scaled_by_a_positive_number(scale: float) -> None:
+    """Torch's kernel on a processor multiplies the minus infinity of its causal mask too."""
+    ours, matrices = (
+        Formula(lambda s, x, f=f: f(x @ s.Q, x @ s.K, x @ s.V, is_causal=True, scale=scale), Q=(3, 3), K=(3, 3), V=(3, 3))
+        for f in (hk.scaled_dot_product_attention, by_matrices)
+    )
+    x = draw(2, 1, 4, 3)
+    agree(hk.hessian(ours, x, x).matrix, reverse_over_reverse(matrices, x, x, mse))
 
 
 def test_derivatives_after_the_block() -> None:

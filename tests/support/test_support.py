@@ -162,6 +162,16 @@ def test_everything_is_put_back_after_an_error():
     assert np.array_equal(states[2], np.random.get_state()[1])  # noqa: NPY002
 
 
+def test_flags_that_torch_forbids_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.m, "__allow_nonbracketed_mutation_flag", False)  # as disable_global_flags() does
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=True):
+        assert hk.hessian(
+            nn.LSTM(3, 2).double(), start(3)[None], start(2), loss=lambda z, t: (z[0] - t).square().sum()
+        ).matrix.any()
+        assert torch.backends.cudnn.enabled
+        assert torch.backends.cudnn.allow_tf32
+
+
 def test_buffers_that_did_not_change_are_not_written():
     model = nn.BatchNorm1d(2)
     versions = [b._version for b in model.buffers()]

@@ -151,3 +151,63 @@ def test_random_writes_into_views(seed):
     module, x = Formula(assignments(seed), W=(4, 4), V=(4, 4)), draw(4, 4)
     expected = reverse_over_reverse(module, x, None, None)
     assert (hk.hessian(module, x, loss=None).matrix - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+FUNCTIONS = (
+    "abs", "ceil", "cos", "digamma", "erf", "erfinv", "exp", "floor", "lgamma", "log", "log1p", "logit", "neg", "reciprocal",
+    "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sqrt", "square", "squeeze", "t", "tan", "tanh", "tril", "triu",
+    "trunc", "zero",
+)  # fmt: skip
+WITH_A_NUMBER_OR_A_TENSOR = (
+    "add", "clamp_max", "clamp_min", "copysign", "div", "float_power", "fmod", "less", "mul", "pow", "remainder", "sub", "xlogy",
+)  # fmt: skip
+WITH_A_TENSOR = ("arctan2", "atan2", "copy", "hypot", "ldexp")
+
+
+def methods() -> dict[str, list[tuple[Any, ...]]]:
+    """Methods of torch that write in place, with arguments for a tensor (3, 4) of numbers between 0 and 1."""
+    whole, rows, at = draw(3, 4).sigmoid(), draw(2, 4, seed=1).sigmoid(), torch.tensor([0, 2])
+    table: dict[str, list[tuple[Any, ...]]] = {f"{name}_": [()] for name in FUNCTIONS}
+    table |= {f"{name}_": [(0.3,), (whole,)] for name in WITH_A_NUMBER_OR_A_TENSOR}
+    table |= {f"{name}_": [(whole,)] for name in WITH_A_TENSOR}
+    table |= {f"{name}_": [(0.5,)] for name in ("eq", "ge", "gt", "ne")}
+    table |= {f"{name}_": [(0,)] for name in ("cumprod", "cumsum", "unsqueeze")}
+    table |= {f"{name}_": [(0, 1)] for name in ("swapaxes", "swapdims", "transpose")}
+    table |= {f"{name}_": [(whole, whole)] for name in ("addcdiv", "addcmul")}
+    return table | {
+        "addmm_": [(whole[:, :3], whole)],
+        "addr_": [(whole[:, 0], whole[0])],
+        "clamp_": [(0.4, 0.6)],
+        "fill_": [(2.0,)],
+        "fill_diagonal_": [(2.0,)],
+        "index_add_": [(0, at, rows)],
+        "index_copy_": [(0, at, rows)],
+        "index_fill_": [(0, at, 2.0)],
+        "index_put_": [((at,), rows)],
+        "lerp_": [(whole, 0.3), (whole, whole)],
+        "masked_fill_": [(whole > 0.5, 2.0)],
+        "masked_scatter_": [(whole > 0.5, whole)],
+        "mvlgamma_": [(1,)],
+        "polygamma_": [(1,)],
+        "put_": [(at, rows[0, :2])],
+        "renorm_": [(2, 0, 0.5)],
+        "scatter_": [(0, at[None].expand(2, 2), rows), (0, at[None], 1.5)],
+        "scatter_add_": [(0, at[None].expand(2, 2), rows)],
+    }
+
+
+@pytest.mark.parametrize("constant", [False, True])
+def test_every_method_that_writes_in_place(constant: bool) -> None:
+    x, off = draw(3, 4, seed=2).sigmoid() / 2 + 0.3, list[str]()
+    for name, calls in methods().items():
+        for arguments in calls:
+
+            def program(s: Formula, x: Tensor, name: str = name, arguments: tuple[Any, ...] = arguments) -> Tensor:
+                y = x.clone() if constant else x * torch.tanh(s.W + 2)
+                return (getattr(y, name)(*arguments) ** 2).sum() * s.W.sum() + (s.W**3).sum()
+
+            module = Formula(program, W=(3, 4))
+            expected = reverse_over_reverse(module, x, None, None)
+            gap = (hk.hessian(module, x, loss=None).matrix - expected).abs().max() / expected.abs().max()
+            off += [] if gap <= 1e-10 else [f"{name}{arguments}: {gap:.1e}"]
+    assert off == []

@@ -171,3 +171,41 @@ def test_frozen_codes_of_quantised_weights_are_constants(kind: torch.dtype) -> N
         operator.to_matrix()
     with pytest.raises(hk.InputError, match="'codes' does not require grad"):
         hk.hessian(module, X, target, params=["codes"])
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz]
+ROUNDED: dict[str, Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]] = {
+    "a cast": lambda z, cast: cast(z),
+    "a scaled cast": lambda z, cast: cast(z / z.detach().abs().amax()) * z.detach().abs().amax(),
+    "views": lambda z, cast: cast(z).mT.flatten(1).unflatten(1, (3, 4)).clone().mT,
+}
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_casts_to_eight_bits(name: str, dtype: torch.dtype) -> None:
+    """Derivatives of a cast are those of the identity, at the rounded value; torch rounds its gradients too."""
+
+    def module(cast: Callable[[Tensor], Tensor]) -> Formula:
+        return Formula(lambda s, x: torch.tanh(ROUNDED[name](x @ s.W, cast)) @ s.V, W=(3, 3), V=(3, 3))
+
+    expected = reverse_over_reverse(module(lambda z: z + (z.to(dtype).to(z.dtype) - z).detach()), X, T, mse)
+    found = hk.hessian(module(lambda z: z.to(dtype).to(z.dtype)), X, T).matrix
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.float8_e8m0fnu], ids=str)
+def test_constants_of_eight_bits(dtype: torch.dtype) -> None:
+    module = Formula(lambda s, x: torch.tanh(x @ s.w.clone().mT.to(x.dtype)) @ s.W, W=(3, 3))
+    module.register_buffer("w", draw(3, 3, seed=5).abs().to(dtype))
+    found, expected = hk.hessian(module, X, T).matrix, reverse_over_reverse(module, X, T, mse)
+    assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
+    module.w = draw(3, 3, seed=5).fill_(torch.nan).to(dtype)
+    with pytest.raises(hk.InputError, match="'w' contains NaN or infinity"):
+        hk.hessian(module, X, T)
+
+
+def test_a_cast_to_exponents_is_refused() -> None:
+    module = Formula(lambda s, x: (x @ s.W).square().to(torch.float8_e8m0fnu).to(x.dtype), W=(3, 3))
+    with pytest.raises(hk.TraceError, match=r"are cast to torch\.float8_e8m0fnu, which has no digits beside an exponent"):
+        hk.hessian(module, X, T)

@@ -398,3 +398,41 @@ CHOOSING = {
 def test_choosing(name):
     kind, operation = CHOOSING[name]
     check_closed_form(operation, kind)
+
+
+AXES: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "aminmax": lambda y, dim: sum(torch.aminmax(y, dim=dim)),
+    "cosine_similarity": lambda y, dim: F.cosine_similarity(y, y * y, dim),
+    "gather": lambda y, dim: y.gather(dim, torch.tensor(0)),
+    "index_fill": lambda y, dim: y.index_fill(dim, torch.tensor(0), 2.0),
+    "kthvalue": lambda y, dim: y.kthvalue(1, dim).values,
+    "norm": lambda y, dim: torch.norm(y, 3, dim),
+    "normalize": lambda y, dim: F.normalize(y, dim=dim),
+    "scatter_add": lambda y, dim: y.scatter_add(dim, torch.tensor(0), y * y),
+    "topk": lambda y, dim: y.topk(1, dim).values,
+    "transpose": lambda y, dim: y.transpose(dim, dim),
+    "var": lambda y, dim: y.var(dim, correction=0),
+}
+"""Operations along an axis, of a tensor without axes: torch takes it for one entry."""
+
+
+def first(results: Tensor | tuple[Tensor, ...]) -> Tensor:
+    return results if isinstance(results, Tensor) else results[0]
+
+
+NAMED = (
+    Tensor.amax, Tensor.amin, Tensor.cummax, Tensor.cumprod, Tensor.cumsum, Tensor.flip, Tensor.log_softmax, Tensor.logcumsumexp,
+    Tensor.logsumexp, Tensor.max, Tensor.mean, Tensor.median, Tensor.min, Tensor.prod, Tensor.softmax, Tensor.sort,
+    Tensor.squeeze, Tensor.sum, Tensor.unsqueeze,
+)  # fmt: skip
+AXES |= {f.__name__: lambda y, dim, f=f: first(f(y, dim)) for f in NAMED}
+WHOLE = (Tensor.max, Tensor.mean, Tensor.median, Tensor.prod, Tensor.sum)
+AXES |= {f"{f.__name__}, all axes": lambda y, _, f=f: f(y) for f in WHOLE}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+@pytest.mark.parametrize("name", AXES)
+def test_a_tensor_without_axes(name: str, dim: int) -> None:
+    module = Formula(lambda s, x: s.W**3 + s.W * (AXES[name](torch.sin(s.W), dim) * x).sum(), W=())
+    expected = reverse_over_reverse(module, draw(1), None, None)
+    assert (hk.hessian(module, draw(1), loss=None).matrix - expected).abs() <= 1e-12 * expected.abs()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from curvature_reference import Formula, assert_exact, by_differences, draw, gauss_newton, in_thread, mse
+from curvature_reference import Formula, assert_exact, by_differences, draw, gauss_newton, in_thread, mse, reverse_over_reverse
 from operation_cases import cubed
 from readings import assert_readings, in_turn
 from torch import Tensor, nn
@@ -91,6 +91,14 @@ def of_the_field(s: Formula, x: Tensor) -> Tensor:
     return h + g * y
 
 
+def forces(s: Formula, x: Tensor) -> Tensor:
+    """Of distances: the distance of a row from itself, which is masked, is zero, and so is torch's derivative of it."""
+    x = x.clone().requires_grad_()
+    apart = (x.unsqueeze(0) - x.unsqueeze(1)).norm(dim=-1, keepdim=True)
+    energy = torch.tanh(apart * s.v) * (1 - torch.eye(3, dtype=x.dtype)).unsqueeze(-1)
+    return torch.autograd.grad(energy.sum(), x, create_graph=True)[0] @ s.W
+
+
 def transform(of: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> Callable[[Formula, Tensor], Tensor]:
     """What a transform of torch.func makes of a layer."""
     return lambda s, x: of(lambda a: torch.tanh(a @ s.W) * s.v, x)
@@ -109,6 +117,7 @@ CASES: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
     "func.grad": (transform(lambda f, x: FUNC.grad(lambda a: f(a).sum())(x)), "autograd: MmBackward0"),
     "func.hessian": (transform(lambda f, x: FUNC.hessian(lambda a: f(a).sum())(x[0])[:3] + x), "autograd:"),
     "gradients within the module": (of_the_field, "autograd: MmBackward0"),
+    "forces of distances": (forces, "autograd: AddBackward0"),
     "rotary": (rotated, "autograd: ViewAsRealBackward0, MulBackward0, ViewAsComplexBackward0"),
     "complex, in place": (complex_in_place, "autograd: torch::autograd::CopySlices"),
     "fft of both axes": (lambda s, x: torch.fft.fft(torch.fft.fft(x @ s.W, dim=-1), dim=0).real.tanh() * s.v, "FftC2CBackward0"),
@@ -217,6 +226,10 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
         lambda s, x: Halved.apply(x @ s.W) * s.v,
         "first derivative of the loss is off by .* from central differences of the loss .* autograd: HalvedBackward",
     ),
+    "linearize": (
+        lambda s, x: FUNC.linearize(lambda a: torch.tanh(a @ s.W), x)[1](x) * s.v,
+        "calls torch.func.linearize, whose map takes the parameters for constants",
+    ),
     "a norm within func.grad": (
         lambda s, x: FUNC.grad(lambda a: (F.layer_norm(a @ s.W, (4,), s.v) ** 3).sum())(x) * s.v,
         "NativeLayerNormBackwardBackward0, .* is not symmetric, by",
@@ -224,6 +237,7 @@ REFUSED: dict[str, tuple[Callable[[Formula, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # by linearize
 @pytest.mark.parametrize(("name", "ask"), zip(REFUSED, itertools.cycle((hk.hessian, hk.hessian_operator, hk.hessian_diagonal))))
 def test_what_torch_cannot_differentiate_twice_is_refused_with_the_cause(name, ask):
     f, message = REFUSED[name]
@@ -272,8 +286,14 @@ def test_other_types(name, dtype, tolerance):
 def test_a_straight_through_function_is_refused_in_every_precision(digits, call, dtype):
     rounded = cubed("Rounded", lambda x, g: g, forward=lambda x: (x * digits).round() / digits)
     module = Formula(lambda s, x: rounded.apply(x @ s.W).tanh() @ s.V, W=(3, 4), V=(4, 2)).to(dtype)
-    with pytest.raises(hk.TraceError, match=r"derivative of the loss is off|do not settle"):
-        call(module, draw(6, 3).to(dtype), draw(6, 2, seed=2).to(dtype))
+    x, target = draw(6, 3).to(dtype), draw(6, 2, seed=2).to(dtype)
+    with pytest.raises(
+        hk.TraceError, match=r"(derivative of the loss is off|do not settle).* pass handshake=False to go without"
+    ):
+        call(module, x, target)
+    expected = reverse_over_reverse(module, x, target, mse)
+    found = hk.hessian(module, x, target, handshake=False).matrix  # by the backward of the function
+    assert (found - expected).abs().max() <= {torch.float64: 1e-10, torch.float32: 1e-5}[dtype] * expected.abs().max()
 
 
 @pytest.mark.parametrize("like", [torch.empty_like, torch.rand_like, lambda y: y.new_empty(3, 4)])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from hessiankit.engine.problem.non_finite import are_finite, spoiled_at
-from hessiankit.support.containers import arguments, check_dense, map_tensors
+from hessiankit.support.containers import arguments, check_values, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts
 from hessiankit.tracing.source_line import at_line, first_line
@@ -319,7 +319,7 @@ def one_kind(
             "together by torch.complex"
         )
     for name, x in everything:
-        check_dense(who, name, x, constant=name in buffers)
+        check_values(who, name, x, constant=name in buffers)
     reals = [(name, strided_parts(x)[-1]) for name, x in everything if x.is_floating_point()]
     for (name, x), finite in zip(reals, are_finite([x for _, x in reals]), strict=True):
         if not finite and spoiled_at(x, mask=name in buffers) is not None:
@@ -365,10 +365,10 @@ def check_arguments(
 
 
 def check_place(who: str, name: str, x: Tensor, device: torch.device, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor on another device than the parameters, or of a layout that :func:`check_dense` refuses."""
+    """Raise InputError for a tensor on another device than the parameters, or of a layout that :func:`check_values` refuses."""
     if x.device != device:
         raise InputError(f"{who}: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_dense(who, name, x, constant=constant)
+    check_values(who, name, x, constant=constant)
 
 
 def check_labels(who: str, target: Tensor, shape: Sequence[int]) -> None:

@@ -21,13 +21,20 @@ def spoiled_at(x: Tensor, *, mask: bool) -> tuple[int, ...] | None:
     """Return where the first entry is that is NaN or infinite; -inf is fine in what may be an additive mask."""
     if are_finite([x])[0]:
         return None
+    x = _readable(x)
     good = torch.isfinite(x) | (x == -float("inf")) if mask else torch.isfinite(x)
     return None if bool(good.all()) else tuple(int(i) for i in (~good).nonzero()[0])
 
 
+def _readable(x: Tensor) -> Tensor:
+    """Return floating-point numbers of eight bits, which torch has few operations for, in single precision."""
+    return x.float() if x.is_floating_point() and x.itemsize == 1 else x
+
+
 def are_finite(tensors: Sequence[Tensor]) -> list[bool]:
     """Tell of each tensor whether no entry is NaN or infinite: none is where the sum is finite, which is the quickest to see."""
-    summed = [x if x.is_floating_point() and x.itemsize > 1 else torch.isfinite(x).logical_not() for x in tensors]
+    tensors = list(map(_readable, tensors))
+    summed = [x if x.is_floating_point() else torch.isfinite(x).logical_not() for x in tensors]
     sums = read_numbers(x.sum() for x in summed)
     return [
         total == 0 if x is not y else math.isfinite(total) or bool(torch.isfinite(x).all())
@@ -60,7 +67,7 @@ class _NonFiniteWatch(TorchDispatchMode):
         return result
 
     def _any_spoiled(self, tree: Any) -> bool:
-        return any(bool(self.spoiled(x).any()) for x in tensors_in(tree) if x.is_floating_point())
+        return any(bool(self.spoiled(_readable(x)).any()) for x in tensors_in(tree) if x.is_floating_point())
 
 
 def first_spoiled(run: Callable[[], Any]) -> str:

@@ -17,6 +17,7 @@ DECOMPOSITIONS |= {
     aten.addcdiv.default: lambda c, a, b, value=1: c + (a / b if value == 1 else a / b * value),
     aten.hypot.default: lambda a, b: torch.sqrt(a * a + b * b),
     aten.ldexp.Tensor: lambda x, exponent: x * torch.pow(2.0, exponent),
+    aten.polygamma_.default: lambda x, order: x.copy_(torch.polygamma(order, x)),  # whose arguments have another order
 }
 
 

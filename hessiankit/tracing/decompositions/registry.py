@@ -17,8 +17,9 @@ COMPOSITE = (
     "meshgrid.indexing", "min.other", "moveaxis.int", "moveaxis.intlist", "movedim.int", "movedim.intlist", "multiply.Tensor",
     "nanmean", "narrow", "numpy_T", "outer", "pairwise_distance", "poisson_nll_loss", "repeat_interleave.self_Tensor",
     "repeat_interleave.self_int", "reshape_as", "row_stack", "square", "std_mean.dim", "subtract.Tensor", "swapaxes",
-    "swapdims", "take_along_dim", "tensor_split.indices", "tensor_split.sections", "tensordot", "tile", "trapezoid.dx",
-    "trapezoid.x", "true_divide.Tensor", "unsafe_chunk", "var_mean.dim", "view_as", "vsplit.array", "vsplit.int", "vstack",
+    "swapaxes_", "swapdims", "swapdims_", "take_along_dim", "tensor_split.indices", "tensor_split.sections", "tensordot",
+    "tile", "trapezoid.dx", "trapezoid.x", "true_divide.Tensor", "unsafe_chunk", "var_mean.dim", "view_as", "vsplit.array",
+    "vsplit.int", "vstack",
 )  # fmt: skip
 """Operations for which torch itself knows the parts; one without an overload is the default."""
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
+from hessiankit.tracing.primitives.registry import axes_of
 
 LONGEST_PRODUCT = 64
 """More factors than this are left to automatic differentiation, as each would be an operation."""
@@ -22,14 +23,9 @@ def _as_it_is(x: Tensor, dtype: Any) -> bool:
     return dtype in (None, x.dtype) or not (x.is_floating_point() and dtype.is_floating_point)
 
 
-def _axes(x: Tensor, dim: Any) -> tuple[int, ...]:
-    listed = [dim] if isinstance(dim, int) else dim
-    return tuple(range(x.ndim)) if listed is None or not len(listed) else tuple(listed)
-
-
 @decomposes(aten.var.correction)
 def _variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: float | None = None, keepdim: bool = False) -> Any:
-    axes = _axes(x, dim)
+    axes = axes_of(x, dim)
     count = math.prod(x.shape[axis] for axis in axes)
     divisor = count - (1 if correction is None else correction)
     if divisor <= 0:
@@ -59,14 +55,14 @@ for _operation, _moment in ((aten.var_mean.correction, _variance), (aten.std_mea
         x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False, moment: Any = _moment
     ) -> Any:
         moments = moment(x, dim, correction=correction, keepdim=keepdim)
-        return moments if moments is NotImplemented else (moments, x.mean(_axes(x, dim), keepdim=keepdim))
+        return moments if moments is NotImplemented else (moments, x.mean(axes_of(x, dim), keepdim=keepdim))
 
 
 @decomposes(aten.linalg_vector_norm.default)
 def _norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     if dtype not in (None, x.dtype) or ord == 0:
         return NotImplemented
-    axes = _axes(x, dim)
+    axes = axes_of(x, dim)
     if ord == 2:
         return torch.sqrt((x * x).sum(axes, keepdim=keepdim))
     if math.isinf(ord):
@@ -82,11 +78,11 @@ def _norm_by_its_old_name(x: Tensor, p: float | None = 2, dim: Any = None, keepd
 
 @decomposes(aten.nansum.default)
 def _sum_of_numbers(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
-    return x.masked_fill(x.isnan(), 0).sum(_axes(x, dim), keepdim, dtype=dtype)
+    return x.masked_fill(x.isnan(), 0).sum(axes_of(x, dim), keepdim, dtype=dtype)
 
 
 DECOMPOSITIONS |= {
-    aten.dist.default: lambda x, y, p=2: _norm(x - y, p),
+    aten.dist.default: lambda x, y, p=2: torch.linalg.vector_norm(x - y, p),
     aten.prod.default: lambda x, dtype=None: _product_along(x.reshape(-1), 0, dtype=dtype),
 }
 
@@ -96,9 +92,9 @@ def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = No
     """The distance of a row from itself is 0 whatever the row, and has no part in the derivatives."""
     difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     if x is not y:
-        return _norm(difference, p, -1)
+        return torch.linalg.vector_norm(difference, p, -1)
     same = torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
-    return _norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
+    return torch.linalg.vector_norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
 
 
 @decomposes(aten.cosine_similarity.default)

@@ -12,7 +12,7 @@ from derivations.indexing import Take, Where
 from derivations.linear import MaskedFill, Reshape
 from derivations.pooling import Extreme
 from derivations.scattering import AddAt, TakeAmong
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, positions, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
 @rule(aten.masked_fill.Scalar)
@@ -53,8 +53,7 @@ def _along(operation: Any) -> Rule:
 
 def _extreme(kind: str) -> Rule:
     def match(x: Tensor, dim: Sequence[int] | int | None = None, keepdim: bool = False) -> Match:
-        dims = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
-        return Extreme(kind, dims, keepdim), (x,)
+        return Extreme(kind, axes_of(x, dim), keepdim), (x,)
 
     return match
 

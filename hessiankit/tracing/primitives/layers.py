@@ -11,12 +11,13 @@ from torch import Tensor
 
 from derivations.embedding import Embedding
 from derivations.fused_attention import ScaledDotProductAttention
+from derivations.linear import Reshape
 from derivations.loss import CrossEntropy
 from derivations.normalization import LayerNorm, RMSNorm
 from derivations.pooling import Mean, SumOver
 from derivations.softmax import LogSoftmax, Softmax
 from hessiankit.tracing.one_dtype import widest
-from hessiankit.tracing.primitives.registry import RULES, Match, aten, rule
+from hessiankit.tracing.primitives.registry import RULES, Match, aten, axes_of, rule
 
 
 @rule(aten.layer_norm.default)
@@ -33,8 +34,19 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
 
 
 @rule(aten.softmax.int, aten._softmax.default)
-def _softmax(x: Tensor, dim: int, dtype: Any = None) -> Match:
-    return (Softmax(dim), (x,)) if dtype in (None, False, x.dtype) else None
+def _softmax(x: Tensor, dim: int, dtype: Any = None, *, result: Tensor) -> Match:
+    return _normalized(Softmax(dim), x, dtype, result)
+
+
+@rule(aten.log_softmax.int, aten._log_softmax.default)
+def _log_softmax(x: Tensor, dim: int, dtype: Any = None, *, result: Tensor) -> Match:
+    return _normalized(LogSoftmax(dim), x, dtype, result)
+
+
+def _normalized(primitive: Softmax | LogSoftmax, x: Tensor, dtype: Any, result: Tensor) -> Match:
+    if dtype not in (None, False, x.dtype):
+        return None
+    return (primitive, (x,)) if x.ndim else (Reshape(()), (result,))  # of one entry, a constant
 
 
 @rule(aten.scaled_dot_product_attention.default)
@@ -56,11 +68,6 @@ def _scaled_dot_product_attention(
     return attention, (q, k, v, mask) if additive else (q, k, v)
 
 
-@rule(aten.log_softmax.int, aten._log_softmax.default)
-def _log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Match:
-    return (LogSoftmax(dim), (x,)) if dtype in (None, False, x.dtype) and x.ndim else None
-
-
 @rule(aten.embedding.default)
 def _embedding(
     table: Tensor, indices: Tensor, padding_idx: int = -1, scale_grad_by_freq: bool = False, sparse: bool = False
@@ -70,23 +77,18 @@ def _embedding(
 
 @rule(aten.mean.dim)
 def _mean(x: Tensor, dims: Sequence[int] | int, keepdim: bool = False, dtype: Any = None) -> Match:
-    return (Mean(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
+    return (Mean(axes_of(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
 @rule(aten.sum.dim_IntList)
 def _sum(x: Tensor, dims: Sequence[int] | int | None, keepdim: bool = False, dtype: Any = None) -> Match:
-    return (SumOver(_axes(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
+    return (SumOver(axes_of(x, dims), keepdim), (x,)) if dtype in (None, x.dtype) else None
 
 
 RULES |= {
     aten.mean.default: lambda x, dtype=None: _mean(x, tuple(range(x.ndim)), False, dtype),
     aten.sum.default: lambda x, dtype=None: _sum(x, None, False, dtype),
 }
-
-
-def _axes(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:
-    listed = range(x.ndim) if dims is None else [dims] if isinstance(dims, int) else dims
-    return tuple(i % x.ndim for i in listed)
 
 
 @rule(aten.cross_entropy_loss.default)

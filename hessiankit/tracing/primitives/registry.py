@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +20,16 @@ RULES: dict[Any, Rule] = {}
 def are_real(*values: Any) -> bool:
     """Tell whether all are floating-point tensors, of one type or several."""
     return all(isinstance(x, Tensor) and x.is_floating_point() for x in values)
+
+
+def axes_of(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:
+    """Return the axes that an operation of torch means: all of them for None or (), none of a tensor without axes.
+
+    >>> axes_of(torch.zeros(2, 3), -1), axes_of(torch.zeros(2, 3), ()), axes_of(torch.zeros(()), 0)
+    ((1,), (0, 1), ())
+    """
+    listed = [dims] if isinstance(dims, int) else list(dims or ())
+    return tuple(i % x.ndim for i in listed if x.ndim) if listed else tuple(range(x.ndim))
 
 
 def positions(x: Tensor) -> Tensor:

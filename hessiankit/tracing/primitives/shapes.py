@@ -5,18 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from derivations.cast import Cast
 from derivations.indexing import Concatenate, Select, Slice, Stack, Take
 from derivations.linear import Expand, Permute, Reshape
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, positions, rule
+from hessiankit.support.errors import TraceError
+from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
 @rule(aten.transpose.int)
 def _transpose(x: Tensor, i: int, j: int) -> Match:
     order = list(range(x.ndim))
-    order[i], order[j] = order[j], order[i]
+    if x.ndim:
+        order[i], order[j] = order[j], order[i]
     return Permute(tuple(order)), (x,)
 
 
@@ -38,6 +41,11 @@ def _reshape(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
 def _cast(x: Tensor, *rest: Any, result: Tensor, **options: Any) -> Match:
     if (result.dtype, result.device) == (x.dtype, x.device):
         return Reshape(tuple(x.shape)), (x,)
+    if torch.finfo(result.dtype).eps >= 1:
+        raise TraceError(
+            f"trace: values that the parameters reach are cast to {result.dtype}, which has no digits beside an exponent, so "
+            "that the cast has no derivative to speak of; leave the cast out, or detach() what enters it"
+        )
     return Cast(result.dtype, None if result.device == x.device else result.device), (x,)
 
 
@@ -49,7 +57,7 @@ def _dropout(x: Tensor, p: float, train: bool) -> Match:
 RULES |= {
     aten.broadcast_tensors.default: lambda xs, *, output_index, result: (Expand(tuple(result.shape)), (xs[output_index],)),
     aten.expand.default: lambda x, *_, result, **__: (Expand(tuple(result.shape)), (x,)),
-    aten.permute.default: lambda x, order: (Permute(tuple(i % x.ndim for i in order)), (x,)),
+    aten.permute.default: lambda x, order: (Permute(axes_of(x, order)), (x,)),
     aten.select.int: lambda x, dim, index: (Select(dim, index), (x,)),
     aten.slice.Tensor: lambda x, dim=0, start=None, stop=None, step=1: (Slice(dim, start, stop, step), (x,)),
     aten.stack.default: lambda tensors, dim=0: (Stack(dim), tuple(tensors)) if are_real(*tensors) else None,
