@@ -245,9 +245,11 @@ class AutomaticDifferentiation(Primitive):
         )
 
     def _refusal(self, which: str, why: str) -> TraceError:
+        remedy = "Write it in other operations, or take out the parameters before it with params=[...]"
+        if "fake_quantize" in self.name:
+            remedy = "It rounds, and torch passes gradients straight through; write x + (f(x) - x).detach(), which does the same"
         return TraceError(
-            f"{self.name} has no closed form here, and torch's {which} derivative of it cannot be trusted: {why}. "
-            "Write it in other operations, or take out the parameters before it with params=[...]"
+            f"{self.name} has no closed form here, and torch's {which} derivative of it cannot be trusted: {why}. {remedy}"
         )
 
 

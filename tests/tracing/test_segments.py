@@ -296,6 +296,18 @@ def test_a_straight_through_function_is_refused_in_every_precision(digits, call,
     assert (found - expected).abs().max() <= {torch.float64: 1e-10, torch.float32: 1e-5}[dtype] * expected.abs().max()
 
 
+def test_a_rounding_of_torch_is_refused_with_the_way_to_write_it():
+    def rounded(x: Tensor) -> Tensor:
+        return torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -20, 20)
+
+    module = Formula(lambda s, x: rounded(torch.tanh(x @ s.W)).sin() @ s.V, W=(3, 4), V=(4, 2))
+    x, target = draw(5, 3), draw(5, 2)
+    with pytest.raises(hk.TraceError, match=r"fake_quantize.* It rounds.*; write x \+ \(f\(x\) - x\).detach\(\)"):
+        hk.hessian(module, x, target)
+    module.f = lambda s, x: (h := torch.tanh(x @ s.W)).add((rounded(h) - h).detach()).sin() @ s.V
+    assert_exact(module, x, target)
+
+
 @pytest.mark.parametrize("like", [torch.empty_like, torch.rand_like, lambda y: y.new_empty(3, 4)])
 def test_a_function_whose_shape_is_read_first(like):
     """Torch makes a tensor of the shape of another one beneath autograd."""
