@@ -20,6 +20,7 @@ from hessiankit.curvature.streaming import check_out, write_matrix
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.handshake import UNCOMPARED
+from hessiankit.engine.problem.second_order import Handshaking, is_second_order
 from hessiankit.engine.problem.selection import Params, locate
 from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.support.arguments import checked
@@ -236,7 +237,7 @@ def hessian(
     out: str | os.PathLike[str] | Tensor | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    handshake: bool = True,
+    handshake: Handshaking = True,
     dry_run: bool = False,
 ) -> Hessian:
     """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
@@ -279,7 +280,8 @@ def hessian(
         resume: Keep the finished rows of a file that exists at ``out`` and compute the others. A random combination of the
             finished rows of each parameter is compared with a product with this Hessian first.
         handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
-            of torch. False leaves it out, and the result says so.
+            of torch. False leaves it out, and the result says so. ``"second order"``: compare H v too, along one generic vector
+            v, with central differences of the module's own gradient: two gradients more.
         dry_run: Compute nothing; return a forecast of memory, disk and time.
 
     Returns:
@@ -307,11 +309,12 @@ def hessian(
         raise InputError(f"hessian: {'overwrite' if overwrite else 'resume'}=True is for out=..., which is missing")
     if overwrite and resume:
         raise InputError("hessian: overwrite=True loses what resume=True keeps; pass one of the two")
-    options: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake and not dry_run}
+    second_order = is_second_order(handshake)
+    options: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": bool(handshake) and not dry_run}
     tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
     if dry_run:
         return forecast(tasks, batch_size, path)  # type: ignore[return-value]
-    evaluation = Evaluation(tasks, factors, batch_size, progress)
+    evaluation = Evaluation(tasks, factors, batch_size, progress, second_order=second_order)
     shapes = tasks[0].shapes
     result = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
     if not lazy:

@@ -21,6 +21,7 @@ from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.fisher import check_fits
 from hessiankit.engine.problem.loss_trace import nearby
 from hessiankit.engine.problem.own_call import own_value, reached
+from hessiankit.engine.problem.second_order import compare_second_order
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.support.errors import InputError, TraceError
@@ -36,9 +37,16 @@ class Evaluation:
     """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached."""
 
     def __init__(
-        self, tasks: Sequence[Task], weights: Sequence[float], batch_size: int | None, progress: Progress | None
+        self,
+        tasks: Sequence[Task],
+        weights: Sequence[float],
+        batch_size: int | None,
+        progress: Progress | None,
+        *,
+        second_order: bool = False,
     ) -> None:
         self.tasks, self.weights, self.batch_size, self.progress = tuple(tasks), tuple(weights), batch_size, progress
+        self.second_order = second_order
         self.asymmetry = math.nan
         self.fallbacks: tuple[str, ...] = ()
         self.seconds = 0.0
@@ -106,6 +114,7 @@ class Evaluation:
 
     def take(self, matrix: Tensor, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
         """Set the P x P matrix, its asymmetry and fallbacks, when it was computed by panels."""
+        self._compare(self.tasks, matrix)
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, self.loss, asymmetry, fallbacks
 
     @computed_later
@@ -199,18 +208,28 @@ class Evaluation:
         check_finite(matrix, tasks)
         self.check_symmetric(matrix, asymmetry, fallbacks, outer=outer)
         if not outer:
+            self._compare(tasks, matrix.data)
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
             self._loss = value
             self.seconds += time.perf_counter() - start
         return matrix.data
 
+    @property
+    def _eps(self) -> float:
+        """The rounding unit of the coarsest dtype of the modules' tensors and of the result."""
+        kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
+        return max(torch.finfo(kind).eps for kind in (self.tasks[0].dtype, *kinds))
+
+    def _compare(self, tasks: Sequence[Task], matrix: Tensor) -> None:
+        if self.second_order:
+            compare_second_order(tasks, self.weights, self._eps, lambda v: matrix @ v)
+
     def check_symmetric(
         self, matrix: SymmetricStorage, asymmetry: float, fallbacks: tuple[str, ...], *, outer: bool = False
     ) -> None:
         """Raise if half the digits of the largest entry differ between H and its transpose, unless H is rounding of its terms."""
-        kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
-        eps = max(torch.finfo(kind).eps for kind in (matrix.data.dtype, *kinds))
+        eps = self._eps
         allowed = eps**0.5
         if asymmetry <= allowed:
             return

@@ -29,6 +29,7 @@ from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearis
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
+from hessiankit.engine.problem.second_order import SECOND_ORDER, Handshaking, compare_second_order, is_second_order
 from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
@@ -351,7 +352,7 @@ def hessian_operator(
     block_size: int | None = None,
     weights: Weights = None,
     reduction: str | None = None,
-    handshake: bool = True,
+    handshake: Handshaking = True,
     recompute: Recompute = None,
     micro_batch: int | None = None,
     snapshot: bool | None = None,
@@ -405,14 +406,19 @@ def hessian_operator(
     [4.0, 6.0]
     """
     check_options(kind, block_size, seed, draws, recompute, micro_batch)
+    if handshake == SECOND_ORDER and kind != "hessian":
+        raise InputError(f"handshake={handshake!r} compares products with the Hessian; with kind={kind!r} pass handshake=True")
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
     share = lean if snapshot is None else not snapshot
-    of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": handshake, "share": share}
+    of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": bool(handshake), "share": share}
     options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "recompute": recompute, "micro_batch": micro_batch}
     tasks, batches, counts = linearised(module, data, target, loss=loss, params=params, **options, **of_requests)
     check_effect(tasks, batches)
     operator = HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
+    if is_second_order(handshake) and kind == "hessian":
+        eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in batches))
+        compare_second_order(tasks, shares(counts, loss, reduction), eps, operator.__matmul__)
     tasks.clear()  # with the module's own gradient
     hand_back_memory(operator.shape[0])
     return operator

@@ -52,7 +52,7 @@ def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Prob
     names = tuple(dict.fromkeys(a.primitive.name for a in path if isinstance(a.primitive, Segment)))
     if not names:
         return None
-    results = products(trace, _direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
+    results = products(trace, generic_direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
     return Probe(names, *results, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
 
 
@@ -74,7 +74,7 @@ def verify_segments(
     if allowed > 1:
         return
     names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
-    direction = _direction(point, still)
+    direction = generic_direction(point, still)
     tangents = tuple(direction[name] for name in point)
     gradients, product = (
         tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
@@ -121,7 +121,7 @@ def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, .
     )
 
 
-def _direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
+def generic_direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
     """Return the same tangents for the same parameters, whatever their order."""
     direction = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
     for name, row in (still or {}).items():

@@ -1,0 +1,116 @@
+"""The handshake of second order: is H v, for a generic vector v, the change of the module's own gradient along v?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hessiankit.engine.problem.cancellation import ROUNDING
+from hessiankit.engine.problem.own_call import own_gradient, own_loss
+from hessiankit.engine.problem.task import Task
+from hessiankit.support.errors import InputError, TraceError
+from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, rounding
+from hessiankit.tracing.segment_probe import generic_direction
+from hessiankit.tracing.stopped import StoppedValues
+
+Handshaking: TypeAlias = "bool | Literal['second order']"
+SECOND_ORDER = "second order"
+VARIABLE = "HESSIANKIT_HANDSHAKE"
+"""Environment variable that makes ``handshake="second order"`` the default, for the tests of a project."""
+
+ALLOWED = 100.0
+"""A difference of so many times what rounding explains is none: differences at one step leave a part of it open."""
+
+OTHER_STEPS = (1e-2, 1e-3, 1e-4, 1e-6)
+"""Steps that are tried where the first one disagrees: a kink may lie within it, or the gradient bend too much."""
+
+
+def is_second_order(handshake: Handshaking) -> bool:
+    """Tell whether the second derivative is to be compared too.
+
+    Raises:
+        InputError: ``handshake`` is neither a truth value nor "second order".
+    """
+    if isinstance(handshake, str) and handshake != SECOND_ORDER:
+        raise InputError(f"handshake={handshake!r} is not known; pass True, False or {SECOND_ORDER!r}")
+    return handshake == SECOND_ORDER or (handshake is True and os.environ.get(VARIABLE) == SECOND_ORDER)
+
+
+@torch.no_grad()
+def compare_second_order(
+    tasks: Sequence[Task], weights: Sequence[float], eps: float, product: Callable[[Tensor], Tensor]
+) -> None:
+    """Compare a product (P,) to (P,) with central differences of the module's own gradient, along one generic vector.
+
+    Two gradients, and one forward pass that records what torch holds constant; more where the first step disagrees. In half
+    precision differences have no digits: nothing is compared.
+
+    Args:
+        tasks: The batches.
+        weights: Factors of their losses.
+        eps: Rounding unit of the coarsest dtype that the module computes in.
+        product: The product with the Hessian.
+
+    Raises:
+        TraceError: The two differ by more than rounding at every step.
+    """
+    point, allowed = tasks[0].parameters, ALLOWED * rounding(eps)
+    if allowed > 1:
+        return
+    tangents = generic_direction(point, tasks[0].still)
+    flat = product(torch.cat([tangents[name].reshape(-1).to(tasks[0].dtype) for name in point]))
+    ours = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in point.values()]), point.values(), strict=True)]
+    held = [_stopped(task) for task in tasks]
+    steepest = 0.0
+
+    def gradient(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        nonlocal steepest
+        total = [torch.zeros_like(x) for x in at]
+        for task, weight, stopped in zip(tasks, weights, held, strict=True):
+            own = own_gradient(task, dict(zip(point, at, strict=True)), stopped).gradient
+            for x, name in zip(total, point, strict=True):
+                x += weight * own[name] if own[name] is not None else 0
+        steepest = max(steepest, *(float(x.abs().max()) for x in total))
+        return tuple(total)
+
+    found: list[tuple[float, str]] = []
+    values, along = tuple(point.values()), tuple(tangents[name] for name in point)
+    for steps, formula in (((eps ** (1 / 3),), (0.5,)), (OTHER_STEPS, FEWER_WEIGHTS)):
+        for step in steps:
+            for theirs in estimates(gradient, values, along, (step,), formula):
+                noise = ROUNDING * eps * steepest / step
+                found.append(_largest_gap(dict(zip(point, zip(ours, theirs, strict=True), strict=True)), noise))
+                if found[-1][0] <= allowed:
+                    return
+    gap, name = min(found, default=(float("inf"), next(iter(point))))
+    raise TraceError(
+        f"trace: H v for a generic vector v differs from central differences of the module's own gradient, by {gap:.1e} of its "
+        f"largest entry with respect to {name!r}: a second derivative is wrong, or the loss has a kink here; nothing is returned. "
+        "hessiankit.check names the block; handshake=True compares the first derivative alone"
+    )
+
+
+def _stopped(task: Task) -> StoppedValues:
+    """Return the values that torch's gradient holds constant at the point of a batch."""
+    stopped = StoppedValues()
+    with task.at(), stopped:
+        own_loss(task, task.run())
+    return stopped
+
+
+def _largest_gap(pairs: dict[str, tuple[Tensor, Tensor | None]], noise: float) -> tuple[float, str]:
+    """Return the largest difference, beyond noise, relative to the largest entry of its parameter, and the parameter.
+
+    A parameter whose entries are far below those of the whole is measured by these, as its rounding errors are.
+    """
+    sizes = {n: max(float(x.abs().max()) for x in pair if x is not None) for n, pair in pairs.items()}
+    floor = torch.finfo(next(iter(pairs.values()))[0].dtype).eps ** 0.25 * max(sizes.values())
+    gaps = []
+    for name, (ours, theirs) in pairs.items():
+        apart = float((ours if theirs is None else ours - theirs).abs().max()) - noise
+        gaps.append((apart / (sizes[name] + floor) if apart > 0 else 0.0, name))
+    return max(gaps)
