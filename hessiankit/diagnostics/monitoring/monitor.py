@@ -19,11 +19,11 @@ from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of
-from hessiankit.diagnostics.sharpness.options import PER
+from hessiankit.diagnostics.sharpness.options import PER, parts_by_flow
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.landscape.critical import PASSES
 from hessiankit.landscape.optimizer_states import unwrapped
-from hessiankit.partition import Part, model_parts
+from hessiankit.partition import Part
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError, check_name
@@ -142,7 +142,7 @@ class Monitor:
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
             micro_batch: Sequences of one backward pass of the sharpness.
-            parts: The model's parts; by default :func:`hessiankit.partition.model_parts` of it.
+            parts: The model's parts; by default as :func:`hessiankit.sharpness` reads them.
             eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.eigenvalue`.
             eigenvalue_tol: Its residual, relative to it.
             eigenvalue_products: Products with the Hessian at most.
@@ -163,7 +163,8 @@ class Monitor:
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data, target)
-        self.parts = tuple(model_parts(self._model) if parts is None else parts)
+        inputs, labels = self._batches[0]
+        self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
         for name in depth:
             check_name(WHO, "depth", name, QUANTITIES)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
