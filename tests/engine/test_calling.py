@@ -258,7 +258,9 @@ def test_trained_parameters_of_a_loss_are_named() -> None:
     }
     for name, loss in losses.items():
         for call in (hk.hessian, hk.hessian_operator, hk.hessian_diagonal, hk.frobenius_norms):
-            with pytest.warns(UserWarning, match=f"parameters of the loss are constants here: {name}; a module that returns its loss"):
+            with pytest.warns(
+                UserWarning, match=f"parameters of the loss are constants here: {name}; a module that returns its loss"
+            ):
                 call(PLAIN, X, T, loss=loss)
     frozen, module = Weighted(trained=False), WithLoss()
     hk.hessian(PLAIN, X, T, loss=frozen)

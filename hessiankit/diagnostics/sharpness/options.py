@@ -94,7 +94,7 @@ def parts_by_flow(model: nn.Module, inputs: Any, size: int) -> tuple[Part, ...]:
 def measured_parts(
     model: nn.Module, parts: Iterable[Part] | None, preconditioner: Any = None, batch: MicroBatch | None = None
 ) -> MeasuredParts:
-    """Return those of the given parts, or of all of a model, that have a gradient; the flow of a ``batch`` may show their types."""
+    """Return those of the given parts, or of all of a model, that have a gradient; a ``batch`` may show their types."""
     if parts is None:
         parts = model_parts(model) if batch is None else parts_by_flow(model, batch.inputs, len(batch.numbers))
     listed = tuple(getattr(parts, "parts", parts))

@@ -240,8 +240,9 @@ def requests(
     first = 0
     for number, (inputs, labels) in enumerate(pairs):
         if count := count_of(number, inputs, labels):
-            earlier, task = task, make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
-            if earlier is None:
+            is_first = task is None
+            task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
+            if is_first:
                 _warn_of_constants(task)
             hand_back_memory(task.size)
             yield replace(task, first=first), count
@@ -258,12 +259,13 @@ def _warn_of_constants(task: Task) -> None:
         return
     with task.at():
         value = own_loss(task, task.run())
-        leaves = {id(getattr(f, "variable", None)) for f, _ in edges_behind(value.grad_fn)} if value.grad_fn is not None else set()
+        functions = [] if value.grad_fn is None else [function for function, _ in edges_behind(value.grad_fn)]
+        leaves = {id(getattr(function, "variable", None)) for function in functions}
     constants = [name for name, p in trained.items() if id(p) in leaves]
     if constants:
         warnings.warn(
-            f"hessiankit: trained parameters of the loss are constants here: {', '.join(constants)}; a module that returns its loss, "
-            "with loss=None, includes them; requires_grad_(False) marks them as constants",
+            f"hessiankit: trained parameters of the loss are constants here: {', '.join(constants)}; a module that returns its "
+            "loss, with loss=None, includes them; requires_grad_(False) marks them as constants",
             stacklevel=2,
         )
 

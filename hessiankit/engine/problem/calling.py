@@ -118,8 +118,8 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     Args:
         who: What an error message starts with.
         loss: None: the module returns its loss, as a tensor, an attribute ``.loss``, an entry ``"loss"`` or the only number of a
-            tuple. A name, or a loss of torch's: the same with ``logits``, without such an entry the only floating-point tensor that
-            is no number. Another callable is given exactly what the module returns.
+            tuple. A name, or a loss of torch's: the same with ``logits``; without such an entry the only floating-point tensor
+            that is no number. Another callable is given exactly what the module returns.
         outputs: What the module returned.
 
     Raises:
@@ -166,8 +166,9 @@ def member(outputs: Any, key: str) -> Tensor | None:
         return value if isinstance(value, Tensor) else None
     if key == "loss" and not is_tuple:
         return None
-    tensors = [x for x in entries.values() if isinstance(x, Tensor) and x.is_floating_point() and (x.ndim == 0) == (key == "loss")]
-    return tensors[0] if len(tensors) == 1 else None
+    tensors = [x for x in entries.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    candidates = [x for x in tensors if (x.ndim == 0) == (key == "loss")]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _takes_tensors(loss: Loss) -> bool:
@@ -253,11 +254,11 @@ def trained_parameters(loss: Loss, module: nn.Module) -> dict[str, nn.Parameter]
         for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
             with suppress(ValueError):  # not bound yet
                 referred[name] = cell.cell_contents
-    own, trained = {id(p) for p in module.parameters()}, {}
+    named: dict[str, Any] = {}
     for name, x in referred.items():
-        parameters = x.named_parameters(name) if isinstance(x, nn.Module) else [(name, x)]
-        trained.update((path, p) for path, p in parameters if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in own)
-    return trained
+        named.update(x.named_parameters(name) if isinstance(x, nn.Module) else {name: x})
+    own = {id(p) for p in module.parameters()}
+    return {n: p for n, p in named.items() if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in own}
 
 
 def known_reduction(loss: Loss) -> str | None:
