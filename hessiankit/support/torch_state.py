@@ -44,11 +44,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and every module of it back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
+        if not _has_one_mode(model):
+            model.eval()
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _has_one_mode(model: nn.Module) -> bool:
+    """Whether a model is a program of torch.export, which has no ``eval()``, and none of its operations is random or updates statistics.
+
+    A dropout or batch norm in training mode is so for good; ``eval()`` of such a program raises NotImplementedError.
+    """
+    if not isinstance(model, torch.fx.GraphModule):
+        return False
+    calls = [node for node in model.graph.nodes if node.op == "call_function"]
+    modal = [node for node in calls if any(name in str(node.target) for name in ("dropout", "batch_norm"))]
+    return not any(True in node.args for node in modal)
 
 
 def strided_parts(x: Tensor) -> tuple[Tensor, ...]:
