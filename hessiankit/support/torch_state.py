@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.support.errors import InputError
+
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
@@ -45,11 +47,21 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         if not _has_one_mode(model):
-            model.eval()
+            _to_evaluation(model)
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _to_evaluation(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError as error:
+        raise InputError(
+            f"eval() of the {type(model).__name__} raises {type(error).__name__} ({error}), and its dropout or batch norm is in "
+            "training mode; pass the model itself, or what torch.export makes of model.eval()"
+        ) from error
 
 
 def _has_one_mode(model: nn.Module) -> bool:
