@@ -86,18 +86,17 @@ SEQUENCES = """
 IMAGES = "beit data2vec-vision deit dinov2 dinov2_with_registers focalnet ijepa swin swinv2 vit vit_msn"
 
 LATENT = {"head_dim": 2, "num_key_value_heads": 2}  # of the rotary part alone; every head has keys of its own
+SPARSE = {**LATENT, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+RELATIVE = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 4, "d_rel": 3, "rel_extent": 4}
 TWO = {"num_hidden_layers": 2}
 ALONE: dict[str, Any] = {"layer_types": None}  # the configuration makes the kinds of its layers from other entries
 STARTED = {"decoder_start_token_id": 0}
 WINDOWED = {"depths": [2], "num_heads": [2], "embed_dim": 4, "window_size": 2, "image_size": 8, "patch_size": 2}
 NEEDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
-    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), {**LATENT, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), SPARSE),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), ALONE),
-    **dict.fromkeys(
-        ("inkling2_text", "inkling_text"),
-        {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 4, "d_rel": 3, "rel_extent": 4},
-    ),
+    **dict.fromkeys(("inkling2_text", "inkling_text"), RELATIVE),
     **dict.fromkeys(("longt5", "marian", "switch_transformers", "t5"), STARTED),
     **dict.fromkeys(("swin", "swinv2"), WINDOWED),
     "bamba": {**ALONE, **TWO, "attn_layer_indices": [1]},

@@ -176,7 +176,6 @@ class InverseOperator(SymmetricOperator):
             )
         return solution.x.T
 
-
     def diagonal(self, *, method: str = "auto", products: int = 100, level: float = 0.95, seed: int = 0) -> InverseDiagonal:
         """Return the diagonal of the inverse: what the saliencies of Optimal Brain Surgeon and SparseGPT are divided by.
 
@@ -247,7 +246,8 @@ class InverseDiagonal(Printed, WithDict):
     def _headline(self) -> str:
         state = "exact" if self.level is None else f"ESTIMATE, {100 * self.level:g} % intervals"
         ends = f"{float(self.values.min()):.4g} to {float(self.values.max()):.4g}"
-        return f"diagonal of the inverse, damping {self.damping:g}: {len(self.values):,} entries from {ends}; {state}, {self.seconds:.2f} s"
+        text = f"diagonal of the inverse, damping {self.damping:g}: {len(self.values):,} entries from {ends}"
+        return f"{text}; {state}, {self.seconds:.2f} s"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -255,13 +255,15 @@ class InverseDiagonal(Printed, WithDict):
 
 @full_precision()
 def _inverse_diagonal(operator: TensorOperator, damping: float) -> Tensor:
-    """Return the diagonal of (H + damping I)^-1 by an LU factorisation of the dense matrix, in float64 where the device has it."""
+    """Return the diagonal of (H + damping I)^-1 by an LU factorisation, in float64 where the device has it."""
     A = operator.to_matrix().to(wide(operator.device))
     A.diagonal().add_(damping)
     inverse, _ = torch.linalg.inv_ex(A)
     residual = float((A @ inverse).sub_(torch.eye(len(A), dtype=A.dtype, device=A.device)).abs().max())
     if not residual <= torch.finfo(A.dtype).eps ** 0.5:
-        raise InputError(f"InverseOperator: H + damping I is singular to rounding, with damping={damping:g}; pass a larger damping")
+        raise InputError(
+            f"InverseOperator: H + damping I is singular to rounding, with damping={damping:g}; pass a larger damping"
+        )
     return inverse.diagonal().to(operator.torch_dtype)
 
 

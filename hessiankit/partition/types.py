@@ -38,7 +38,9 @@ def model_parts(
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
     are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
-    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head. A parameter of
+    attention sinks, gates of attention's output, indexers of sparse attention (no gradient passes their top-k), weights between
+    residual streams (hyper-connections), FocalNet's modulation, and what keys and values share (the latent of multi-head latent
+    attention). Poolers and scales of logits are Head. A parameter of
     an adapter of peft has the type of the weight that it adapts: the rows of LoRA's B are split as the weight's outputs are, and
     an A of outputs of several types is Other.
 

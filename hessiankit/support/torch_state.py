@@ -65,9 +65,9 @@ def _to_evaluation(model: nn.Module) -> None:
 
 
 def _has_one_mode(model: nn.Module) -> bool:
-    """Whether a model is a program of torch.export, which has no ``eval()``, and none of its operations is random or updates statistics.
+    """Whether a model is a program of torch.export without a dropout or batch norm in training mode.
 
-    A dropout or batch norm in training mode is so for good; ``eval()`` of such a program raises NotImplementedError.
+    The graph of such a program has one mode, and ``eval()`` raises NotImplementedError.
     """
     if not isinstance(model, torch.fx.GraphModule):
         return False

@@ -56,7 +56,9 @@ def test_the_diagonal_of_the_inverse(kind: str) -> None:
     dense = hk.hessian(block(), X, T)
     matrix = dense.matrix if kind == "hessian" else dense.outer()
     operator, size = hk.hessian_operator(block(), X, T, kind=kind), len(matrix)
-    expected = torch.linalg.solve(matrix + 0.1 * torch.eye(size, dtype=torch.float64), torch.eye(size, dtype=torch.float64)).diagonal()
+    expected = torch.linalg.solve(
+        matrix + 0.1 * torch.eye(size, dtype=torch.float64), torch.eye(size, dtype=torch.float64)
+    ).diagonal()
     found = operator.inverse(0.1).diagonal()
     assert (found.shape, found.is_estimate, bool(found.half_widths.any())) == (torch.Size([size]), False, False)
     assert error(found.values, expected) < 1e-10

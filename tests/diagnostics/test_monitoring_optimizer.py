@@ -55,7 +55,8 @@ def test_two_optimizers_are_measured_together(tmp_path) -> None:
     optimizers = [torch.optim.SGD(piece, lr=rate) for piece, rate in zip(pieces, (0.1, 0.2), strict=True)]
     one = torch.optim.SGD([{"params": piece, "lr": rate} for piece, rate in zip(pieces, (0.1, 0.2), strict=True)])
     records = [
-        Monitor(model, pair(), tmp_path / f"{k}.jsonl", optimizer=held, **BARE).measure(0) for k, held in enumerate((optimizers, one))
+        Monitor(model, pair(), tmp_path / f"{k}.jsonl", optimizer=held, **BARE).measure(0)
+        for k, held in enumerate((optimizers, one))
     ]
     for name in ("value", "threshold", "lr"):
         assert records[0]["preconditioned"][name] == records[1]["preconditioned"][name]

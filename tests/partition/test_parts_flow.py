@@ -448,7 +448,9 @@ def test_an_exported_program() -> None:
     found, expected = hk.block_types(exported, inputs=TOKENS), hk.block_types(model, inputs=TOKENS)
     assert dict(found) == dict(expected)
     training = nn.Sequential(model[0], nn.Dropout(0.5), nn.Linear(D, 11)).train()
-    with pytest.raises(hk.InputError, match=r"^block_types: eval\(\) of the GraphModule raises .* what torch.export makes of model.eval\(\)"):
+    with pytest.raises(
+        hk.InputError, match=r"^block_types: eval\(\) of the GraphModule raises .* what torch.export makes of model.eval\(\)"
+    ):
         hk.block_types(torch.export.export(training, (TOKENS,)).module(), inputs=TOKENS)
 
 
