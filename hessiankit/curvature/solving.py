@@ -30,8 +30,9 @@ METHODS = ("auto", "cg", "minres", "lsmr")
 PRECONDITIONERS = ("diagonal", "kfac", "ekfac")
 TOLERANCE = {torch.float64: 1e-8}  # of the residual, by dtype; 1e-4 for others
 DENSE = 4096
-"""Rows up to which the diagonal of an inverse is exact: P products and 2 P^3 operations, in three matrices of 134 MB in float64.
-An estimate takes 100 solutions of some 40 products each: no fewer products than that."""
+"""Rows up to which the diagonal of an inverse is exact, from P products and three P x P matrices, of 134 MB each in float64.
+An estimate is no cheaper there: its 100 solutions took 93 products each for a transformer of 776 parameters at damping 0.01,
+225 at 0.001."""
 LOWEST = 60  # products with the matrix for its most negative Ritz value
 
 
