@@ -36,7 +36,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from hessiankit.curvature.solving import SymmetricOperator
+from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
@@ -125,7 +125,7 @@ class ScalarEstimates(Printed):
 
 
 @checked("scalar_estimates", leave=("operator",))
-def scalar_estimates(operator: SymmetricOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
+def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
     Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
@@ -154,7 +154,7 @@ def scalar_estimates(operator: SymmetricOperator, *, products: int = 100, level:
     """
     start = time.perf_counter()
     who = "scalar_estimates"
-    if not isinstance(operator, SymmetricOperator):
+    if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
         raise InputError(f"{who}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
     if products < LEAST:
         raise InputError(f"{who}: products={products} leave no spread to see; pass {LEAST} or more")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.estimators import scalar_estimates
 from hessiankit.curvature.krylov import Product, conjugate_gradients, inner, lsmr, minres, norm
 from hessiankit.curvature.structures import diagonal_operator
 from hessiankit.curvature.tensor_operator import TensorOperator
@@ -205,8 +206,6 @@ class InverseOperator(SymmetricOperator):
         if method == "exact" or (method == "auto" and self.shape[0] <= DENSE):
             values = _inverse_diagonal(self.operator, self.damping)
             return InverseDiagonal(values, torch.zeros_like(values), self.damping, None, time.perf_counter() - start)
-        from hessiankit.curvature.estimators import scalar_estimates
-
         estimate = scalar_estimates(self, products=products, level=level, seed=seed)
         tol = self.options.get("tol") or TOLERANCE.get(self.torch_dtype, 1e-4)
         inexact = tol * math.sqrt(max(0.0, estimate.frobenius_squared.value))  # the residuals of the solutions

@@ -131,7 +131,7 @@ def name_of(optimizers: Sequence[Optimizer]) -> str:
     return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
 
 
-class Place(NamedTuple):
+class GroupEntry(NamedTuple):
     """The optimizer that holds a parameter, its group of parameters there, and the number of the parameter in the group."""
 
     optimizer: Optimizer
@@ -139,17 +139,17 @@ class Place(NamedTuple):
     number: int
 
 
-def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, Place]:
-    """Return the place of each parameter, by identity.
+def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, GroupEntry]:
+    """Return the entry of each parameter, by identity.
 
     Raises:
         InputError: Two optimizers hold a parameter, or none does.
     """
-    places: dict[int, list[Place]] = {}
+    places: dict[int, list[GroupEntry]] = {}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for k, p in enumerate(group["params"]):
-                places.setdefault(id(p), []).append(Place(optimizer, group, k))
+                places.setdefault(id(p), []).append(GroupEntry(optimizer, group, k))
     names = name_of(optimizers)
     for name, p in parameters.items():
         held = len(places.get(id(p), ()))
