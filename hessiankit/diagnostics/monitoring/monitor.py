@@ -163,7 +163,7 @@ class Monitor:
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data, target)
-        inputs, labels = self._batches[0]
+        inputs, labels = on_device_of(self._model, self._batches[0])
         self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
         for name in depth:
             check_name(WHO, "depth", name, QUANTITIES)

@@ -132,12 +132,12 @@ def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, optio
     """Return the means of h over all labels, as one draw, from :func:`hessiankit.hessian_diagonal`: no sampling."""
     start = time.perf_counter()
     batches = read(model, data, target, options)
+    for batch in batches:
+        check_devices(WHO, batch, model)
     measured = measured_parts(model, options.parts, options.preconditioner, batches[0])
     pairs, tokens, sequences = [], 0, 0
     with evaluating(model), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
-            for batch in batches:
-                check_devices(WHO, batch, model)
             probe(model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
                 counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.structures import Structure
 from hessiankit.diagnostics.sharpness.batches import MicroBatch
-from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.engine.problem.calling import samples
 from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
@@ -88,7 +87,7 @@ class MeasuredParts:
 
 def parts_by_flow(model: nn.Module, inputs: Any, size: int) -> tuple[Part, ...]:
     """Return the parts of a model; the flow of a batch's first sequences shows types that modules and names do not."""
-    return parts_on(model, on_device_of(model, samples(inputs, slice(0, 2), size)))
+    return parts_on(model, samples(inputs, slice(0, 2), size))
 
 
 def measured_parts(
