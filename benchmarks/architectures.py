@@ -52,6 +52,9 @@ TINY: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "use_cache": False,
+    "index_topk": 3,
+    "index_n_heads": 2,
+    "index_head_dim": 4,
     "image_size": 8,
     "patch_size": 4,
     "num_channels": 2,
@@ -59,54 +62,108 @@ TINY: dict[str, Any] = {
 }
 
 CAUSAL = """
-    afmoe apertus arcee aria_text axk1 bailing_hybrid bamba beam bert-generation bigbird_pegasus biogpt bitnet bloom codegen
-    cohere cohere2 cohere2_moe ctrl cwm deepseek_v2 deepseek_v3 diffllama doge dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe
-    falcon falcon_h1 falcon_mamba flex_olmo flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode
-    gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid
-    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax jais2 jamba jetmoe kolibri1 laguna lfm2
-    lfm3 llama llama4_text mamba mamba2 mellum mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral
-    ministral3 mistral mixtral modernbert-decoder moshi mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe
-    openai-gpt opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next
-    recurrent_gemma rwkv seed_oss smollm3 solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlnet xlstm youtu
+    afmoe apertus arcee aria_text axk1 axk2 bailing_hybrid bamba beam bert-generation bigbird_pegasus biogpt bitnet bloom
+    codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl cwm deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4
+    diffllama doge dots1 dots3_note_text ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon falcon_h1 falcon_mamba flex_olmo
+    flint gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2 gpt_bigcode gpt_neo gpt_neox
+    gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoehybrid granitemoeshared helium
+    hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hy_v4 hyperclovax inkling2_text inkling_text internlm3 iquestcoder jais2
+    jamba jetmoe kimi_linear kolibri1 laguna lfm2 lfm2_moe lfm3 llama llama4_text longcat_flash mamba mamba2 mellum
+    mimo_v2_flash minicpm3 minimax minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder
+    moshi mpt nanochat nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe openai-gpt opt persimmon phi phi3 phimoe qwen2
+    qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next qwen4_exp_text recurrent_gemma rwkv seed_oss smollm3
+    solar_open stablelm starcoder2 trocr vaultgemma whisper xglm xlm xlnet xlstm youtu zaya
 """
 MASKED = """
-    albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm eurobert flaubert
-    fnet gte ibert jina_embeddings_v3 longformer megatron-bert modernbert mpnet mra nomic_bert nystromformer roberta
-    roberta-prelayernorm roformer squeezebert xlm-roberta xlm-roberta-xl xmod yoso
+    albert bert big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie esm esmc eurobert
+    flaubert fnet gte ibert jina_embeddings_v3 longformer megatron-bert modernbert mpnet mra neomme nomic_bert nystromformer
+    roberta roberta-prelayernorm roformer squeezebert ultrabert xlm-roberta xlm-roberta-xl xmod yoso
 """
 SEQUENCES = """
     bart blenderbot blenderbot-small longt5 m2m_100 marian mbart mt5 mvp nllb-moe pegasus pegasus_x plbart seamless_m4t
     seamless_m4t_v2 switch_transformers t5 umt5
 """
-IMAGES = "beit data2vec-vision deit dinov2 dinov2_with_registers ijepa swin swinv2 vit vit_msn"
+IMAGES = "beit data2vec-vision deit dinov2 dinov2_with_registers focalnet ijepa swin swinv2 vit vit_msn"
 
 LATENT = {"head_dim": 2, "num_key_value_heads": 2}  # of the rotary part alone; every head has keys of its own
+SPARSE = {**LATENT, "num_hidden_layers": 1, "mlp_layer_types": ["sparse"]}
+RELATIVE = {"swa_num_attention_heads": 2, "swa_num_key_value_heads": 1, "swa_head_dim": 4, "d_rel": 3, "rel_extent": 4}
 TWO = {"num_hidden_layers": 2}
 ALONE: dict[str, Any] = {"layer_types": None}  # the configuration makes the kinds of its layers from other entries
 STARTED = {"decoder_start_token_id": 0}
 WINDOWED = {"depths": [2], "num_heads": [2], "embed_dim": 4, "window_size": 2, "image_size": 8, "patch_size": 2}
 NEEDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu"), LATENT),
+    **dict.fromkeys(("axk2", "deepseek_v32", "glm_moe_dsa"), SPARSE),
     **dict.fromkeys(("falcon_mamba", "mamba", "mamba2"), ALONE),
+    **dict.fromkeys(("inkling2_text", "inkling_text"), RELATIVE),
     **dict.fromkeys(("longt5", "marian", "switch_transformers", "t5"), STARTED),
     **dict.fromkeys(("swin", "swinv2"), WINDOWED),
     "bamba": {**ALONE, **TWO, "attn_layer_indices": [1]},
     "codegen": {"n_head": 4, "n_embd": 16, "rotary_dim": 2},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10000.0, "rope_type": "default"}}},
     "deepseek_v2": {**LATENT, "kv_lora_rank": 4},  # complex views need an even stride
+    "deepseek_v4": {
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        "partial_rotary_factor": 0.5,
+        "hc_mult": 2,
+        "o_groups": 2,
+        "o_lora_rank": 3,
+    },
     "diffllama": {"num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 2},
+    "dots3_note_text": {
+        "num_key_value_heads": 2,
+        "layer_types": ["indexed_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "per_layer_config": {},
+        "shared_experts_intermediate_size": 5,
+    },
+    "esmc": {"num_key_value_heads": 2},
     "falcon_h1": {**ALONE, "mamba_d_ssm": 8, "mamba_d_head": 4},
+    "focalnet": {
+        "embed_dim": 4,
+        "depths": [1, 1],
+        "hidden_sizes": [4, 8],
+        "focal_levels": [2, 2],
+        "focal_windows": [3, 3],
+        "patch_size": 2,
+        "mlp_ratio": 1.5,
+        "drop_path_rate": 0.0,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "window_size": 3, "intermediate_size": 6},
     "hrm_text": {"L_bp_cycles": [3, 3]},  # no cycle under no_grad, which would cut the gradient
     "jamba": {**ALONE, **TWO, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "kimi_linear": {**LATENT, "head_dim": 4, "linear_head_dim": 4, "linear_num_heads": 2},
+    "lfm2_moe": {**TWO, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]},
+    "longcat_flash": {**LATENT, "zero_expert_num": 1},
+    "mamba2": {**ALONE, "num_heads": 4, "head_dim": 4},
+    "mpnet": {"relative_attention_num_buckets": 32},
+    "neomme": {"embedding_rank": 4, "head_dim": 16, "num_attention_heads": 2},
+    "qwen4_exp_text": {
+        "hc_count": 2,
+        "hc_lowrank": 3,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 4,
+        "indexer_budget": 2,
+        "indexer_compress_ratio": 2,
+    },
     "recurrent_gemma": {**ALONE, "num_hidden_layers": 3},
     "rwkv": {**TWO, "attention_hidden_size": 8, "rescale_every": 0},
-    "mpnet": {"relative_attention_num_buckets": 32},
     "squeezebert": dict.fromkeys(
         ("q_groups", "k_groups", "v_groups", "post_attention_groups", "intermediate_groups", "output_groups"), 2
     ),
-    "xmod": {"default_language": "en_XX"},
-    "mamba2": {**ALONE, "num_heads": 4, "head_dim": 4},
+    "ultrabert": {"prediction_head_size": 6, "num_key_value_heads": 2},
     "xlstm": {"num_blocks": 1, "chunkwise_kernel": "chunkwise--native_autograd"},
+    "xmod": {"default_language": "en_XX"},
+    "zaya": {
+        **TWO,
+        "num_experts_per_tok": 1,
+        "router_hidden_size": 6,
+        "layer_types": ["hybrid", "hybrid_sliding"],
+    },
 }
 
 

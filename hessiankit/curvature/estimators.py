@@ -36,7 +36,7 @@ import torch
 from scipy.special import stdtrit
 from torch import Tensor
 
-from hessiankit.curvature.operator import HessianOperator
+from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain
@@ -86,7 +86,7 @@ class ScalarEstimates(Printed):
         half_widths: Of the entries' intervals, (P,), each by itself at the level.
         products: Products with the matrix that were taken.
         level: Confidence level of each interval.
-        kind: Of the operator.
+        kind: Kind of the operator of a module; the class of any other.
         seconds: Time taken.
     """
 
@@ -125,7 +125,7 @@ class ScalarEstimates(Printed):
 
 
 @checked("scalar_estimates", leave=("operator",))
-def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
+def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: float = 0.95, seed: int = 0) -> ScalarEstimates:
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
     Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
@@ -135,7 +135,7 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     as many vectors (P,) in float64 as products.
 
     Args:
-        operator: Of any kind, by :func:`hessiankit.hessian_operator`; it may be indefinite.
+        operator: Any symmetric operator, as of :func:`hessiankit.hessian_operator` or its inverse; it may be indefinite.
         products: Products with the operator, 6 or more; an odd one is left out.
         level: Of each interval by itself.
         seed: Of the random signs; torch's own generator is left alone.
@@ -154,12 +154,13 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
     """
     start = time.perf_counter()
     who = "scalar_estimates"
-    if not isinstance(operator, HessianOperator):
+    if not isinstance(operator, TensorOperator) or operator.shape[0] != operator.shape[1]:
         raise InputError(f"{who}: operator is a {type(operator).__name__}; pass what hessian_operator(...) returns")
     if products < LEAST:
         raise InputError(f"{who}: products={products} leave no spread to see; pass {LEAST} or more")
     if not 0 < level < 1:
         raise InputError(f"{who}: level={level} is no share of intervals; pass a number between 0 and 1, 0.95 for one")
+    slices: dict[str, slice] = getattr(operator, "slices", {})  # only of an operator with parameters by name
     size, dtype, eps = operator.shape[0], operator.torch_dtype, torch.finfo(operator.torch_dtype).eps
 
     def product(vectors: Tensor) -> Tensor:
@@ -170,29 +171,29 @@ def scalar_estimates(operator: HessianOperator, *, products: int = 100, level: f
 
     if size <= max(products, SMALL):
         H = product(torch.eye(size, dtype=dtype, device=operator.device)).double()
-        exact = [H.trace(), H.square().sum(), *(H.diagonal()[rows].sum() for rows in operator.slices.values())]
+        exact = [H.trace(), H.square().sum(), *(H.diagonal()[rows].sum() for rows in slices.values())]
         trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
         D, taken = H.diagonal().unsqueeze(1), size
     else:
         signs = random_signs(size, products // 2, torch.Generator().manual_seed(seed))
         sketch = Sketch(product, signs.to(operator.device), dtype)
         trace, squares, D, taken = sketch.trace(), sketch.squares(), sketch.diagonal(), 2 * (products // 2)
-        blocks = [sketch.block(rows) for rows in operator.slices.values()]
+        blocks = [sketch.block(rows) for rows in slices.values()]
     norm = math.sqrt(max(0.0, squares.mean))
 
     def estimate(sample: Sample, scale: float) -> Estimate:
         return Estimate(sample.mean, sample.half_width(level) + ROUNDING * eps * scale)
 
-    sizes = (rows.stop - rows.start for rows in operator.slices.values())
+    sizes = (rows.stop - rows.start for rows in slices.values())
     return ScalarEstimates(
         estimate(trace, math.sqrt(size) * norm),  # the sum of |eigenvalues| is at most sqrt(P) |H|_F
         estimate(squares, norm**2),
-        {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(operator.slices, blocks, sizes, strict=True)},
+        {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(slices, blocks, sizes, strict=True)},
         D.mean(1).to(dtype),
         (entry_half_widths(D, level) + ROUNDING * eps * norm).to(dtype),
         taken,
         level,
-        operator.kind,
+        getattr(operator, "kind", type(operator).__name__),
         time.perf_counter() - start,
     )
 

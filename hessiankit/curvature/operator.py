@@ -390,6 +390,7 @@ def hessian_operator(
             not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
+        handshake: As in :func:`hessiankit.hessian`; ``"second order"`` is for ``kind="hessian"``.
         progress: Called with (batches done, batches in all) in every product.
 
     Raises:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hessiankit.curvature.estimators import scalar_estimates
 from hessiankit.curvature.krylov import Product, conjugate_gradients, inner, lsmr, minres, norm
 from hessiankit.curvature.structures import diagonal_operator
 from hessiankit.curvature.tensor_operator import TensorOperator
@@ -24,10 +25,15 @@ from hessiankit.support.errors import ConvergenceError, InputError, check_name
 from hessiankit.support.files import WithDict
 from hessiankit.support.lanczos import RitzValue, lanczos
 from hessiankit.support.tables import Piece, Printed
+from hessiankit.support.torch_state import full_precision, wide
 
 METHODS = ("auto", "cg", "minres", "lsmr")
 PRECONDITIONERS = ("diagonal", "kfac", "ekfac")
 TOLERANCE = {torch.float64: 1e-8}  # of the residual, by dtype; 1e-4 for others
+DENSE = 4096
+"""Rows up to which the diagonal of an inverse is exact, from P products and three P x P matrices, of 134 MB each in float64.
+An estimate is no cheaper there: its 100 solutions took 93 products each for a transformer of 776 parameters at damping 0.01,
+225 at 0.001."""
 LOWEST = 60  # products with the matrix for its most negative Ritz value
 
 
@@ -171,6 +177,94 @@ class InverseOperator(SymmetricOperator):
                 solution,
             )
         return solution.x.T
+
+    def diagonal(self, *, method: str = "auto", products: int = 100, level: float = 0.95, seed: int = 0) -> InverseDiagonal:
+        """Return the diagonal of the inverse: what the saliencies of Optimal Brain Surgeon and SparseGPT are divided by.
+
+        Args:
+            method: ``"exact"``, from the dense matrix and its inverse; ``"estimate"``, from solutions for random signs, see
+                :func:`hessiankit.scalar_estimates`; ``"auto"``: exact up to P = 4,096.
+            products: Solutions of an estimate, 6 or more.
+            level: Confidence level of the interval of each entry of an estimate.
+            seed: Seed of the random signs.
+
+        Raises:
+            InputError: An argument cannot be used, or H + damping I is singular.
+            ConvergenceError: A solution of an estimate has not converged.
+
+        H = [[2, 2], [2, 4]], the Hessian of a linear layer, has the inverse [[1, -1/2], [-1/2, 1/2]]:
+
+        >>> import hessiankit as hk
+        >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+        >>> x = torch.tensor([[1.0, 0.0], [1.0, 2.0]], dtype=torch.float64)
+        >>> H = hk.hessian_operator(layer, x, torch.zeros(2, 1, dtype=torch.float64))
+        >>> [round(v, 12) for v in H.inverse().diagonal().values.tolist()]
+        [1.0, 0.5]
+        """
+        check_name("InverseOperator", "method", method, ("auto", "exact", "estimate"))
+        start = time.perf_counter()
+        if method == "exact" or (method == "auto" and self.shape[0] <= DENSE):
+            values = _inverse_diagonal(self.operator, self.damping)
+            return InverseDiagonal(values, torch.zeros_like(values), self.damping, None, time.perf_counter() - start)
+        estimate = scalar_estimates(self, products=products, level=level, seed=seed)
+        tol = self.options.get("tol") or TOLERANCE.get(self.torch_dtype, 1e-4)
+        inexact = tol * math.sqrt(max(0.0, estimate.frobenius_squared.value))  # the residuals of the solutions
+        widths = estimate.half_widths + inexact
+        return InverseDiagonal(estimate.diagonal, widths, self.damping, estimate.level, time.perf_counter() - start)
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class InverseDiagonal(Printed, WithDict):
+    """The diagonal of (H + damping I)^-1; made by :meth:`InverseOperator.diagonal`.
+
+    Attributes:
+        values: Entries (P,), in the order of the operator's vectors.
+        half_widths: Half widths (P,) of their confidence intervals; 0 where the values are exact.
+        damping: Number added to the diagonal of H.
+        level: Confidence level of each interval; None where the values are exact.
+        seconds: Time taken.
+    """
+
+    values: Tensor
+    half_widths: Tensor
+    damping: float
+    level: float | None
+    seconds: float
+
+    _hidden = ("values", "half_widths")
+
+    @property
+    def is_estimate(self) -> bool:
+        """Whether the values are estimates, not exact."""
+        return self.level is not None
+
+    @property
+    def shape(self) -> torch.Size:
+        """(P,)."""
+        return self.values.shape
+
+    def _headline(self) -> str:
+        state = "exact" if self.level is None else f"ESTIMATE, {100 * self.level:g} % intervals"
+        ends = f"{float(self.values.min()):.4g} to {float(self.values.max()):.4g}"
+        text = f"diagonal of the inverse, damping {self.damping:g}: {len(self.values):,} entries from {ends}"
+        return f"{text}; {state}, {self.seconds:.2f} s"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+
+
+@full_precision()
+def _inverse_diagonal(operator: TensorOperator, damping: float) -> Tensor:
+    """Return the diagonal of (H + damping I)^-1 by an LU factorisation, in float64 where the device has it."""
+    A = operator.to_matrix().to(wide(operator.device))
+    A.diagonal().add_(damping)
+    inverse, _ = torch.linalg.inv_ex(A)
+    residual = float((A @ inverse).sub_(torch.eye(len(A), dtype=A.dtype, device=A.device)).abs().max())
+    if not residual <= torch.finfo(A.dtype).eps ** 0.5:
+        raise InputError(
+            f"InverseOperator: H + damping I is singular to rounding, with damping={damping:g}; pass a larger damping"
+        )
+    return inverse.diagonal().to(operator.torch_dtype)
 
 
 class _NotPositive(Exception):

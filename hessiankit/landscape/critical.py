@@ -16,7 +16,7 @@ import inspect
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
-from hessiankit.landscape.optimizer_states import unwrapped
+from hessiankit.landscape.optimizer_states import Optimizers, listed, name_of, places_of
 from hessiankit.landscape.slices import loss_around
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -46,7 +46,7 @@ class CriticalSharpness(Printed, WithDict):
     """Curvature along an optimizer's next step d; made by :func:`hessiankit.critical_sharpness`.
 
     Attributes:
-        optimizer: The optimizer's class.
+        optimizer: The class of the optimizer, or of each of several.
         lr: Its largest learning rate.
         loss: L(theta).
         length: |d|.
@@ -109,7 +109,7 @@ def critical_sharpness(
     inputs: Any,
     target: Any = None,
     *,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     loss: Loss = "mse",
     params: Params = None,
     weights: Weights = None,
@@ -128,7 +128,7 @@ def critical_sharpness(
     All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
 
     Args:
-        optimizer: The optimizer that trains the module.
+        optimizer: The optimizer that trains the module, or several, each for parameters of its own.
         params: Only these are moved.
         by: Groups to move alone as well, as in :func:`hessiankit.spectrum`; each takes a product and as many passes again.
         passes: Forward passes at most, that at the module's parameters included; 2 or more.
@@ -160,7 +160,7 @@ def critical_sharpness(
 
 def along_step(
     who: str,
-    optimizer: Optimizer,
+    optimizer: Optimizers,
     parameters: Mapping[str, Tensor],
     gradient: Tensor,
     product: Callable[[Tensor], Tensor],
@@ -175,12 +175,12 @@ def along_step(
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
-    optimizer = unwrapped(optimizer)
-    name, step = type(optimizer).__name__, next_step(who, optimizer, parameters, gradient)
+    optimizers = listed(optimizer)
+    name, step = name_of(optimizers), next_steps(who, optimizers, parameters, gradient)
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
         what = "zero" if not bool(step.any()) else "NaN or infinite"
         raise InputError(f"{who}: the next step of {name} is {what}; pass its own parameters and data with a finite gradient")
-    lr = max(float(group.get("lr", math.nan)) for group in optimizer.param_groups)
+    lr = max(float(group.get("lr", math.nan)) for one in optimizers for group in one.param_groups)
     wide = torch.float32 if step.device.type == "mps" else torch.float64
     loss = loss_at(torch.zeros_like(step, dtype=wide))
     if not math.isfinite(loss):
@@ -216,6 +216,13 @@ def bracket(holds: Callable[[float], bool], t: float, most: int) -> tuple[float,
         factor = NEAR if taken == 1 else 2.0
         t = factor * low if math.isinf(high) else high / factor if not low else math.sqrt(low * high)
     return low, high, taken
+
+
+def next_steps(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], gradient: Tensor) -> Tensor:
+    """Return by how much optimizers would move the parameters that each holds; as :func:`next_step`."""
+    if len(optimizers) > 1:  # what one optimizer does not hold stays where it is
+        places_of(who, optimizers, parameters)
+    return torch.stack([next_step(who, optimizer, parameters, gradient) for optimizer in optimizers]).sum(0)
 
 
 @torch.no_grad()

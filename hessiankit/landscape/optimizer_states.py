@@ -19,7 +19,7 @@ z can be a root for a symmetric H without Nesterov's momentum, since the imagina
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -37,6 +37,8 @@ class Metric(NamedTuple):
     threshold: str
 
 
+Optimizers: TypeAlias = "Optimizer | Sequence[Optimizer]"
+"""An optimizer, or several of which each moves parameters of its own."""
 Reader: TypeAlias = Callable[[Tensor, Mapping[str, Any], Mapping[str, Any]], Metric]
 DESCENT, HEAVY_BALL = "2 / lr", "2 (1 + momentum) / ((1 - dampening) lr)"
 NESTEROV, AVERAGE = "2 (1 + momentum) / ((1 + 2 momentum) lr)", "(2 + 2 beta1) / ((1 - beta1) lr)"
@@ -104,19 +106,58 @@ READERS: dict[type[Optimizer], Reader] = {
 }  # fmt: skip
 
 
-def waits(optimizer: Optimizer, *, for_state: bool = True) -> str:
-    """Return why an optimizer has no step or metric now (its rate is 0, or it has taken no step), or "" if it has."""
-    if not any(float(group.get("lr", 1.0)) for group in optimizer.param_groups):
+def waits(optimizers: Sequence[Optimizer], *, for_state: bool = True) -> str:
+    """Return why optimizers have no step or metric now (the rate is 0, or one has taken no step), or "" if they have."""
+    if not any(float(group.get("lr", 1.0)) for optimizer in optimizers for group in optimizer.param_groups):
         return "the learning rate is 0"
-    stepped = isinstance(optimizer, SGD) or any(float(state.get("step", 0)) > 0 for state in optimizer.state.values())
-    return "" if stepped or not for_state else "the optimizer has taken no step"
+    for optimizer in optimizers if for_state else ():
+        if not isinstance(optimizer, SGD) and not any(float(state.get("step", 0)) > 0 for state in optimizer.state.values()):
+            return "the optimizer has taken no step"
+    return ""
 
 
-def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside the wrapper of Accelerate."""
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer
+def listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple, each without the wrapper of Accelerate."""
+    unwrapped = []
+    for optimizer in (optimizers,) if isinstance(optimizers, Optimizer) else optimizers:
+        while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+            optimizer = inner
+        unwrapped.append(optimizer)
+    return tuple(unwrapped)
+
+
+def name_of(optimizers: Sequence[Optimizer]) -> str:
+    """Return the names of the classes of optimizers."""
+    return " and ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in optimizers))
+
+
+class GroupEntry(NamedTuple):
+    """The optimizer that holds a parameter, its group of parameters there, and the number of the parameter in the group."""
+
+    optimizer: Optimizer
+    group: dict[str, Any]
+    number: int
+
+
+def places_of(who: str, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> dict[str, GroupEntry]:
+    """Return the entry of each parameter, by identity.
+
+    Raises:
+        InputError: Two optimizers hold a parameter, or none does.
+    """
+    places: dict[int, list[GroupEntry]] = {}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for k, p in enumerate(group["params"]):
+                places.setdefault(id(p), []).append(GroupEntry(optimizer, group, k))
+    names = name_of(optimizers)
+    for name, p in parameters.items():
+        held = len(places.get(id(p), ()))
+        if held > 1:
+            raise InputError(f"{who}: {held} optimizers hold the parameter {name!r}; pass optimizers that share none")
+        if not held:
+            raise InputError(f"{who}: {names} does not hold the parameter {name!r}; pass params=[...] with those that it moves")
+    return {name: places[id(p)][0] for name, p in parameters.items()}
 
 
 def decay_note(decay: float, decoupled: bool) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,15 @@ from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.structures import Structure, StructuredOperator, dense_block, diagonal_operator
 from hessiankit.curvature.suboperators import SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.landscape.optimizer_states import Metric, decay_note, reader_of, sgd, unwrapped
+from hessiankit.landscape.optimizer_states import Metric, Optimizers, decay_note, listed, name_of, places_of, reader_of, sgd
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed
 
-FORMS = "a torch optimizer, a diagonal (one tensor or one for each parameter by name), or a symmetric positive matrix or operator"
+FORMS = (
+    "a torch optimizer or a list of them, a diagonal (one tensor or one for each parameter by name), or a symmetric positive "
+    "matrix or operator"
+)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -95,7 +98,7 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
 
     """
     size, like = matrix.shape[0], {"dtype": matrix.torch_dtype, "device": matrix.device}
-    if isinstance(asked, Optimizer):
+    if isinstance(asked, Optimizer) or (isinstance(asked, Sequence) and asked and all(isinstance(x, Optimizer) for x in asked)):
         if module is None:
             raise InputError(f"{who}: an optimizer's parameters are those of a module; pass the module with its data")
         return optimizer_preconditioner(who, asked, {name: module.get_parameter(name) for name in matrix.slices}, **like)
@@ -117,9 +120,9 @@ def preconditioner_of(who: str, asked: Any, matrix: Any, module: nn.Module | Non
 
 @torch.no_grad()
 def optimizer_preconditioner(
-    who: str, optimizer: Optimizer, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
+    who: str, optimizer: Optimizers, parameters: Mapping[str, Tensor], *, dtype: torch.dtype, device: torch.device
 ) -> Preconditioner:
-    """Return the metric of an optimizer for the entries of some parameters, which are recognised by identity.
+    """Return the metric of an optimizer, or of several, for the entries of some parameters, which are recognised by identity.
 
     >>> layer = nn.Linear(1, 1)
     >>> descent = torch.optim.SGD(layer.parameters(), lr=0.5, momentum=0.9)
@@ -128,18 +131,15 @@ def optimizer_preconditioner(
     >>> P.root.to_matrix().tolist(), round(P.threshold, 6), P.rule
     ([[1.0, 0.0], [0.0, 1.0]], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
     """
-    optimizer = unwrapped(optimizer)
-    name, reader = type(optimizer).__name__, reader_of(who, optimizer)
-    places = {id(p): (group, k) for group in optimizer.param_groups for k, p in enumerate(group["params"])}
+    optimizers = listed(optimizer)
+    names, readers = name_of(optimizers), {id(one): reader_of(who, one) for one in optimizers}
     metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
     largest, decays = 0.0, dict[tuple[float, bool], None]()
-    for of, p in parameters.items():
-        group, k = places.get(id(p), ({}, 0))
-        if not group:
-            raise InputError(f"{who}: {name} does not hold the parameter {of!r}; pass params=[...] with those that it moves")
+    for of, (held_by, group, k) in places_of(who, optimizers, parameters).items():
+        p, name, reader = parameters[of], type(held_by).__name__, readers[id(held_by)]
         if group.get("maximize"):
             raise InputError(f"{who}: {name} has maximize=True and climbs; pass the optimizer of a loss that is minimised")
-        state = optimizer.state.get(p, {})
+        state = held_by.state.get(p, {})
         if reader is not sgd and not float(state.get("step", 0)):
             raise InputError(
                 f"{who}: {name} has moved {of!r} by no step, so its state holds no metric yet; take one, or leave it out with "
@@ -152,16 +152,16 @@ def optimizer_preconditioner(
         metrics.append((metric, lr * metric.response / 2, factors))
         largest = max(largest, lr * float(factors.max()))
         if decay := float(group.get("weight_decay", 0.0)):
-            decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, (AdamW, Adafactor)))
+            decoupled = group.get("decoupled_weight_decay", isinstance(held_by, (AdamW, Adafactor)))
             decays[decay, bool(decoupled)] = None
     if not largest > 0:
-        raise InputError(f"{who}: the learning rate of {name} is {largest:g}, and nothing moves; set one above 0")
+        raise InputError(f"{who}: the learning rate of {names} is {largest:g}, and nothing moves; set one above 0")
     fastest, rule = max((speed * float(factors.max()), metric.threshold) for metric, speed, factors in metrics)
     root = torch.cat([(speed / fastest * factors / metric.P).sqrt().reshape(-1) for metric, speed, factors in metrics])
     if not bool(torch.isfinite(root).all()):
-        raise InputError(f"{who}: {name} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
+        raise InputError(f"{who}: {names} divides by 0, NaN or infinity in some entries; its eps has to be above 0")
     notes = tuple(decay_note(decay, decoupled) for decay, decoupled in decays)
-    return Preconditioner(name, diagonal_operator(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
+    return Preconditioner(names, diagonal_operator(root.to(device, dtype)), largest, 1 / fastest, rule, notes)
 
 
 def _root(who: str, P: Any, dtype: torch.dtype, device: torch.device) -> StructuredOperator:

@@ -122,9 +122,10 @@ def spectrum(
             operator: of :func:`hessiankit.hessian_operator` or any symmetric ``scipy.sparse.linalg.LinearOperator``.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``, as in :func:`hessiankit.hessian_operator`.
         preconditioner: A symmetric positive P, for the spectrum of P^(-1/2) H P^(-1/2): the torch optimizer that trains the
-            module, with its metric read from its state and its threshold beside the eigenvalues (which optimizers and how:
-            :mod:`hessiankit.landscape.optimizer_states`); a diagonal, as one tensor or one for each parameter by name; or a
-            matrix or operator, which is formed unless it is a :class:`~hessiankit.curvature.structures.StructuredOperator`.
+            module, or a list of several, with the metric read from their states and the threshold beside the eigenvalues (which
+            optimizers and how: :mod:`hessiankit.landscape.optimizer_states`); a diagonal, as one tensor or one for each parameter
+            by name; or a matrix or operator, which is formed unless it is a
+            :class:`~hessiankit.curvature.structures.StructuredOperator`.
         k: Largest eigenvalues, with vectors.
         bottom: Smallest eigenvalues; by default ``k`` of a Hessian, and 0 of a matrix without negative ones.
         directions: Random directions of the density, 2 or more.

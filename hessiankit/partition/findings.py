@@ -154,7 +154,7 @@ def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list
         return _whole(flowing, structural, p)
     if not flowing[0].certain:
         return structural
-    for one, other in product(structural, flowing):
+    for one, other in product(structural, [f for f in flowing if f.certain]):
         if one.type != other.type and _overlap(one, other):
             said = other.reason.removeprefix("flow: ")
             both = f"by its module {one.type} ({one.reason}), by the flow of data {other.type} ({said})"

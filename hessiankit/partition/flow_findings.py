@@ -19,6 +19,7 @@ from hessiankit.tracing.recording import record
 
 _USES = (  # use of a parameter outside multiplications, type, role, reason; the first that applies
     ("lookup", "Emb", "embedding", "rows of it are looked up"),
+    ("logit scale", "Head", "logit scale", "it multiplies the output of the head"),
     ("gain", "Norm", "gain", "it multiplies activations entry by entry"),
     ("norm bias", "Norm", "norm bias", "it is added to a norm's output"),
     ("sink", "Other", "attention sink", "it is joined to the scores of a softmax"),
@@ -124,11 +125,13 @@ class _FlowFindings:
         if number in self.run.gains:
             return "Norm", "norm", "it is added to a norm's output", True
         run, m = self.run, self.run.multiplications[number]
-        readers = self.consumers.get(number, set())
+        readers = self.consumers.get(number, set()) - self.run.routers
         if m.read.context:
             return "VO", "output", "it reads attention's output", True
         if number in run.routers:
-            return "Other", "router", "the largest of its outputs are taken", True
+            return "Other", "router", "the largest of its outputs, or of products of them, are taken", True
+        if number in run.gates:
+            return "Other", "attention gate", "what it makes multiplies attention's output entry by entry", False
         if number in run.output.sources and number not in run.residual:
             return "Head", "head", "the model's output comes from it, through no other weight or sum", False
         if number in run.residual and not m.read.weighted and number not in run.product_factors:

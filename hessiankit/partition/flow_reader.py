@@ -153,8 +153,10 @@ class Run:
         self.uses: dict[str, set[str]] = defaultdict(set)  # other uses of a parameter: "gain", "lookup", "joined", ...
         self.biases: dict[str, set[int]] = defaultdict(set)  # multiplications and gains that a parameter is the bias of
         self.gains: set[int] = set()  # operations that multiply activations by a gain
-        self.routers: set[int] = set()  # multiplications of whose output the largest entries are taken
-        self.product_factors: set[int] = set()  # multiplications whose output is a factor of a product of activations
+        self.routers: set[int] = set()  # multiplications of whose output, or of a product of it, the largest entries are taken
+        self.gates: set[int] = set()  # multiplications whose output multiplies that of attention entry by entry
+        self.scales: dict[str, list[FlowValue]] = defaultdict(list)  # what a parameter multiplies entry by entry
+        self.factors: dict[int, Ids] = {}  # by the number of a product of activations: the multiplications that make its factors
         self.leaves = {name: p.detach().requires_grad_(p.is_floating_point()) for name, p in parameters.items()}
         self.known: dict[Node, Any] = {}
         self.values: dict[Node, FlowValue] = {}
@@ -185,7 +187,16 @@ class Run:
                 if (place := storage(self.known.get(node))) is not None:
                     self.at[place].append(node)
         self.residual = self.sums.residual()
+        self.product_factors = frozenset[int]().union(*self.factors.values())
+        for name, scaled in self.scales.items():
+            if all(self._is_head(value) for value in scaled):
+                self.uses[name].add("logit scale")
         self._assign()
+
+    def _is_head(self, value: FlowValue) -> bool:
+        """Whether a value is the output of weights behind which there is no other weight or sum, up to constant factors."""
+        makers = self.sums.makers(value.summands)
+        return bool(makers) and makers <= self.multiplications.keys() & self.output.sources - self.residual
 
     def _of(self, nodes: Any) -> list[FlowValue]:
         return [self.values[n] for n in torch.utils._pytree.tree_leaves(nodes) if isinstance(n, Node) and n in self.values]
@@ -261,7 +272,7 @@ class Run:
             self.contexts.add(number)
             value = replace(value, context=one)
         else:
-            self.product_factors |= a.sources | b.sources
+            self.factors[number] = a.sources | b.sources
             value = replace(value, products=one | a.products | b.products, scores=one | a.scores | b.scores)
         added_to = self.values[bias] if isinstance(bias, Node) else FlowValue()
         return self._sum(number, [(value, self.known[node]), (added_to, self.known.get(bias))])
@@ -323,7 +334,7 @@ class Run:
             self._use(inputs[0], "chosen")
             return replace(inputs[0], rank=Rank.CHOSEN)
         if name in ROUTING:
-            self.routers |= value.sources
+            self.routers |= value.sources.union(*(self.factors.get(product, frozenset()) for product in value.products))
         if name in RESHAPING and inputs:
             cut = frozenset({number} if name in CUTS else ())
             pieces = frozenset((at, of, cuts | cut) for at, of, cuts in inputs[0].summands)
@@ -336,6 +347,10 @@ class Run:
         if not data and {v.rank for v in weights} >= {Rank.WEIGHT, Rank.CHOSEN}:  # rows of one table, and a whole parameter
             data = [v for v in weights if v.rank is Rank.CHOSEN]
             weights = [v for v in weights if v.rank is Rank.WEIGHT]
+        if name in SCALINGS:
+            for gate in data:
+                if not gate.context and any(other.context for other in data):
+                    self.gates |= gate.sources
         if weights and data:
             return self._with_weights(number, name, weights, data, value)
         if name in JOINS - TOTALS:
@@ -364,6 +379,8 @@ class Run:
                 self._use(weight, use if name in JOINS else "other")
         if name in SCALINGS:
             self.gains.add(number)
+            for parameter in frozenset().union(*(weight.params for weight in weights)):
+                self.scales[parameter].append(joined(data))
         if name in JOINS:
             self.sums.joins[number] = value.summands
         return replace(self._opaque(number, data), rank=Rank.DATA, params=frozenset())

@@ -93,6 +93,9 @@ def _forward(module: nn.Module, rows: Tensor) -> Tensor | None:
 
 _RULES = (
     (r"sinks?$", "Other", "attention sink"),
+    (r"(^|\.)downsampl\w*\.", "Other", "map between blocks"),
+    (r"att\w*\.(\w+\.)*(g|gate|g_proj|gate_proj|wg)\.\w+$", "Other", "attention gate"),
+    (r"(^|[._])logit_?(scale|bias)$", "Head", "logit scale"),
     (r"(pos|position)[a-z_]*(emb|embed|embedding|embeddings|bias|table|encoding)", "Emb", "position embedding"),
     (r"(cls|class|reg|register|mask|dist|distill?ation|prompt|query)_?(token|tokens|embed|embedding)$", "Emb", "learned token"),
     (r"(^|\.)(probe|latents?)$", "Emb", "learned token"),
@@ -143,6 +146,20 @@ _OWN = {  # type and role of hessiankit's parameters
     MeanPoolHead: _with_biases(C=("Head", "head")),
     ClassHead: _with_biases(C=("Head", "head")),
 }
+
+
+_NO_TYPE = {"indexer": r"Indexer$", "hyper-connection": r"Hyper(Connection|Head)", "modulation": r"Focal\w*Modulation$"}
+"""Parts of a model that are none of the paper's types, by the class: what chooses the keys of sparse attention by a top-k, the
+weights between several residual streams, and the modulation of FocalNet."""
+
+
+def untyped_role(module: nn.Module) -> str | None:
+    """Return the role of the weights of a module whose class is of type Other, or None.
+
+    >>> untyped_role(type("SparseIndexer", (nn.Module,), {})()), untyped_role(nn.Linear(1, 1))
+    ('indexer', None)
+    """
+    return next((role for role, rule in _NO_TYPE.items() if re.search(rule, type(module).__name__)), None)
 
 
 def own_type(owner: Owner) -> tuple[str, str] | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hessiankit.partition.attention import AttentionUnit, attention_units, fused_findings
 from hessiankit.partition.findings import Finding, Owner, child_path, is_within
-from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_type
+from hessiankit.partition.modules import by_name, is_linear, is_lookup, is_norm, is_scale, own_type, untyped_role
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,8 @@ class _PlaceReader:
     ) -> None:
         self.model, self.units, self.layers = model, units, layers
         self.norms = {path for path, module in model.named_modules() if is_norm(module)}
+        roles = {path: untyped_role(module) for path, module in model.named_modules()}
+        self.untyped = {path: role for path, role in roles.items() if role is not None}
         self.alone = not layers.paths and bool(units)  # the model is a block by itself
         self.head = _output_embedding(model)
         self.width = _width(model, layers)
@@ -144,6 +146,11 @@ class _PlaceReader:
             return [Finding("Norm", "gain" if owner.leaf != "bias" else "norm bias", kind)]
         if is_scale(module):
             return [Finding("Norm", "scale", f"{kind} scales rows by a vector")]
+        role = next((role for path, role in self.untyped.items() if is_within(owner.path, path)), None)
+        if role == "hyper-connection" and p.ndim < 2:
+            return [Finding("Norm", "scale", f"vector of {kind}", certain=False)]
+        if role is not None:
+            return [Finding("Other", _role(role, owner), f"{kind} in {role}")]
         if id(p) in self.known:
             return self.known[id(p)]
         if module is self.head:

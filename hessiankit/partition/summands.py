@@ -70,8 +70,13 @@ class Sums:
 
     def makers(self, members: Iterable[Summand]) -> Ids:
         """Return the operations whose results some summands consist of: themselves, or what they are concatenated from."""
-        results = [number for number, name, _ in members if not name]
-        return frozenset(results).union(*(self.makers(self.joins[n]) for n in results if n in self.joins))
+        results, waiting = set[int](), list(members)
+        while waiting:
+            number, name, _ = waiting.pop()
+            if not name and number not in results:
+                results.add(number)
+                waiting += self.joins.get(number, ())
+        return frozenset(results)
 
     def _places(self) -> Callable[[Summand], Ids]:
         """Return a function that numbers the sums that a summand is in, as it is or before it was sliced."""

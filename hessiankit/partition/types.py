@@ -38,7 +38,9 @@ def model_parts(
     Cases that the paper leaves open, all of which ``overrides`` can change: Position, segment and relative position
     embeddings, learned tokens and what maps the input to the model's width are Emb. Norms of queries and keys are Norm, and so
     are learnable scales of a branch (LayerScale) and the bias of a norm. Experts are FFN; their router is Other, as are
-    attention sinks and what keys and values share (the latent of multi-head latent attention). Poolers are Head. A parameter of
+    attention sinks, gates of attention's output, indexers of sparse attention (no gradient passes their top-k), weights between
+    residual streams (hyper-connections), FocalNet's modulation, and what keys and values share (the latent of multi-head latent
+    attention). Poolers and scales of logits are Head. A parameter of
     an adapter of peft has the type of the weight that it adapts: the rows of LoRA's B are split as the weight's outputs are, and
     an A of outputs of several types is Other.
 
@@ -63,7 +65,26 @@ def model_parts(
     >>> [(part.name, part.type) for part in parts][:3]
     [('self_attn.in_proj_weight[0:4]', 'QK'), ('self_attn.in_proj_weight[4:8]', 'QK'), ('self_attn.in_proj_weight[8:12]', 'VO')]
     """
-    policy = Policy(biases, final_norm, tied)
+    return _recognised(_typed(model, inputs, Policy(biases, final_norm, tied), overrides), inputs)
+
+
+def parts_on(model: nn.Module, inputs: Any) -> tuple[Part, ...]:
+    """Return the parts of a model by modules and names; where these do not give all types, by the flow of ``inputs`` first.
+
+    >>> import torch
+    >>> layer = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 3))
+    >>> [part.type for part in parts_on(layer, torch.tensor([[1, 2]]))]
+    ['Emb', 'Head', 'Head']
+    """
+    policy = Policy("layer", "Norm", "Emb")
+    parts = _typed(model, None, policy, None)
+    if any(part.type == UNKNOWN for part in parts):
+        parts = _typed(model, inputs, policy, None)
+    return _recognised(parts, inputs)
+
+
+def _typed(model: nn.Module, inputs: Any, policy: Policy, overrides: Mapping[str, str] | None) -> tuple[Part, ...]:
+    """Return the parts of a model, with the types UNKNOWN and CONFLICT where there are no others."""
     bare = without_adapters(model)
     places = owners(bare)
     layers, findings = structure(bare, places)
@@ -90,7 +111,11 @@ def model_parts(
         else:
             found, path = flows.get(id(p), [Finding(UNKNOWN, "", "a parameter of an adapter")]), ""
         parts += _of_parameter(name, p, found, path, layers, policy)
-    typed = override(parts, overrides)
+    return override(parts, overrides)
+
+
+def _recognised(typed: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
+    """Return parts of which every one has a type; else raise an error."""
     if contradicted := [part for part in typed if part.type == CONFLICT]:
         listed = "; ".join(f"{part.name!r} is {part.reason}" for part in contradicted)
         raise InputError(f"model_parts: modules and flow of data contradict each other: {listed}; say which with overrides=")

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from hessiankit.support.errors import InputError
+
 
 @contextmanager
 def preserved_state(model: nn.Module) -> Iterator[None]:
@@ -44,11 +46,34 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and every module of it back into its own mode afterwards."""
     modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
+        if not _has_one_mode(model):
+            _to_evaluation(model)
         yield
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def _to_evaluation(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError as error:
+        raise InputError(
+            f"eval() of the {type(model).__name__} raises {type(error).__name__} ({error}), and its dropout or batch norm is in "
+            "training mode; pass the model itself, or what torch.export makes of model.eval()"
+        ) from error
+
+
+def _has_one_mode(model: nn.Module) -> bool:
+    """Whether a model is a program of torch.export without a dropout or batch norm in training mode.
+
+    The graph of such a program has one mode, and ``eval()`` raises NotImplementedError.
+    """
+    if not isinstance(model, torch.fx.GraphModule):
+        return False
+    calls = [node for node in model.graph.nodes if node.op == "call_function"]
+    modal = [node for node in calls if any(name in str(node.target) for name in ("dropout", "batch_norm"))]
+    return not any(True in node.args for node in modal)
 
 
 def strided_parts(x: Tensor) -> tuple[Tensor, ...]:

@@ -51,6 +51,39 @@ def test_a_positive_definite_system(method: str, G: HessianOperator, b: torch.Te
     assert found.residual == pytest.approx(float(off.norm() / b.norm()), abs=1e-15)
 
 
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_the_diagonal_of_the_inverse(kind: str) -> None:
+    """Against the inverse of the dense matrix; an estimate is near it, and its intervals hold what they say."""
+    dense = hk.hessian(block(), X, T)
+    matrix = dense.matrix if kind == "hessian" else dense.outer()
+    operator, size = hk.hessian_operator(block(), X, T, kind=kind), len(matrix)
+    expected = torch.linalg.solve(
+        matrix + 0.1 * torch.eye(size, dtype=torch.float64), torch.eye(size, dtype=torch.float64)
+    ).diagonal()
+    found = operator.inverse(0.1).diagonal()
+    assert (found.shape, found.is_estimate, bool(found.half_widths.any())) == (torch.Size([size]), False, False)
+    assert error(found.values, expected) < 1e-10
+    assert "; exact, " in str(found)
+    estimate = operator.inverse(0.1, tol=1e-8).diagonal(method="estimate", products=60)
+    off = (estimate.values - expected).abs()
+    assert estimate.is_estimate
+    assert 0 < float((off / expected.abs().max()).max()) < 0.5
+    assert float((off <= estimate.half_widths).double().mean()) >= 0.9
+    assert "ESTIMATE, 95 % intervals" in str(estimate)
+    whole = operator.inverse(0.1).diagonal(method="estimate", products=size)  # as many as there are unit vectors
+    assert bool(((whole.values - expected).abs() <= whole.half_widths).all())
+
+
+def test_the_diagonal_of_a_singular_inverse(G: HessianOperator) -> None:
+    with pytest.raises(hk.InputError, match="singular to rounding, with damping=0; pass a larger damping"):
+        G.inverse().diagonal()
+    with pytest.raises(hk.InputError, match="method='dense' is not known"):
+        G.inverse(0.1).diagonal(method="dense")
+    blocks = G.block_diagonal()
+    matrix = blocks.to_matrix() + 0.1 * torch.eye(len(blocks.to_matrix()), dtype=torch.float64)
+    assert error(blocks.inverse(0.1).diagonal().values, torch.linalg.inv(matrix).diagonal()) < 1e-10
+
+
 @pytest.mark.parametrize("method", ["auto", "minres", "lsmr"])
 def test_an_indefinite_system(method: str, H: HessianOperator, b: torch.Tensor) -> None:
     every = torch.linalg.eigvalsh(H.to_matrix())

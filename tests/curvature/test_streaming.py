@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 import signal
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from curvature_reference import draw, mse, randomised
-from torch import nn
+from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature import streaming
@@ -95,15 +96,15 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     assert torch.equal(hk.hessian(module, X, T, out=out, resume=True).matrix, hk.hessian(module, X, T).matrix)
 
 
-def interrupted(module: nn.Module, out: Path, after: int) -> None:
-    """Write some rows of the Hessian at X and T, and stop."""
+def interrupted(module: nn.Module, out: Path, after: int, data: tuple[Tensor, Tensor] = (X, T)) -> None:
+    """Write some rows of the Hessian, and stop."""
 
     def stop(done: int, total: int) -> None:
         if done == after:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hk.hessian(module, X, T, out=out, progress=stop)
+        hk.hessian(module, *data, out=out, progress=stop)
 
 
 def test_finished_rows_are_not_computed_again(tmp_path: Path) -> None:
@@ -113,6 +114,23 @@ def test_finished_rows_are_not_computed_again(tmp_path: Path) -> None:
     found = hk.hessian(module, X, T, out=out, resume=True, progress=lambda done, total: steps.append(done))
     assert steps[0] > 3
     assert torch.equal(found.matrix, hk.hessian(module, X, T).matrix)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rows_that_cancel(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a key bias are zero up to the rounding of larger terms: its gradient is zero identically."""
+    monkeypatch.setattr(streaming, "PANEL", 3750 * dtype.itemsize)
+    module, data = block(attention_bias=True).to(dtype), (X.to(dtype), T.to(dtype))
+    whole, near = hk.hessian(module, *data), copy.deepcopy(module)
+    assert whole.block("attention.b_K", "attention.b_K").abs().max() <= 10 * torch.finfo(dtype).eps * whole.matrix.abs().max()
+    with torch.no_grad():
+        near.norm_1.bias[0] += 1e7 * torch.finfo(dtype).eps
+    for after in (9, 15, 24):  # b_K is finished in the last
+        out = tmp_path / f"{after}.npy"
+        interrupted(module, out, after, data)
+        with pytest.raises(hk.InputError, match="holds another Hessian"):
+            hk.hessian(near, *data, out=out, resume=True)
+        assert torch.equal(hk.hessian(module, *data, out=out, resume=True).matrix, whole.matrix)
 
 
 def test_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,20 @@ def test_the_sections_are_what_the_functions_return(route: str, tmp_path) -> Non
     assert numbers["critical/multiple"] == record["critical"]["multiple"]
 
 
+def test_two_optimizers_are_measured_together(tmp_path) -> None:
+    model, _ = trained()
+    pieces = [list(model.parameters())[::2], list(model.parameters())[1::2]]
+    optimizers = [torch.optim.SGD(piece, lr=rate) for piece, rate in zip(pieces, (0.1, 0.2), strict=True)]
+    one = torch.optim.SGD([{"params": piece, "lr": rate} for piece, rate in zip(pieces, (0.1, 0.2), strict=True)])
+    records = [
+        Monitor(model, pair(), tmp_path / f"{k}.jsonl", optimizer=held, **BARE).measure(0)
+        for k, held in enumerate((optimizers, one))
+    ]
+    for name in ("value", "threshold", "lr"):
+        assert records[0]["preconditioned"][name] == records[1]["preconditioned"][name]
+    assert records[0]["critical"] == records[1]["critical"]
+
+
 def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
     torch.manual_seed(0)
     model = Noisy(1)
@@ -69,18 +83,18 @@ def test_a_warm_search_is_shorter_the_same_every_time_and_sees_another_vector_ri
     model, optimizer = trained(double=False)
     batches = measurements.batches_of(model, pair(rows=6))
     options = {"route": "closed form", "tol": 1e-4, "products": 200, "seed": 0}
-    cold = measurements.eigenvalue(model.eval(), batches, 0, **options, optimizer=optimizer)
+    cold = measurements.eigenvalue(model.eval(), batches, 0, **options, optimizers=(optimizer,))
     runs = []
     for _ in range(2):
         last: dict[str, torch.Tensor] = {}
-        first = measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last=last)
-        runs.append(measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last=last))
+        first = measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last=last)
+        runs.append(measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last=last))
     assert first == cold
     assert runs[0] == runs[1]
     assert runs[0]["products"] < cold["products"]
     assert runs[0]["value"] == pytest.approx(cold["value"], rel=1e-4)
     second = hk.spectrum(model, *pair(rows=6), loss="cross_entropy", k=2, preconditioner=optimizer).eigenvectors[:, 1]
-    again = measurements.eigenvalue(model, batches, 0, **options, optimizer=optimizer, last={"vector": second.contiguous()})
+    again = measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last={"vector": second.contiguous()})
     assert again["value"] == pytest.approx(cold["value"], rel=1e-4)
 
 

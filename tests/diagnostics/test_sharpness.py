@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from sharpness_cases import (
     tokens,
     vectors,
 )  # fmt: skip
+from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.sharpness import joined, replicates, report_of, sharpness
@@ -247,3 +249,27 @@ def test_sharpness_in_the_metric_of_an_optimizer(by_name: bool) -> None:
     assert f"in the metric of {'diagonal' if by_name else 'AdamW'}" in str(exact)
     with pytest.raises(InputError, match="preconditioner is no diagonal"):
         sharpness(model, tokens, labels, preconditioner=torch.eye(len(fisher.flat), dtype=torch.float64))
+
+
+class Unnamed(nn.Module):
+    """Attention whose names and order say nothing: the fused weight makes keys, values and queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.e, self.a, self.b, self.c = nn.Embedding(7, 4), nn.Linear(4, 12), nn.Linear(4, 4), nn.Linear(4, 7)
+
+    def forward(self, t: Tensor) -> Tensor:
+        x = self.e(t)
+        k, v, q = self.a(x).split(4, -1)
+        return self.c(x + self.b(torch.softmax(q @ k.mT / 2, -1) @ v))  # type: ignore[no-any-return]
+
+
+def test_types_by_the_flow_of_the_data(tmp_path: Path) -> None:
+    """The parts of a model whose names say nothing are those that the flow of the first batch shows."""
+    model, data = Unnamed().double(), (tokens(3, 4, vocab=7), tokens(3, 4, vocab=7, seed=2))
+    parts = hk.block_types(model, inputs=data[0]).parts
+    for options in ({}, {"exact": True}):
+        found, expected = (hk.sharpness(model, data, **options, **more) for more in ({}, {"parts": parts}))
+        assert found.replicates.parts == parts
+        assert torch.equal(found.replicates.values, expected.replicates.values)
+    assert hk.Monitor(model, data, tmp_path / "run.jsonl").parts == parts

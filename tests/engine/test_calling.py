@@ -119,6 +119,10 @@ KINDS: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
     "logits first": lambda z, value: (z, value),
     "loss first": lambda z, value: (value, z),
 }
+SAMPLES: dict[str, Callable[[Tensor, Tensor | None], Any]] = {
+    "object": lambda z, _: SimpleNamespace(sample=z, steps=3, mask=z > 0),
+    "dict": lambda z, value: {"prediction": z, "loss": value},
+}
 X, T, CLASSES = draw(5, 3), draw(5, 2, seed=2), torch.tensor([0, 1, 1, 0, 1])
 
 
@@ -129,6 +133,19 @@ def test_losses_of_torch_read_the_logits(name: str, kind: str) -> None:
     for part, of in (("hessian", reverse_over_reverse), ("ggn", gauss_newton)):
         expected = of(PLAIN, X, CLASSES, loss)
         assert_readings(expected, returned(KINDS[kind]), X, CLASSES, loss=loss, kind=part, readings=in_turn(0))
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_the_only_tensor_of_an_output_is_read_as_logits(kind: str) -> None:
+    """As in diffusers, whose output objects have a ``sample``."""
+    module = returned(SAMPLES[kind])
+    assert error(hk.hessian(module, X, T, loss="mse").matrix, reverse_over_reverse(PLAIN, X, T, mse)) <= EXACT
+
+    def own(outputs: Any, target: Tensor) -> Tensor:
+        return mse(outputs.sample if kind == "object" else outputs["prediction"], target)
+
+    expected = gauss_newton(PLAIN, X, T, mse)
+    assert_readings(expected, module, X, T, loss=own, kind="ggn", readings=in_turn(0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -265,6 +282,51 @@ def quantised(*, parameter: bool) -> nn.Module:
     return module
 
 
+class Weighted(nn.Module):
+    """The loss of a task with a learned uncertainty."""
+
+    def __init__(self, trained: bool = True) -> None:
+        super().__init__()
+        self.v = nn.Parameter(torch.tensor(0.3).double(), requires_grad=trained)
+
+    def forward(self, z: Tensor, t: Tensor) -> Tensor:
+        return torch.exp(-self.v) * mse(z, t) + self.v / 2
+
+
+class WithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.criterion = PLAIN, Weighted()
+
+    def forward(self, x: Tensor, t: Tensor) -> Tensor:
+        return self.criterion(self.net(x), t)  # type: ignore[no-any-return]
+
+
+GLOBAL = Weighted()
+
+
+def test_trained_parameters_of_a_loss_are_named() -> None:
+    inside, temperature = Weighted(), nn.Parameter(torch.ones(()).double())
+    losses: dict[str, Any] = {
+        "v": inside,
+        "inside.v": lambda z, t: inside(z, t),
+        "GLOBAL.v": lambda z, t: GLOBAL(z, t),
+        "temperature": lambda z, t: mse(z / temperature, t),
+    }
+    for name, loss in losses.items():
+        for call in (hk.hessian, hk.hessian_operator, hk.hessian_diagonal, hk.frobenius_norms):
+            with pytest.warns(
+                UserWarning, match=f"parameters of the loss are constants here: {name}; a module that returns its loss"
+            ):
+                call(PLAIN, X, T, loss=loss)
+    frozen, module = Weighted(trained=False), WithLoss()
+    hk.hessian(PLAIN, X, T, loss=frozen)
+    hk.hessian(PLAIN, X, T, loss=lambda z, t: mse(z, t + inside(z, t).detach()))  # a teacher
+    hk.hessian(module.net, X, T, loss=lambda z, t: mse(z, t) + 1e-3 * module.net.last.weight.square().sum())
+    expected = by_autograd(module, lambda m: m(X, T))
+    assert error(hk.hessian(module, (X, T), loss=None).matrix, expected) <= EXACT
+
+
 JAGGED = torch.nested.nested_tensor([draw(2, 3), draw(3, 3)], layout=torch.jagged)
 ENTROPY = {"loss": "cross_entropy"}
 BAD: dict[str, tuple[Callable[[], object], str]] = {
@@ -275,7 +337,9 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "a quantised buffer": (lambda: hk.hessian_operator(quantised(parameter=False), X, T), "w is a Quantised, a tensor that keeps its numbers in others"),
     "a tuple": (lambda: hk.hessian(returned(lambda z, _: (z, z, 1)), X, T), r"returned tuple \(of Tensor, Tensor, int\), expected one tensor"),
     "a tuple of two": (lambda: hk.hessian(returned(lambda z, _: (z, z)), X, loss=None), r"returned tuple \(of Tensor, Tensor\), .* or a tuple with one number"),
-    "a dict without logits": (lambda: hk.hessian(returned(lambda z, _: {"out": z}), X, T), r"dict \(with 'out'\), .* dict with 'logits'"),
+    "a dict of two tensors": (lambda: hk.hessian(returned(lambda z, _: {"out": z, "z": z}), X, T), r"dict \(with 'out', 'z'\), .* dict with 'logits', or .* with one floating-point tensor"),
+    "an object of two tensors": (lambda: hk.hessian(returned(lambda z, _: SimpleNamespace(a=z, b=z)), X, T), r"SimpleNamespace \(with 'a', 'b'\), .* dict with 'logits'"),
+    "the class of a loss": (lambda: hk.hessian(PLAIN, X, CLASSES, loss=nn.CrossEntropyLoss), r"loss is the class CrossEntropyLoss; pass an instance, such as CrossEntropyLoss\(\)"),
     "logits that are None": (lambda: hk.hessian(returned(lambda z, _: {"logits": None}), X, T), "dict whose 'logits' is None"),
     "no labels": (lambda: hk.hessian(Padded("object"), KEYWORDS, loss=None), "whose 'loss' is None, .* pass the labels"),
     "no target": (lambda: hk.hessian(Padded(), KEYWORDS, **ENTROPY), "loss='cross_entropy' needs a target"),

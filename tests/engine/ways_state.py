@@ -252,8 +252,8 @@ def _scripted() -> nn.Module:
 
 
 way(
-    "a loss that is a module with parameters of its own",
-    lambda: case(Net(), loss=Net(lambda m, z, t: ((z - t) * m.v).square().mean())),
+    "a loss that is a module with constant parameters of its own",
+    lambda: case(Net(), loss=Net(lambda m, z, t: ((z - t) * m.v).square().mean()).requires_grad_(False)),
 )
 
 

@@ -267,6 +267,22 @@ def test_the_step_is_the_one_that_the_optimizer_takes_and_nothing_moves_before(n
     assert found.length == pytest.approx(float(taken.norm()), rel=1e-9)
 
 
+def test_the_step_of_two_optimizers() -> None:
+    """Muon moves the matrices and AdamW the rest: the step is that of both."""
+    module, x, y = problem()
+    matrices, vectors = ([p for p in module.parameters() if (p.ndim == 2) is flag] for flag in (True, False))
+    pair = [torch.optim.Muon(matrices, lr=1e-2), AdamW(vectors, lr=1e-3)]
+    for optimizer in pair:
+        train(module, optimizer, x, y, 1)
+    found, before = hk.critical_sharpness(module, x, y, optimizer=pair), flat(module)
+    module.zero_grad()
+    nn.functional.mse_loss(module(x), y).backward()
+    for optimizer in pair:
+        optimizer.step()
+    assert found.length == pytest.approx(float((flat(module) - before).norm()), rel=1e-9)
+    assert (found.optimizer, found.lr) == ("Muon and AdamW", 1e-2)
+
+
 def same(a: object, b: object) -> bool:
     return bool(torch.equal(a, b)) if isinstance(a, Tensor) else a == b
 
@@ -371,6 +387,12 @@ def test_the_search_keeps_to_its_tests(truth: float) -> None:
 BAD_STEPS = {
     "closure": (lambda m: LBFGS(m.parameters()), {}, "the step of LBFGS needs a closure"),
     "another model's": (lambda m: SGD(nn.Linear(1, 1).parameters(), lr=0.1), {}, "the next step of SGD is zero"),
+    "in two": (lambda m: [SGD(m.parameters(), lr=0.1), SGD([m[0].bias], lr=0.1)], {}, "2 optimizers hold the parameter '0.bias'"),
+    "in none": (
+        lambda m: [SGD([m[0].weight], lr=0.1), SGD(m[2].parameters(), lr=0.1)],
+        {},
+        "SGD does not hold the parameter '0.bias'",
+    ),
     "passes": (lambda m: SGD(m.parameters(), lr=0.1), {"passes": 1}, "passes=1"),
     "infinite": (lambda m: SGD(m.parameters(), lr=math.inf), {}, "the next step of SGD is NaN or infinite"),
     "by": (lambda m: SGD(m.parameters(), lr=0.1), {"by": "head"}, "by='head' is not known"),

@@ -275,7 +275,16 @@ BAD = {
     "no rate": (lambda m: SGD(m.parameters(), lr=0.0), "the learning rate of SGD is 0, and nothing moves"),
     "size": (lambda m: torch.ones(3, **DOUBLE), r"preconditioner has shape \(3,\); expected a diagonal \(26,\)"),
     "not all": (lambda m: SGD([m[0].weight], lr=0.1), "SGD does not hold the parameter '0.bias'; pass params"),
-    "no number": (lambda m: 3, "preconditioner is a int; expected a torch optimizer, a diagonal"),
+    "in two": (
+        lambda m: [SGD(m.parameters(), lr=0.1), SGD([m[0].bias], lr=0.1)],
+        "2 optimizers hold the parameter '0.bias'; pass",
+    ),
+    "in none of two": (
+        lambda m: [SGD([m[0].weight], lr=0.1), SGD(m[2].parameters(), lr=0.1)],
+        "does not hold the parameter '0.bias'",
+    ),
+    "no optimizer": (lambda m: [], "preconditioner is a list; expected a torch optimizer"),
+    "no number": (lambda m: 3, "preconditioner is a int; expected a torch optimizer or a list of them, a diagonal"),
     "size of a matrix": (lambda m: torch.eye(3, **DOUBLE), r"preconditioner is \(3, 3\); expected \(26, 26\)"),
     "zero": (lambda m: torch.zeros(26, **DOUBLE), "has an entry that is not a positive number"),
     "negative": (lambda m: -torch.eye(26, **DOUBLE), "has an eigenvalue of -1; pass a positive one"),
@@ -290,6 +299,29 @@ def test_bad_requests(name: str) -> None:
     module, x, y = problem()
     with pytest.raises(hk.InputError, match=f"^spectrum: .*{message}"):
         called(module, x, y, k=1, preconditioner=make(module))
+
+
+def test_two_optimizers_are_one_of_two_groups() -> None:
+    """Their metric and threshold are those of one optimizer with a group for the parameters of each."""
+    model, _, x, y = trained(SGD, {"lr": 0.1}, 0)
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim > 1) is flag] for flag in (True, False))
+    groups = [{"params": matrices, "lr": 1e-2}, {"params": vectors, "lr": 3e-3}]
+    pair, one = [AdamW(**groups[0]), AdamW(**groups[1])], AdamW(groups)
+    for _ in range(3):
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+        before = [p.detach().clone() for p in model.parameters()]
+        one.step()
+        for p, value in zip(model.parameters(), before, strict=True):
+            p.data.copy_(value)
+        for optimizer in pair:
+            optimizer.step()
+    model.zero_grad()
+    found, expected = (hk.spectrum(model, x, y, loss="cross_entropy", k=3, preconditioner=P) for P in (pair, one))
+    assert torch.equal(torch.as_tensor(found.eigenvalues), torch.as_tensor(expected.eigenvalues))
+    assert found.preconditioner.to_dict() == expected.preconditioner.to_dict()
+    mixed = hk.spectrum(model, x, y, loss="cross_entropy", k=3, preconditioner=[pair[0], SGD(vectors, lr=0.1)])
+    assert mixed.preconditioner.name == "AdamW and SGD"
 
 
 def test_an_optimizer_needs_the_module() -> None:

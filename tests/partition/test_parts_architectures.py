@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 from parts_models import CASES, L, every_case
 from torch import Tensor, nn
@@ -86,3 +87,42 @@ def test_both_together(name: str) -> None:
     assert [(part.name, part.type) for part in both] == [(part.name, part.type) for part in alone]
     for one, other in zip(both, alone, strict=True):  # which layer of a block is up and which down, only the flow knows
         assert one.role == other.role or (other.role.startswith("feed-forward") and one.role.split()[0] in ("up", "down")), one
+
+
+UNTYPED = {
+    "causal/deepseek_v32": {"*.indexer.w*": ("Other", "indexer"), "*.indexer.k_norm.*": ("Norm", None)},
+    "causal/dots3_note_text": {"*.indexer.w*": ("Other", "indexer"), "*.self_attn.g_proj.weight": ("Other", "attention gate")},
+    "causal/hy_v4": {
+        "*.indexer.w*": ("Other", "indexer"),
+        "*.self_attn.gate_proj.weight": ("Other", "attention gate"),
+        "*_hc.fn": ("Other", "hyper-connection"),
+        "model.hc_head.hc_fn": ("Other", "hyper-connection"),
+    },
+    "images/focalnet": {
+        "*.modulation.*": ("Other", None),
+        "*.downsample.projection.*": ("Other", None),
+        "*.mlp.*": ("FFN", None),
+        "classifier.*": ("Head", None),
+    },
+}
+"""Weights of recent families that are none of the paper's types, or lie beside such: type, and role where it is one."""
+
+
+@pytest.mark.parametrize("name", UNTYPED)
+def test_families_with_weights_of_no_type(name: str) -> None:
+    """Modules and names, and the flow of data, give the same type for every part."""
+    pytest.importorskip("transformers")
+    from benchmarks.architectures import build
+
+    one = build(name)
+    inputs = {key: x for key, x in one.batch.items() if key != "labels"}
+    for given in (None, inputs):
+        parts = model_parts(one.model, inputs=given)
+        assert sum(part.size for part in parts) == sum(p.numel() for p in one.model.parameters())
+        for pattern, (kind, role) in UNTYPED[name].items():
+            found = [part for part in parts if fnmatchcase(part.parameter, pattern)]
+            assert found, pattern
+            assert {part.type for part in found} == {kind}, pattern
+            assert role is None or given is not None or {part.role for part in found} == {role}
+    types = [[(part.name, part.type) for part in model_parts(one.model, inputs=given)] for given in (None, inputs)]
+    assert types[0] == types[1]

@@ -361,3 +361,113 @@ def test_the_flow_decides_on_a_fused_layer_whose_order_is_only_supposed() -> Non
 
     types = types_of(forward, c_attn=nn.Linear(D, 3 * D), c_proj=nn.Linear(D, D))
     assert [types[f"c_attn.weight[{at}]"] for at in ("0:8", "8:16", "16:24")] == ["VO", "QK", "QK"]
+
+
+class Gated(Mixing):
+    """Attention whose output is multiplied by a gate: one number for each head, or for each entry."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.d = nn.Parameter(torch.randn(D, H * W if whole else H))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, q, k = (x @ self.a + self.c).unflatten(-1, (H, 3, W)).unbind(-2)
+        mixed = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v))).transpose(1, 2)
+        gate = torch.sigmoid(x @ self.d).unflatten(-1, (H, -1))
+        return (mixed * gate).flatten(2) @ self.b
+
+
+class Chosen(Mixing):
+    """Attention to the two keys with the largest scores of an indexer, whose weights get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.i, self.j, self.w = nn.Parameter(torch.randn(D, 6)), nn.Parameter(torch.randn(D, 3)), nn.Parameter(torch.randn(D, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        v, q, k = (x @ self.a + self.c).unflatten(-1, (H, 3, W)).unbind(-2)
+        scores = torch.relu(torch.einsum("blhw,bmw->blmh", (x @ self.i).unflatten(-1, (2, 3)), x @ self.j))
+        chosen = torch.einsum("blmh,blh->blm", scores, x @ self.w).topk(2, dim=-1).indices
+        mask = torch.full((len(x), x.shape[1], x.shape[1]), -torch.inf).to(x).scatter(-1, chosen, 0.0)
+        attend = F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), attn_mask=mask.unsqueeze(1))
+        return attend.transpose(1, 2).flatten(2) @ self.b
+
+
+def with_attention(kind: Callable[[], nn.Module]) -> Nameless:
+    model = Nameless()
+    for step in model.m:
+        step.f = kind()
+    return model
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_gates_of_attention(whole: bool) -> None:
+    parts = {part.parameter: part for part in model_parts(with_attention(lambda: Gated(whole)), inputs=TOKENS)}
+    for k in range(2):
+        assert (parts[f"m.{k}.f.d"].type, parts[f"m.{k}.f.d"].role) == ("Other", "attention gate")
+        assert parts[f"m.{k}.f.b"].role == "output"
+
+
+def test_an_indexer_whose_largest_scores_are_taken() -> None:
+    types = hk.block_types(with_attention(Chosen), inputs=TOKENS)
+    assert {types[f"m.{k}.f.{leaf}"] for k in range(2) for leaf in "ijw"} == {"Other"}
+    assert types.entries["QK"] == 2 * 2 * (D + 1) * H * W
+
+
+SCALES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "of logits": (lambda x, W, s: x @ W * s, "Head"),
+    "exponential": (lambda x, W, s: s.exp() * (x @ W), "Head"),
+    "of cosines": (lambda x, W, s: F.normalize(x, dim=-1) @ F.normalize(W, dim=0) * s, "Head"),
+    "of the head's input": (lambda x, W, s: (x * s) @ W, "Norm"),
+    "of a norm of logits": (lambda x, W, s: F.normalize(x @ W, dim=-1) * s, "Norm"),
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_of_logits(name: str) -> None:
+    class Scaled(Nameless):
+        def __init__(self) -> None:
+            super().__init__()
+            self.s = nn.Parameter(torch.ones(()))
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.k[tokens] + self.l[: tokens.shape[1]]
+            for step in self.m:
+                x = step(x)
+            return SCALES[name][0](self.n(x), self.o, self.s)
+
+    model = Scaled()
+    del model.p
+    assert hk.block_types(model, inputs=TOKENS)["s"] == SCALES[name][1]
+
+
+def test_an_exported_program() -> None:
+    """It has no ``eval()``, and needs none unless an operation of it is in training mode."""
+    model = nn.Sequential(nn.Embedding(11, D), nn.TransformerEncoderLayer(D, H, 6, 0.0, batch_first=True), nn.Linear(D, 11))
+    exported = torch.export.export(model.eval(), (TOKENS,)).module()
+    found, expected = hk.block_types(exported, inputs=TOKENS), hk.block_types(model, inputs=TOKENS)
+    assert dict(found) == dict(expected)
+    training = nn.Sequential(model[0], nn.Dropout(0.5), nn.Linear(D, 11)).train()
+    with pytest.raises(
+        hk.InputError, match=r"^block_types: eval\(\) of the GraphModule raises .* what torch.export makes of model.eval\(\)"
+    ):
+        hk.block_types(torch.export.export(training, (TOKENS,)).module(), inputs=TOKENS)
+
+
+def test_a_chain_of_concatenations() -> None:
+    """Each joins two slices of the one before, so that 2^50 paths lead to the first."""
+
+    class Chain(Nameless):
+        def forward(self, tokens: Tensor) -> Tensor:
+            x = self.k[tokens] + self.l[: tokens.shape[1]]
+            for step in self.m:
+                x = step(x)
+            for _ in range(50):
+                x = torch.cat([x[..., :3], x[..., 3:]], -1)
+            return self.n(x) @ self.o
+
+    model = Chain()
+    del model.p
+    types = hk.block_types(model, inputs=TOKENS)
+    assert types["o"] == "Head"
+    assert set(types.values()) == {"Emb", "QK", "VO", "FFN", "Norm", "Head"}

@@ -74,11 +74,11 @@ def eigenvalue(
     tol: float,
     products: int,
     seed: int,
-    optimizer: Optimizer | None = None,
+    optimizers: Sequence[Optimizer] = (),
     last: dict[str, Tensor] | None = None,
 ) -> dict[str, Any]:
     """Return the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count, its residual, and by
-    which route it was computed and why; with an optimizer in its metric, beside its threshold.
+    which route it was computed and why; with optimizers in their metric, beside its threshold.
 
     The ``route`` ``"closed form"`` takes products by :func:`hessiankit.hessian_operator`, ``"autograd"`` by two reverse passes,
     with attention that has a second derivative, and ``"auto"`` closed forms for up to 200,000 parameters of a model that can be
@@ -86,7 +86,7 @@ def eigenvalue(
     from the eigenvector that ``last`` holds, and leaves its own there.
     """
     parameters = trainable(model)
-    if optimizer is not None and (why := waits(optimizer)):
+    if optimizers and (why := waits(optimizers)):
         return {"waiting": why}
     size, first = sum(p.numel() for p in parameters.values()), next(iter(parameters.values()))
     start = torch.randn(size, generator=torch.Generator().manual_seed(seed), device="cpu").to(first.device, first.dtype)
@@ -94,8 +94,8 @@ def eigenvalue(
     if before is not None and (before.shape, before.dtype, before.device) == (start.shape, start.dtype, start.device):
         start = before + START * start / start.norm()
     P = None
-    if optimizer is not None:
-        P = optimizer_preconditioner(WHO, optimizer, parameters, dtype=first.dtype, device=first.device)
+    if optimizers:
+        P = optimizer_preconditioner(WHO, optimizers, parameters, dtype=first.dtype, device=first.device)
 
     def exact() -> Product:
         return hessian_operator(model, list(batches), loss="cross_entropy", params=list(parameters)).__matmul__
@@ -122,11 +122,13 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 @full_precision()
-def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer: Optimizer, passes: int) -> dict[str, Any]:
-    """Return the curvature along the optimizer's next step and the multiple of it that does not raise the mean cross entropy,
+def critical(
+    model: nn.Module, batches: Sequence[Batch], step: int, *, optimizers: Sequence[Optimizer], passes: int
+) -> dict[str, Any]:
+    """Return the curvature along the optimizers' next step and the multiple of it that does not raise the mean cross entropy,
     as :func:`hessiankit.critical_sharpness` does, by automatic differentiation: a gradient, a product and the forward passes.
     """
-    if why := waits(optimizer, for_state=False):
+    if why := waits(optimizers, for_state=False):
         return {"waiting": why}
     parameters, loss = trainable(model), loss_of(model, batches)
     own = list(parameters.values())
@@ -144,7 +146,7 @@ def critical(model: nn.Module, batches: Sequence[Batch], step: int, *, optimizer
     with double_backward():
         product = HessianProducts(loss, [own], "hessian").of(0)
         gradient = torch.cat([slope.reshape(-1) for slope in loss.gradient(own)])
-        search = along_step(WHO, optimizer, parameters, gradient, product, loss_at, {}, passes)
+        search = along_step(WHO, optimizers, parameters, gradient, product, loss_at, {}, passes)
     return {name: value for name, value in search.to_dict().items() if name not in ("groups", "seconds", "optimizer")}
 
 

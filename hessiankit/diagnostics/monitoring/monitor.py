@@ -19,11 +19,11 @@ from hessiankit.diagnostics.monitoring import measurements
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
 from hessiankit.diagnostics.monitoring.measurements import ROUTES, batches_of
-from hessiankit.diagnostics.sharpness.options import PER
+from hessiankit.diagnostics.sharpness.options import PER, parts_by_flow
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.landscape.critical import PASSES
-from hessiankit.landscape.optimizer_states import unwrapped
-from hessiankit.partition import Part, model_parts
+from hessiankit.landscape.optimizer_states import listed, name_of
+from hessiankit.partition import Part
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError, check_name
@@ -96,7 +96,7 @@ class Monitor:
         sharpness: bool = True,
         norms: bool = True,
         eigenvalue: bool = False,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         preconditioned: bool = True,
         critical: bool = True,
         depth: Sequence[str] = (),
@@ -126,7 +126,7 @@ class Monitor:
             sharpness: Whether to estimate the average sharpness of every block type, with intervals.
             norms: Whether to take the norms of the parameters.
             eigenvalue: Whether to find the top eigenvalue of the Hessian of the loss: up to ``eigenvalue_products`` products.
-            optimizer: The optimizer that trains the model, for the next two; None: neither is measured.
+            optimizer: The optimizer that trains the model, or several, for the next two; None: neither is measured.
             preconditioned: Whether to find the top eigenvalue of the Hessian in the optimizer's metric, beside its stability
                 threshold, as :func:`hessiankit.spectrum` reads both; with the options of ``eigenvalue``.
             critical: Whether to measure the curvature along the optimizer's next step on these data, and the multiple of the
@@ -142,7 +142,7 @@ class Monitor:
             seed: Of label draws, which differ from step to step, and of the start vector of the eigenvalue.
             per: Term of the sharpness: ``"token"`` or ``"sequence"``.
             micro_batch: Sequences of one backward pass of the sharpness.
-            parts: The model's parts; by default :func:`hessiankit.partition.model_parts` of it.
+            parts: The model's parts; by default as :func:`hessiankit.sharpness` reads them.
             eigenvalue_route: See :func:`hessiankit.diagnostics.monitoring.measurements.eigenvalue`.
             eigenvalue_tol: Its residual, relative to it.
             eigenvalue_products: Products with the Hessian at most.
@@ -163,11 +163,12 @@ class Monitor:
         self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
         with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
             self._batches = batches_of(self._model, data, target)
-        self.parts = tuple(model_parts(self._model) if parts is None else parts)
+        inputs, labels = on_device_of(self._model, self._batches[0])
+        self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
         for name in depth:
             check_name(WHO, "depth", name, QUANTITIES)
         draw = {"draws": draws, "per": per, "micro_batch": micro_batch}
-        optimizer = None if optimizer is None else unwrapped(optimizer)
+        optimizers = () if optimizer is None else listed(optimizer)
         find = {"route": eigenvalue_route, "tol": eigenvalue_tol, "products": eigenvalue_products}
         searched = {**find, "warm": warm_starts}
         self._sections: dict[str, Section] = {"loss": measurements.loss}
@@ -184,13 +185,13 @@ class Monitor:
             add("sharpness", measurements.sharpness, draw, parts=self.parts, seed=seed, **draw)
         if eigenvalue:
             add("eigenvalue", measurements.eigenvalue, searched, seed=seed, last={} if warm_starts else None, **find)
-        if optimizer is not None and preconditioned:
-            of = {**searched, "optimizer": type(optimizer).__name__}
-            metric: dict[str, Any] = {"optimizer": optimizer, "last": {} if warm_starts else None}
+        if optimizers and preconditioned:
+            of = {**searched, "optimizer": name_of(optimizers)}
+            metric: dict[str, Any] = {"optimizers": optimizers, "last": {} if warm_starts else None}
             add("preconditioned", measurements.eigenvalue, of, seed=seed, **metric, **find)
-        if optimizer is not None and critical:
-            steps = {"optimizer": type(optimizer).__name__, "passes": PASSES}
-            add("critical", measurements.critical, steps, optimizer=optimizer, passes=PASSES)
+        if optimizers and critical:
+            steps = {"optimizer": name_of(optimizers), "passes": PASSES}
+            add("critical", measurements.critical, steps, optimizers=optimizers, passes=PASSES)
         if depth:
             add("depth", measurements.depth, list(depth), what=tuple(depth), seed=seed, micro_batch=micro_batch)
         self._own = dict(own or {})

@@ -75,7 +75,8 @@ def sharpness(
             ``"hessian"``, the second derivative of the loss with the data's labels, which may be negative. Options of draws and
             labels are then refused.
         micro_batch: Sequences in a micro-batch; None takes each batch of ``data`` whole.
-        parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``.
+        parts: The parts that get a number each; by default ``hessiankit.partition.model_parts(model)``, with the flow of
+            ``data`` where modules and names do not give all types.
         confidence: Of the intervals; how often they hold is measured in ``docs/intervals.md``.
         histograms: Whether to add up h entry by entry for the histograms and the share of exact zeros, which takes as much memory
             as the parameters.
@@ -130,13 +131,13 @@ def sharpness(
 def _exact_replicates(model: nn.Module, data: Any, target: Any, kind: str, options: SharpnessOptions) -> Replicates:
     """Return the means of h over all labels, as one draw, from :func:`hessiankit.hessian_diagonal`: no sampling."""
     start = time.perf_counter()
-    measured = measured_parts(model, options.parts, options.preconditioner)
-    pairs, tokens, sequences = [], 0, 0
     batches = read(model, data, target, options)
+    for batch in batches:
+        check_devices(WHO, batch, model)
+    measured = measured_parts(model, options.parts, options.preconditioner, batches[0])
+    pairs, tokens, sequences = [], 0, 0
     with evaluating(model), torch.no_grad():
         with watch_lookups(model, measured.parts) as seen:
-            for batch in batches:
-                check_devices(WHO, batch, model)
             probe(model, batches, backward=False, copies=0)
             for inputs, labels in BatchedLoss(WHO, model, tuple(batches), options.loss).pairs():
                 counted = torch.ones_like(labels) if options.loss == "mse" else labels != IGNORE_INDEX

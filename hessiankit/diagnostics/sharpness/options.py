@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.structures import Structure
+from hessiankit.diagnostics.sharpness.batches import MicroBatch
+from hessiankit.engine.problem.calling import samples
 from hessiankit.landscape.preconditioner import preconditioner_of
 from hessiankit.partition import Part, model_parts
+from hessiankit.partition.types import parts_on
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import Tell, silent
 
@@ -82,9 +85,18 @@ class MeasuredParts:
         return {n: g * self.roots[n] for n, g in gradients.items()} if self.roots else gradients
 
 
-def measured_parts(model: nn.Module, parts: Iterable[Part] | None, preconditioner: Any = None) -> MeasuredParts:
-    """Return those of the given parts, or of all of a model, that have a gradient."""
-    listed = tuple(model_parts(model) if parts is None else getattr(parts, "parts", parts))
+def parts_by_flow(model: nn.Module, inputs: Any, size: int) -> tuple[Part, ...]:
+    """Return the parts of a model; the flow of a batch's first sequences shows types that modules and names do not."""
+    return parts_on(model, samples(inputs, slice(0, 2), size))
+
+
+def measured_parts(
+    model: nn.Module, parts: Iterable[Part] | None, preconditioner: Any = None, batch: MicroBatch | None = None
+) -> MeasuredParts:
+    """Return those of the given parts, or of all of a model, that have a gradient; a ``batch`` may show their types."""
+    if parts is None:
+        parts = model_parts(model) if batch is None else parts_by_flow(model, batch.inputs, len(batch.numbers))
+    listed = tuple(getattr(parts, "parts", parts))
     known, names = dict(model.named_parameters()), set()
     for part in listed:
         if not isinstance(part, Part):

@@ -110,12 +110,12 @@ def read(model: nn.Module, data: Any, target: Any, own: SharpnessOptions) -> lis
 def replicates_of(model: nn.Module, batches: Sequence[MicroBatch], own: SharpnessOptions) -> Replicates:
     """Return h on some micro-batches; as :func:`replicates`."""
     start = time.perf_counter()
-    parts = measured_parts(model, own.parts, own.preconditioner)
+    for batch in batches:
+        check_devices(WHO, batch, model)
+    parts = measured_parts(model, own.parts, own.preconditioner, next(iter(batches), None))
     weights = list(parts.parameters.values())
     with evaluating(model), torch.inference_mode(False), torch.enable_grad(), watch_lookups(model, parts.parts) as seen:
         sums = SquaredGradients(parts, own)
-        for batch in batches:
-            check_devices(WHO, batch, model)
         probe(model, batches, backward=True, copies=1 + own.histograms)
         for k, batch in enumerate(batches):
             output = forward(model, batch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,16 +19,18 @@ from hessiankit.engine.problem.calling import (
     known_reduction,
     named_tensors,
     samples,
+    trained_parameters,
 )
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
 from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_a_label, with_decoder_inputs
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.engine.problem.own_call import make_task, own_loss
 from hessiankit.engine.problem.selection import Params, repeatable
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.memory import available_memory, byte_size
 from hessiankit.support.torch_state import hand_back_memory, ordinary_path, preserved_state
+from hessiankit.tracing.graph import edges_behind
 
 Weights: TypeAlias = "Iterable[float] | Callable[[Any, Any], float] | None"
 REDUCTIONS = ("mean", "sum")
@@ -237,13 +240,34 @@ def requests(
     first = 0
     for number, (inputs, labels) in enumerate(pairs):
         if count := count_of(number, inputs, labels):
+            is_first = task is None
             task = make_task(who, module, inputs, labels, loss, params, handshake=handshake, share=share, before=task)
+            if is_first:
+                _warn_of_constants(task)
             hand_back_memory(task.size)
             yield replace(task, first=first), count
         first += len(labels) if isinstance(labels, Tensor) and labels.ndim else 1
     count_of.check_used()
     if task is None:
         raise InputError(f"{who}: the data hold no batch that counts; pass at least one pair (inputs, target)")
+
+
+def _warn_of_constants(task: Task) -> None:
+    """Warn of parameters that the loss depends on, are trained, and are none of the module's."""
+    trained = trained_parameters(task.loss, task.module)
+    if not trained:
+        return
+    with task.at():
+        value = own_loss(task, task.run())
+        functions = [] if value.grad_fn is None else [function for function, _ in edges_behind(value.grad_fn)]
+        leaves = {id(getattr(function, "variable", None)) for function in functions}
+    constants = [name for name, p in trained.items() if id(p) in leaves]
+    if constants:
+        warnings.warn(
+            f"hessiankit: trained parameters of the loss are constants here: {', '.join(constants)}; a module that returns its "
+            "loss, with loss=None, includes them; requires_grad_(False) marks them as constants",
+            stacklevel=2,
+        )
 
 
 def shares(counts: Sequence[float], loss: Loss, reduction: str | None) -> list[float]:

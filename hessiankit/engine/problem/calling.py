@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -117,8 +118,8 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     Args:
         who: What an error message starts with.
         loss: None: the module returns its loss, as a tensor, an attribute ``.loss``, an entry ``"loss"`` or the only number of a
-            tuple. A name, or a loss of torch's: the same with ``logits``, in a tuple the only tensor that is no number. Another
-            callable is given exactly what the module returns.
+            tuple. A name, or a loss of torch's: the same with ``logits``; without such an entry the only floating-point tensor
+            that is no number. Another callable is given exactly what the module returns.
         outputs: What the module returned.
 
     Raises:
@@ -135,7 +136,9 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
     output = member(outputs, key)
     if output is not None:
         return output
-    what = f"one tensor, an object or dict with {key!r}, or a tuple with one {'number' if loss is None else 'tensor of them'}"
+    what = f"one tensor, an object or dict with {key!r}, or a tuple with one number"
+    if loss is not None:
+        what = f"one tensor, an object or dict with {key!r}, or an object, dict or tuple with one floating-point tensor"
     if loss is None:
         remedy = "pass the labels that it computes its loss from among the inputs, or loss=... and target=..."
     else:
@@ -144,16 +147,28 @@ def read_outputs(who: str, loss: Loss, outputs: Any) -> Any:
 
 
 def member(outputs: Any, key: str) -> Tensor | None:
-    """Return the tensor ``loss`` or ``logits`` of a module's result, by name, or in a tuple by whether it is a scalar.
+    """Return the tensor ``loss`` or ``logits`` of a module's result, by name, or by whether it is a scalar.
+
+    A result without that name, such as an output object of diffusers, has logits if one floating-point tensor in it is no scalar.
+    A tuple has a loss if one tensor in it is a scalar.
 
     >>> member((torch.ones(2), None), "logits"), member((torch.ones(2), torch.ones(2)), "logits") is None
     (tensor([1., 1.]), True)
+    >>> member({"sample": torch.ones(2), "step": 3}, "logits")
+    tensor([1., 1.])
     """
-    if isinstance(outputs, (tuple, list)) and not hasattr(outputs, key):
-        candidates = [x for x in outputs if isinstance(x, Tensor) and (x.ndim == 0) == (key == "loss")]
-        return candidates[0] if len(candidates) == 1 else None
-    value = outputs.get(key) if isinstance(outputs, Mapping) else getattr(outputs, key, None)
-    return value if isinstance(value, Tensor) else None
+    is_tuple = isinstance(outputs, (tuple, list))
+    entries = outputs if isinstance(outputs, Mapping) else None
+    if entries is None:
+        entries = dict(enumerate(outputs)) if is_tuple else getattr(outputs, "__dict__", {})
+    if key in entries or hasattr(outputs, key):
+        value = entries[key] if key in entries else getattr(outputs, key)
+        return value if isinstance(value, Tensor) else None
+    if key == "loss" and not is_tuple:
+        return None
+    tensors = [x for x in entries.values() if isinstance(x, Tensor) and x.is_floating_point()]
+    candidates = [x for x in tensors if (x.ndim == 0) == (key == "loss")]
+    return candidates[0] if len(candidates) == 1 else None
 
 
 def _takes_tensors(loss: Loss) -> bool:
@@ -220,6 +235,30 @@ def same_as(loss: Loss, outputs: Any, target: Any) -> str | None:
         plain = known.weight is None and known.ignore_index == IGNORE_INDEX and known.label_smoothing == 0
         return "cross_entropy" if plain and target.shape == outputs.shape[:1] else None
     return None
+
+
+def trained_parameters(loss: Loss, module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that a loss refers to, by name, if they require a gradient and are none of the module's.
+
+    Those of a loss that is a module, of the module that it is a method of, and of modules that a function refers to by name.
+
+    >>> proxies = nn.Bilinear(2, 2, 1, bias=False)
+    >>> [list(trained_parameters(loss, nn.Linear(2, 2))) for loss in (proxies, lambda y, t: proxies(y, t).sum())]
+    [['weight'], ['proxies.weight']]
+    """
+    while isinstance(loss, partial):
+        loss = loss.func
+    referred: dict[str, Any] = {"": loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)}
+    if inspect.isfunction(loss):
+        referred = {name: loss.__globals__.get(name) for name in loss.__code__.co_names}
+        for name, cell in zip(loss.__code__.co_freevars, loss.__closure__ or (), strict=True):
+            with suppress(ValueError):  # not bound yet
+                referred[name] = cell.cell_contents
+    named: dict[str, Any] = {}
+    for name, x in referred.items():
+        named.update(x.named_parameters(name) if isinstance(x, nn.Module) else {name: x})
+    own = {id(p) for p in module.parameters()}
+    return {n: p for n, p in named.items() if isinstance(p, nn.Parameter) and p.requires_grad and id(p) not in own}
 
 
 def known_reduction(loss: Loss) -> str | None:
@@ -348,6 +387,8 @@ def check_arguments(
             f"{who}: loss={loss!r} is not known; pass one of {', '.join(map(repr, LOSSES))}, a callable "
             "(outputs, target) -> scalar, or None if the module returns the loss itself"
         )
+    if isinstance(loss, type):
+        raise InputError(f"{who}: loss is the class {loss.__name__}; pass an instance, such as {loss.__name__}()")
     if loss is not None and not isinstance(loss, str) and not callable(loss):
         raise InputError(f"{who}: loss is a {type(loss).__name__}; pass a name, a callable (outputs, target) -> scalar, or None")
     if loss is not None and target is None:

@@ -73,7 +73,9 @@ def compare_second_order(
         for task, weight, stopped in zip(tasks, weights, held, strict=True):
             own = own_gradient(task, dict(zip(point, at, strict=True)), stopped).gradient
             for x, name in zip(total, point, strict=True):
-                x += weight * own[name] if own[name] is not None else 0
+                slope = own[name]
+                if slope is not None:
+                    x += weight * slope
         steepest = max(steepest, *(float(x.abs().max()) for x in total))
         return tuple(total)
 
@@ -89,8 +91,8 @@ def compare_second_order(
     gap, name = min(found, default=(float("inf"), next(iter(point))))
     raise TraceError(
         f"trace: H v for a generic vector v differs from central differences of the module's own gradient, by {gap:.1e} of its "
-        f"largest entry with respect to {name!r}: a second derivative is wrong, or the loss has a kink here; nothing is returned. "
-        "hessiankit.check names the block; handshake=True compares the first derivative alone"
+        f"largest entry with respect to {name!r}: a second derivative is wrong, or the loss has a kink here; nothing is "
+        "returned. hessiankit.check names the block; handshake=True compares the first derivative alone"
     )
 
 
