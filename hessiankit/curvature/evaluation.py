@@ -206,7 +206,7 @@ class Evaluation:
         value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
         check_finite(matrix, tasks)
-        self.check_symmetric(matrix, asymmetry, fallbacks, outer=outer)
+        self.check_symmetric(matrix, asymmetry, value, fallbacks, outer=outer)
         if not outer:
             self._compare(tasks, matrix.data)
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
@@ -226,9 +226,12 @@ class Evaluation:
             compare_second_order(tasks, self.weights, self._eps, lambda v: matrix @ v)
 
     def check_symmetric(
-        self, matrix: SymmetricStorage, asymmetry: float, fallbacks: tuple[str, ...], *, outer: bool = False
+        self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...], *, outer: bool = False
     ) -> None:
-        """Raise if half the digits of the largest entry differ between H and its transpose, unless H is rounding of its terms."""
+        """Raise if half the digits of the largest entry differ between H and its transpose.
+
+        Unless all of H is rounding: of the loss, or of terms that cancel in it.
+        """
         eps = self._eps
         allowed = eps**0.5
         if asymmetry <= allowed:
@@ -236,7 +239,9 @@ class Evaluation:
         low, high = torch.aminmax(matrix.data)
         largest, apart = max(-float(low), float(high)), asymmetry * matrix.largest()
         error = apart / largest
-        if error > allowed and apart > ROUNDING * eps * self._rounding(outer=outer):
+        if error <= allowed or largest <= allowed * abs(loss):
+            return
+        if apart > ROUNDING * eps * self._rounding(outer=outer):
             raise InputError(
                 f"hessian: H and its transpose differ by {error:.1e} of the largest entry, more than rounding ({allowed:.1e})"
                 f"{automatic(fallbacks)}. An operation has a wrong second derivative or overflows, or terms cancel; write it in "

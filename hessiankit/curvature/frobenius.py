@@ -206,7 +206,7 @@ def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
         return None
     norms = _norms(matrix, evaluation.tasks)
     if fallbacks:
-        evaluation.check_symmetric(matrix, matrix.mirror(), fallbacks, outer=outer)
+        evaluation.check_symmetric(matrix, matrix.mirror(), value, fallbacks, outer=outer)
     return norms, value, fallbacks
 
 

@@ -117,12 +117,18 @@ def waits(optimizers: Sequence[Optimizer], *, for_state: bool = True) -> str:
 
 
 def listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
-    """Return one optimizer or several as a tuple, each without the wrapper of Accelerate."""
+    """Return one optimizer or several as a tuple, each without the wrapper of Accelerate.
+
+    Raises:
+        InputError: There is none.
+    """
     unwrapped = []
     for optimizer in (optimizers,) if isinstance(optimizers, Optimizer) else optimizers:
         while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
             optimizer = inner
         unwrapped.append(optimizer)
+    if not unwrapped:
+        raise InputError("the list of optimizers is empty; pass the optimizers that train the module")
     return tuple(unwrapped)
 
 

@@ -130,6 +130,7 @@ class Trace(Printed):
                 values.add(application.output)
         return values
 
+    @torch.no_grad()
     def adjoints(self, scale: float = 1.0, apply: Apply | None = None) -> dict[int, Tensor]:
         """Return lambda_v = d(scale * output) / d(value v) for every value on the way to the scalar output, by id.
 

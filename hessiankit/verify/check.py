@@ -116,6 +116,8 @@ def check(
     True
     """
     check_surroundings("check", block_or_module)
+    if directions is not None and directions < 0:
+        raise InputError(f"check: directions={directions} is negative; pass 1 or more, 0 for every entry, or None")
     names = None if params is None else list(select("check", block_or_module, params))
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:

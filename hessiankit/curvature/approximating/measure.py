@@ -77,7 +77,7 @@ class DenseTruth:
         self.damping = damping_of(damping, self.spectral, self.least)
         self.frobenius = float(self.matrix.norm())
         self.damped = self.matrix + self.damping * torch.eye(len(values), dtype=torch.float64, device=self.matrix.device)
-        self.step = torch.linalg.solve(self.damped, self.gradient)
+        self.step = self._solution(self.damped)
         self.pairs = block_norms(self.matrix, slices)
 
     def measure(self, model: Model, power: float) -> Measures:

@@ -130,10 +130,12 @@ class Handshake:
             )
         self._check_course()
         noise = _noise(self._task, self._unsettled, eps)
-        different = self._differences(again, self._unsettled, noise)
+        floor = eps * _scale(self._task, again)
+        different = self._differences(again, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
         if "" not in different and different:
             errors, _ = rounding_errors(self._task, {})
-            different = self._differences(again, different, noise, {name: float(_largest(errors[name])) for name in different})
+            sizes = {name: eps * float(_largest(errors[name])) for name in different}
+            different = self._differences(again, different, noise, sizes)
         if different:
             raise TraceError(self._message(again, different))
 
@@ -186,7 +188,7 @@ class Handshake:
                 allowed += ROUNDING * self._eps * self._largest
             if noise is not None:
                 allowed += OWN * size + NOISE * noise.get(name, 0.0)
-            allowed += ROUNDING * self._eps * (errors or {}).get(name, 0.0)
+            allowed += ROUNDING * (errors or {}).get(name, 0.0)
             if not difference <= allowed:
                 different[name] = difference / size if size else math.inf  # where the module's own is NaN
         return different
@@ -247,6 +249,22 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     """Return the largest absolute difference, NaN if there is one; a part at a time, which needs little memory."""
     parts = zip(x.reshape(-1).split(PART), y.reshape(-1).split(PART), strict=True)
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
+
+
+def _scale(task: Task, own: OwnGradient) -> float:
+    """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
+    rng = torch.Generator().manual_seed(0)
+    unchecked, sizes = replace(task, reference=None), [0.0]
+    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in task.parameters.items()}
+    points = (
+        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
+        drawn,
+        {name: 0.1 * x for name, x in drawn.items()},
+    )
+    for gradient in (own.gradient, *(own_gradient(unchecked, point).gradient for point in points)):
+        largest = read_numbers(_largest(g) for g in gradient.values() if g is not None and g.numel())
+        sizes += [size for size in largest if math.isfinite(size)]
+    return max(sizes)
 
 
 def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, roundi
 from hessiankit.tracing.segment_probe import generic_direction
 from hessiankit.tracing.stopped import StoppedValues
 
-Handshaking: TypeAlias = "bool | Literal['second order']"
+Handshaking: TypeAlias = bool | str
 SECOND_ORDER = "second order"
 VARIABLE = "HESSIANKIT_HANDSHAKE"
 """Environment variable that makes ``handshake="second order"`` the default, for the tests of a project."""
