@@ -24,6 +24,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let every Hessian and operator be compared with the module's own gradient in second order too, where there is one."""
+    os.environ["HESSIANKIT_HANDSHAKE"] = "" if item.get_closest_marker("first_order") else "second order"
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out the files without a slow test where only those are asked for: to import them takes longer than many a test."""
     only_slow = config.option.markexpr.startswith("slow") and collection_path.name.startswith("test_")

@@ -129,7 +129,7 @@ def estimates(
     largest = max((_largest(t) / _size(x) for x, t in zip(inputs, tangents, strict=True)), default=1.0) or 1.0
     results = []
     for step in steps:
-        with suppress(RuntimeError):  # outside the domain, as a matrix that is no longer positive definite
+        with suppress(Exception):  # whatever a module raises outside its domain, as for a matrix that is not positive definite
             results.append(_along(function, inputs, tangents, step / largest, weights))
     return results
 

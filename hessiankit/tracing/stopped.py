@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 NO_GRAD = "torch.no_grad"
-NUMBERS = ("item", "__float__")
+NUMBERS = ("item", "tolist", "__float__", "__complex__", "__format__")
+WRITTEN = object()
+"""Mark of a value that the call writes into."""
 MAKERS = ("_like", "new_", "size", "numpy")
 """Parts of the names of functions that read a tensor's shape or type, and not its values."""
 
@@ -27,10 +31,10 @@ def stop_of(function: Any, args: Sequence[Any], result: Any) -> str:
     name = getattr(function, "__name__", "")
     name = getattr(getattr(function, "__self__", None), "__name__", name) if name == "__get__" else name
     is_value = isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad
-    if not (is_value or (isinstance(result, float) and name in NUMBERS)) or any(word in name for word in MAKERS):
+    if not (is_value or (name in NUMBERS)) or any(word in name for word in MAKERS):
         return ""
     reads = args[:1] if torch.is_grad_enabled() else args  # of x.to(y), y only says which type
-    if not any(isinstance(x, Tensor) and x.requires_grad for x in reads) or _is_in_function():
+    if not any(isinstance(x, Tensor) and x.requires_grad for x in _pytree.tree_leaves(reads)) or _is_in_function():
         return ""
     return name if torch.is_grad_enabled() else NO_GRAD
 
@@ -51,7 +55,8 @@ class StoppedValues(TorchFunctionMode):
 
     A difference of two losses, or of two gradients, moves what ``detach`` returns; torch's derivative does not. Within the first
     ``with`` block the values are recorded, in the order of the call; later blocks return them in place of new ones. Values that
-    belong to a transform of ``torch.func`` end with it, and are computed anew.
+    belong to a transform of ``torch.func`` end with it, and are computed anew; so are those that the call writes into, since
+    they may share the memory of a differentiated value.
 
     >>> w, held = torch.ones(1, requires_grad=True), StoppedValues()
     >>> def value():
@@ -67,6 +72,7 @@ class StoppedValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self._values: list[tuple[str, Any]] = []
+        self._recorded: list[tuple[Any, int]] = []  # results with their versions, while they are recorded
         self._later: Iterator[tuple[str, Any]] | None = None
         self._is_recorded = False
 
@@ -79,6 +85,11 @@ class StoppedValues(TorchFunctionMode):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Keep what was recorded."""
         super().__exit__(kind, error, trace)
+        if not self._is_recorded:
+            for k, (result, version) in enumerate(self._recorded):
+                if isinstance(result, Tensor) and result._version != version:
+                    self._values[k] = (self._values[k][0], WRITTEN)
+            self._recorded.clear()
         self._is_recorded = True
 
     def __torch_function__(
@@ -92,8 +103,11 @@ class StoppedValues(TorchFunctionMode):
             return result
         if self._later is None:
             self._values.append((stop, result.detach().clone() if isinstance(result, Tensor) else result))
+            self._recorded.append((result, result._version if isinstance(result, Tensor) else 0))
             return result
         name, value = next(self._later, ("", None))
+        if name == stop and value is WRITTEN:
+            return result
         shapes = [x.shape if isinstance(x, Tensor) else None for x in (value, result)]
         if name != stop or shapes[0] != shapes[1]:
             raise RuntimeError(f"the call holds {stop!r} constant where it held {name!r} before: it takes another course")
@@ -101,3 +115,16 @@ class StoppedValues(TorchFunctionMode):
             return value
         is_written = bool(args) and result is args[0]
         return result.copy_(value) if is_written else value.clone()
+
+
+def held_values(call: Callable[[AbstractContextManager[Any]], Any]) -> AbstractContextManager[Any]:
+    """Return a context for later calls in which those values are held that a first one recorded.
+
+    Nothing is held where the call does not run under a mode of torch, as ``torch.cond`` does not.
+    """
+    held = StoppedValues()
+    try:
+        call(held)
+    except Exception:  # the same call has run without the mode
+        return nullcontext()
+    return held

@@ -31,7 +31,7 @@ from hessiankit.engine.problem.state import Held
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
-from hessiankit.tracing.stopped import StoppedValues
+from hessiankit.tracing.stopped import held_values
 from hessiankit.verify.in_place import placed, preserved
 
 R = TypeVar("R")
@@ -178,12 +178,10 @@ class Problem:
         return [torch.zeros_like(p) if g is None else g for p, g in zip(own, gradients, strict=True)]
 
     @cached_property
-    def stopped(self) -> StoppedValues:
+    def stopped(self) -> AbstractContextManager[Any]:
         """The values that torch's gradient holds constant, at ``params``: a context for :meth:`call` at other points."""
-        held = StoppedValues()
         with self.at():
-            self.call(held)
-        return held
+            return held_values(self.call)
 
     def flat_gradient(self) -> Tensor:
         """Return the gradient at ``params`` as one vector (P)."""

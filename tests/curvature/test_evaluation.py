@@ -184,6 +184,7 @@ DOMAINS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 """Functions of -W that raise at generic parameters near -diag(1, 1e-4), and not there."""
 
 
+@pytest.mark.first_order
 @pytest.mark.parametrize("name", DOMAINS)
 def test_a_point_at_the_edge_of_the_domain(name: str) -> None:
     module, x = Formula(lambda s, x: DOMAINS[name](s, x).square().sum(), W=(2, 2)), draw(2)

@@ -129,6 +129,7 @@ def asymmetric() -> HessianOperator:
 ASYMMETRY = r"<u, Hv> and <v, Hu> differ .* differentiated automatically: aten.sinc"
 
 
+@pytest.mark.first_order
 def test_the_first_two_vectors_show_a_wrong_second_derivative() -> None:
     v, w = draw(20, seed=1), draw(20, seed=2)
     operator = asymmetric()

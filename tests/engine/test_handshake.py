@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from derivations.linear import Linear
-from derivations.primitive import Linearised, into
+from derivations.primitive import Linearised, LinearisedEntrywise, into
 
 X, T = draw(6, 4), draw(6, 3, seed=7)
 
@@ -94,6 +95,7 @@ class _Counted(nn.Tanh):
         return super().forward(x)
 
 
+@pytest.mark.first_order
 @pytest.mark.parametrize("handshake", [True, False])
 def test_the_module_is_called_once_as_it_is_and_once_to_be_traced(handshake: bool) -> None:
     module = network()
@@ -216,3 +218,62 @@ def test_several_batches_each_have_their_own_statistics() -> None:
     expected = expected_of(module, x[:2], CLASSES[:2]) / 3 + 2 * expected_of(module, x[2:], CLASSES[2:]) / 3
     batches = [(x[:2], CLASSES[:2]), (x[2:], CLASSES[2:])]
     assert_readings(expected, module, batches, loss="cross_entropy", readings=in_turn(0), floor=1e-12)
+
+
+# The handshake of second order --------------------------------------------------------------------------------------------
+
+SECOND = {"handshake": "second order"}
+CALLS_OF_SECOND_ORDER = {
+    "hessian": lambda *a, **k: hk.hessian(*a, **k).matrix,
+    "lazy": lambda *a, **k: hk.hessian(*a, lazy=True, **k).matrix,
+    "block": lambda *a, **k: hk.hessian(*a, lazy=True, **k).block("0.weight", "2.bias"),
+    "file": lambda *a, **k: hk.hessian(*a, out="H.npy", **k).matrix,
+    "operator": lambda *a, **k: hk.hessian_operator(*a, **k).to_matrix(),
+    "lean operator": lambda *a, **k: hk.hessian_operator(*a, micro_batch=2, **k).to_matrix(),
+}
+
+
+@pytest.mark.first_order  # the default stays as users have it
+@pytest.mark.parametrize("name", CALLS_OF_SECOND_ORDER)
+def test_a_wrong_second_derivative_is_refused(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    read = CALLS_OF_SECOND_ORDER[name]
+    right = read(network(), X, T, **SECOND)
+    made = LinearisedEntrywise.__init__
+
+    def bent_too_much(self: LinearisedEntrywise, *args: Any) -> None:
+        made(self, *args[:-1], None if args[-1] is None else 1.001 * args[-1])
+
+    monkeypatch.setattr(LinearisedEntrywise, "__init__", bent_too_much)
+    (tmp_path / "H.npy").unlink(missing_ok=True)
+    wrong = read(network(), X, T)
+    assert 1e-6 < error(wrong, right) < 1e-2
+    (tmp_path / "H.npy").unlink(missing_ok=True)
+    with pytest.raises(
+        hk.TraceError, match=r"H v for a generic vector v differs from central differences of .* own gradient, by"
+    ):
+        read(network(), X, T, **SECOND)
+
+
+@pytest.mark.first_order
+def test_what_second_order_costs_and_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = network()
+    module[1] = _Counted()
+    for options, calls in (({}, 2), (SECOND, 5)):  # its own call and its trace; what it holds constant, and two gradients
+        CALLS.clear()
+        hk.hessian_operator(module, [(X, T)], **options)
+        assert len(CALLS) == calls
+    monkeypatch.setenv("HESSIANKIT_HANDSHAKE", "second order")
+    CALLS.clear()
+    hk.hessian_operator(module, X, T)
+    assert len(CALLS) == 5
+    kink = Formula(lambda m, x: torch.relu(x @ m.W), W=(4, 3))
+    kink.W.data.zero_()
+    refused: list[tuple[Callable[[], Any], str]] = [
+        (lambda: hk.hessian(kink, X, T, **SECOND), "a second derivative is wrong, or the loss has a kink here"),
+        (lambda: hk.hessian(module, X, T, handshake="third order"), "handshake='third order' is not known; pass True, False or"),
+        (lambda: hk.hessian_operator(module, X, T, kind="ggn", **SECOND), "compares products with the Hessian; with kind='ggn'"),
+    ]
+    for call, message in refused:
+        with pytest.raises(hk.HessiankitError, match=message):
+            call()

@@ -309,6 +309,7 @@ def test_rrelu_in_evaluation():
     assert assert_exact(module, draw(3, 5), draw(3, 4)).fallbacks == ()
 
 
+@pytest.mark.first_order
 @pytest.mark.parametrize("f", [F.elu, F.selu, lambda z: F.celu(z, 0.5), lambda z: F.elu(z, 0.7)])
 def test_the_second_derivative_at_the_kink_is_that_of_torch(f) -> None:
     """Of an entry that is zero and moves, as behind a hard choice."""

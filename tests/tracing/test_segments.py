@@ -168,6 +168,7 @@ STRAIGHT_THROUGH: dict[str, Callable[[Formula, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.first_order
 @pytest.mark.parametrize("name", STRAIGHT_THROUGH)
 def test_where_gradients_pass_what_was_written_they_pass_here_too(name):
     assert assert_exact(formula(STRAIGHT_THROUGH[name]), X).fallbacks == ()

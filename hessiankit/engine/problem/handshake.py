@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +24,7 @@ from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.graph import NUMBER
 from hessiankit.tracing.recording import leaves_course
 from hessiankit.tracing.segment_probe import Probe, probe_segments, verify_segments
-from hessiankit.tracing.stopped import StoppedValues
+from hessiankit.tracing.stopped import held_values
 from hessiankit.tracing.trace import Trace
 
 OWN = 1e-7
@@ -104,8 +105,7 @@ class Handshake:
         if self._differences(own, self._unsettled):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
-            stopped = StoppedValues()
-            own_gradient(self._task, stopped=stopped)
+            stopped = held_values(lambda held: own_gradient(self._task, stopped=held))
 
             def call_at(parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
                 own = own_gradient(self._task, parameters, stopped)
@@ -130,7 +130,7 @@ class Handshake:
             )
         self._check_course()
         noise = _noise(self._task, self._unsettled, eps)
-        floor = eps * _scale(self._task, again)
+        floor = eps * scale_of_gradient(self._task, again)
         different = self._differences(again, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
         if "" not in different and different:
             errors, _ = rounding_errors(self._task, {})
@@ -251,17 +251,21 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
 
 
-def _scale(task: Task, own: OwnGradient) -> float:
+def scale_of_gradient(task: Task, own: OwnGradient) -> float:
     """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
     rng = torch.Generator().manual_seed(0)
-    unchecked, sizes = replace(task, reference=None), [0.0]
+    unchecked, gradients = replace(task, reference=None), [own.gradient]
     drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in task.parameters.items()}
     points = (
         {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
         drawn,
         {name: 0.1 * x for name, x in drawn.items()},
     )
-    for gradient in (own.gradient, *(own_gradient(unchecked, point).gradient for point in points)):
+    for point in points:
+        with suppress(Exception):  # whatever a module raises outside its domain
+            gradients.append(own_gradient(unchecked, point).gradient)
+    sizes = [0.0]
+    for gradient in gradients:
         largest = read_numbers(_largest(g) for g in gradient.values() if g is not None and g.numel())
         sizes += [size for size in largest if math.isfinite(size)]
     return max(sizes)

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.cancellation import ROUNDING
+from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
+from hessiankit.engine.problem.handshake import scale_of_gradient
+from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_gradient, own_loss
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, rounding
 from hessiankit.tracing.segment_probe import generic_direction
-from hessiankit.tracing.stopped import StoppedValues
+from hessiankit.tracing.stopped import held_values
 
 Handshaking: TypeAlias = bool | str
 SECOND_ORDER = "second order"
@@ -64,11 +69,9 @@ def compare_second_order(
     tangents = generic_direction(point, tasks[0].still)
     flat = product(torch.cat([tangents[name].reshape(-1).to(tasks[0].dtype) for name in point]))
     ours = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in point.values()]), point.values(), strict=True)]
-    held = [_stopped(task) for task in tasks]
-    steepest = 0.0
+    held = [held_values(partial(_first_call, task)) for task in tasks]
 
     def gradient(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        nonlocal steepest
         total = [torch.zeros_like(x) for x in at]
         for task, weight, stopped in zip(tasks, weights, held, strict=True):
             own = own_gradient(task, dict(zip(point, at, strict=True)), stopped).gradient
@@ -76,19 +79,28 @@ def compare_second_order(
                 slope = own[name]
                 if slope is not None:
                     x += weight * slope
-        steepest = max(steepest, *(float(x.abs().max()) for x in total))
         return tuple(total)
 
-    found: list[tuple[float, str]] = []
     values, along = tuple(point.values()), tuple(tangents[name] for name in point)
-    for steps, formula in (((eps ** (1 / 3),), (0.5,)), (OTHER_STEPS, FEWER_WEIGHTS)):
+
+    def gaps(steps: Sequence[float], weights: Sequence[float], rounding_error: float) -> Iterator[tuple[float, str]]:
         for step in steps:
-            for theirs in estimates(gradient, values, along, (step,), formula):
-                noise = ROUNDING * eps * steepest / step
-                found.append(_largest_gap(dict(zip(point, zip(ours, theirs, strict=True), strict=True)), noise))
-                if found[-1][0] <= allowed:
-                    return
-    gap, name = min(found, default=(float("inf"), next(iter(point))))
+            for theirs in estimates(gradient, values, along, (step,), weights):
+                pairs = dict(zip(point, zip(ours, theirs, strict=True), strict=True))
+                yield _largest_gap(pairs, ROUNDING * rounding_error / step)
+
+    if any(gap <= allowed for gap, _ in gaps((eps ** (1 / 3),), (0.5,), eps * _steepest(tasks[0]))):
+        return
+    eps, error = _rounding(tasks, weights, tangents)
+    allowed = ALLOWED * rounding(eps)
+    if allowed > 1:
+        return
+    found = []
+    for gap, name in gaps((eps ** (1 / 3), *OTHER_STEPS), FEWER_WEIGHTS, error):
+        found.append((gap, name))
+        if gap <= allowed:
+            return
+    gap, name = min(found, default=(math.inf, next(iter(point))))
     raise TraceError(
         f"trace: H v for a generic vector v differs from central differences of the module's own gradient, by {gap:.1e} of its "
         f"largest entry with respect to {name!r}: a second derivative is wrong, or the loss has a kink here; nothing is "
@@ -96,12 +108,26 @@ def compare_second_order(
     )
 
 
-def _stopped(task: Task) -> StoppedValues:
-    """Return the values that torch's gradient holds constant at the point of a batch."""
-    stopped = StoppedValues()
+def _first_call(task: Task, stopped: AbstractContextManager[Any]) -> None:
     with task.at(), stopped:
         own_loss(task, task.run())
-    return stopped
+
+
+def _steepest(task: Task) -> float:
+    """Return the largest entry of the gradient that the module's own call had."""
+    slopes = [] if task.reference is None else task.reference.gradient.values()
+    return max((float(x.abs().max()) for x in slopes if x is not None), default=0.0)
+
+
+def _rounding(tasks: Sequence[Task], weights: Sequence[float], tangents: Mapping[str, Tensor]) -> tuple[float, float]:
+    """Return the rounding unit of the coarsest dtype of the computation, and the size of a gradient's rounding errors."""
+    units, errors = [], []
+    for task, weight in zip(tasks, weights, strict=True):
+        units.append(loss_trace(task, normalizer_of(task)).trace.eps)
+        gradient, product = rounding_errors(task, tangents)
+        own = scale_of_gradient(task, own_gradient(task))
+        errors.append(weight * max(own, *(float(x.abs().max()) for kind in (gradient, product) for x in kind.values())))
+    return max(units), max(units) * math.fsum(errors)
 
 
 def _largest_gap(pairs: dict[str, tuple[Tensor, Tensor | None]], noise: float) -> tuple[float, str]:
