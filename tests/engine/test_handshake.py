@@ -226,7 +226,7 @@ SECOND = {"handshake": "second order"}
 CALLS_OF_SECOND_ORDER = {
     "hessian": lambda *a, **k: hk.hessian(*a, **k).matrix,
     "lazy": lambda *a, **k: hk.hessian(*a, lazy=True, **k).matrix,
-    "block": lambda *a, **k: hk.hessian(*a, lazy=True, **k).block("0.weight", "2.bias"),
+    "block": lambda *a, **k: hk.hessian(*a, lazy=True, **k).block("0.weight", "0.bias"),
     "file": lambda *a, **k: hk.hessian(*a, out="H.npy", **k).matrix,
     "operator": lambda *a, **k: hk.hessian_operator(*a, **k).to_matrix(),
     "lean operator": lambda *a, **k: hk.hessian_operator(*a, micro_batch=2, **k).to_matrix(),
