@@ -220,6 +220,56 @@ def test_several_batches_each_have_their_own_statistics() -> None:
     assert_readings(expected, module, batches, loss="cross_entropy", readings=in_turn(0), floor=1e-12)
 
 
+# What is zero up to rounding ----------------------------------------------------------------------------------------------
+
+
+def shifted(s: Formula, x: Tensor) -> Tensor:
+    """Logits with the same shift in each class of a row, which no softmax or norm sees."""
+    return x @ s.W + torch.tanh(x @ s.c)[..., None]
+
+
+def rotated(s: Formula, x: Tensor) -> Tensor:
+    """The length of a pair of values, rotated by c."""
+    a, b = (x @ s.W)[..., :2].unbind(-1)
+    turned = torch.stack([a * s.c.cos() - b * s.c.sin(), a * s.c.sin() + b * s.c.cos()], -1)
+    return turned.norm(dim=-1, keepdim=True) * x
+
+
+def attending(s: Formula, x: Tensor) -> Tensor:
+    return torch.softmax((x @ s.W) @ (x @ s.W + s.c).mT, -1) @ x
+
+
+CANCELLING: dict[str, tuple[Callable[[Formula, Tensor], Tensor], tuple[int, ...]]] = {
+    "a shift of logits": (lambda s, x: torch.log_softmax(shifted(s, x), -1), (4,)),
+    "a shift before a norm": (lambda s, x: nn.functional.layer_norm(shifted(s, x), (4,)), (4,)),
+    "a scale before a norm": (lambda s, x: nn.functional.layer_norm(x @ s.W * s.c.exp(), (4,), eps=1e-30), ()),
+    "a bias before a batch norm": (
+        lambda s, x: nn.functional.batch_norm((x @ s.W + s.c).flatten(0, 1), None, None, training=True).view(x.shape), (4,)
+    ),
+    "a bias of keys": (attending, (4,)),
+    "a rotation": (rotated, ()),
+    "log exp": (lambda s, x: (x @ s.W + s.c).exp().log() - x @ s.W - s.c + x, (4,)),
+    "a difference": (lambda s, x: (x @ s.W * s.c).exp() - (x @ s.W * s.c).exp() + x, (4,)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", CANCELLING)
+def test_derivatives_that_are_zero_up_to_rounding_are_no_error(name: str, dtype: torch.dtype) -> None:
+    """With respect to c: the loss does not depend on it, and terms of the size of the loss cancel."""
+    f, shape = CANCELLING[name]
+    for seed in range(6):
+        module = Formula(f, W=(4, 4), c=shape).to(dtype)
+        for k, p in enumerate(module.parameters()):
+            p.data = draw(p.numel(), seed=10 * seed + k).view(p.shape).to(dtype)
+        x, t = draw(2, 3, 4, seed=seed).to(dtype), draw(2, 3, 4, seed=seed + 50).to(dtype)
+        operator = hk.hessian_operator(module, x, t, params="c")
+        operator.symmetry_error  # noqa: B018
+        found = [hk.hessian(module, x, t, params="c").matrix, operator.to_matrix()]
+        found += [hk.hessian_diagonal(module, x, t, params="c").flat, hk.frobenius_norms(module, x, t, params="c").matrix]
+        assert all(float(one.abs().max()) <= 1e5 * torch.finfo(dtype).eps for one in found)
+
+
 # The handshake of second order --------------------------------------------------------------------------------------------
 
 SECOND = {"handshake": "second order"}

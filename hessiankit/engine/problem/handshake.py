@@ -275,21 +275,24 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
     """Return the size of the rounding errors of the module's own loss, under "", and of some gradients, the largest of each.
 
     Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
-    stretches counts, so that a kink in one of them does not.
+    stretches counts, so that a kink in one of them does not. All parameters move: where the loss does not depend on those of
+    the task, their own move would change no rounding.
 
     Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
     """
     rng = torch.Generator().manual_seed(0)
     unchecked, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
+    every = {name: task.state.values[name] for name, _ in task.module.named_parameters()}
+    point = {name: x for name, x in every.items() if x.is_floating_point() and x.layout is torch.strided}
     noise: dict[str, float] = {}
     for _ in range(2):
         along = {}
-        for name, x in task.parameters.items():
+        for name, x in point.items():
             signs = torch.randint(0, 2, x.shape, generator=rng, device="cpu").to(x) * 2 - 1
             along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
         sixth: dict[str, Tensor] = {}
         for k in range(7):
-            at = own_gradient(unchecked, {name: x + (k + 1) * along[name] for name, x in task.parameters.items()})
+            at = own_gradient(unchecked, {name: x + (k + 1) * along[name] for name, x in point.items()})
             terms = {"": torch.tensor(at.loss, dtype=torch.float64, device="cpu")} | {
                 n: g for n in names if (g := at.gradient.get(n)) is not None
             }
