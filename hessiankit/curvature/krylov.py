@@ -8,8 +8,8 @@ float64; SciPy has such functions for arrays of the host.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ def inner(u: Tensor, v: Tensor) -> float:
 def norm(v: Tensor) -> float:
     """Return |v|."""
     return math.sqrt(inner(v, v))
+
+
+def unit(v: Tensor) -> tuple[Tensor, float]:
+    """Return v / |v| and |v|; zeros as they are."""
+    size = norm(v)
+    return v / (size or 1.0), size
 
 
 def descent(product: Product, b: Tensor, *, precondition: Product | None, tol: float, most: int) -> tuple[Tensor, Tensor | None]:
@@ -111,20 +117,18 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
 
     Golub and Kahan's bidiagonalisation of A, on which |A r| is minimised; two products a step. A rotation brings the bidiagonal
     matrix to the triangular R, a second one its transpose. The products of A with the directions are combined as these are, so
-    that r is at hand. Arguments as of :func:`minres`, b not zero.
+    that r is at hand. Arguments as of :func:`minres`.
 
     >>> A = torch.tensor([[1.0, 1.0], [1.0, 1.0]], dtype=torch.float64)
     >>> b = torch.tensor([4.0, 0.0], dtype=torch.float64)
     >>> [round(x, 9) for x in lsmr(A.mv, b, tol=1e-10, most=9).tolist()]
     [1.0, 1.0]
     """
-    x, r, norm_b = torch.zeros_like(b), b, norm(b)
-    u = b / norm_b
-    v = product(u)
-    alpha = norm(v)
+    x, r = torch.zeros_like(b), b
+    u, norm_b = unit(b)
+    v, alpha = unit(product(u))
     if not alpha:
         return x
-    v = v / alpha
     direction, direction_bar = torch.zeros_like(v), torch.zeros_like(v)
     A_direction, A_direction_bar = direction, direction_bar
     alpha_bar, slope, size = alpha, alpha * norm_b, alpha**2
@@ -133,12 +137,8 @@ def lsmr(product: Product, b: Tensor, *, tol: float, most: int) -> Tensor:
     for _ in range(1, most, 2):
         Av = product(v)
         direction, A_direction = v - (theta / rho) * direction, Av - (theta / rho) * A_direction
-        u = Av - alpha * u
-        beta = norm(u)
-        u = u / (beta or 1.0)
-        v = product(u) - beta * v
-        alpha = norm(v)
-        v = v / (alpha or 1.0)
+        u, beta = unit(Av - alpha * u)
+        v, alpha = unit(product(u) - beta * v)
         rho_old, rho_bar_old = rho, rho_bar
         rho = math.hypot(alpha_bar, beta)
         cosine, sine = alpha_bar / rho, beta / rho
@@ -198,8 +198,7 @@ class System:
         return replace(lowest, value=-lowest.value)
 
 
-@dataclass(frozen=True, eq=False)
-class Iterate:
+class Iterate(NamedTuple):
     """An approximate solution for one right-hand side.
 
     Attributes:
@@ -277,10 +276,10 @@ class LeastSquares(Restarts):
         return lsmr(A.product, r, tol=tol / 4, most=most)
 
 
-class Sequence:
+class Fallbacks:
     """Conjugate gradients; MINRES from the beginning where A is not positive definite; LSMR where these stagnate.
 
-    A method that another one had to replace is not tried again with the next right-hand side.
+    Conjugate gradients that another method had to replace are not tried again with the next right-hand side.
     """
 
     def __init__(self) -> None:
@@ -290,16 +289,16 @@ class Sequence:
         end, best = A.products + most, self.first.solve(A, b, M, tol, most)
         if isinstance(best, RitzValue):
             self.first = MinimalResiduals()
-            best = replace(self.first.solve(A, b, M, tol, most), lowest=best)
+            best = self.first.solve(A, b, M, tol, most)._replace(lowest=best)
         if A.products < end and norm(best.remainder) > tol * norm(b):
             other = LeastSquares().solve(A, b, None, tol, end - A.products)
             if norm(other.remainder) <= (1 + tol) * norm(best.remainder) or A.is_null(other.remainder, b, tol):
-                self.first, best = MinimalResiduals(), replace(other, lowest=best.lowest)
+                self.first, best = MinimalResiduals(), other._replace(lowest=best.lowest)
         return best
 
 
 SOLVERS: dict[str, type[Solver]] = {
-    "auto": Sequence,
+    "auto": Fallbacks,
     "cg": ConjugateGradients,
     "minres": MinimalResiduals,
     "lsmr": LeastSquares,

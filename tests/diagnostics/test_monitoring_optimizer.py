@@ -10,7 +10,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, measurements
-from hessiankit.diagnostics.monitoring.measurements import Run, batches_of, scalars
+from hessiankit.diagnostics.monitoring.measurements import MonitoredRun, batches_of, scalars
 
 OF_OPTIMIZERS = {"what": ("preconditioned", "critical")}
 
@@ -79,7 +79,7 @@ def test_a_warm_search_is_shorter_the_same_every_time_and_sees_another_vector_ri
     model, optimizer = trained(double=False)
     model.eval()
     batches = measurements.batches_of(model, pair(rows=6))
-    run, options = Run(model, optimizers=(optimizer,)), {"route": "closed form", "tol": 1e-4, "products": 200}
+    run, options = MonitoredRun(model, optimizers=(optimizer,)), {"route": "closed form", "tol": 1e-4, "products": 200}
     cold = measurements.preconditioned(run, **options, warm_start=False)
     first = cold(batches, 0)
     assert cold(batches, 1) == first
@@ -106,7 +106,7 @@ def attend(m, tokens):
 
 
 def eigenvalue(model, batches, route="auto", tol=1e-3, products=60):
-    return measurements.eigenvalue(Run(model), route=route, tol=tol, products=products)(batches, 0)
+    return measurements.eigenvalue(MonitoredRun(model), route=route, tol=tol, products=products)(batches, 0)
 
 
 def tiny(dtype=torch.float64, forward=attend) -> Formula:

@@ -38,7 +38,7 @@ Section: TypeAlias = "Callable[[Sequence[Batch], int], Any]"
 
 
 @dataclass(frozen=True)
-class Run:
+class MonitoredRun:
     """What several measurements of a run read.
 
     Attributes:
@@ -72,7 +72,7 @@ def loss_of(model: nn.Module, batches: Iterable[Batch]) -> BatchedLoss:
     return BatchedLoss(WHO, model, tuple(micro_batches(WHO, model, [on_device_of(model, batch) for batch in batches])))
 
 
-def loss(run: Run) -> Section:
+def loss(run: MonitoredRun) -> Section:
     """Measure the mean cross entropy."""
     return lambda batches, step: loss_of(run.model, batches).evaluate()[0]
 
@@ -87,11 +87,13 @@ START = 0.1
 
 
 @checked(WHO)
-def eigenvalue(run: Run, *, route: str = "auto", tol: float = 1e-3, products: int = 60, warm_start: bool = True) -> TopEigenvalue:
+def eigenvalue(
+    run: MonitoredRun, *, route: str = "auto", tol: float = 1e-3, products: int = 60, warm_start: bool = True
+) -> TopEigenvalue:
     """Measure the largest eigenvalue of the Hessian of the mean cross entropy over all labels that count.
 
     Args:
-        run: Run.
+        run: Model, parts, seed and optimizers.
         route: Route of the products: ``"closed form"``, by :func:`hessiankit.hessian_operator`; ``"autograd"``, by two reverse
             passes, with attention that has a second derivative; ``"auto"``, closed forms for up to 200,000 parameters of a model
             that can be traced, autograd for others.
@@ -105,7 +107,9 @@ def eigenvalue(run: Run, *, route: str = "auto", tol: float = 1e-3, products: in
 
 
 @checked(WHO)
-def preconditioned(run: Run, *, route: str = "auto", tol: float = 1e-3, products: int = 60, warm_start: bool = True) -> Section:
+def preconditioned(
+    run: MonitoredRun, *, route: str = "auto", tol: float = 1e-3, products: int = 60, warm_start: bool = True
+) -> Section:
     """Measure the largest eigenvalue in the optimizers' metric beside its stability threshold, as :func:`hessiankit.spectrum`
     reads both; options as of :func:`eigenvalue`.
     """
@@ -127,7 +131,7 @@ def preconditioned(run: Run, *, route: str = "auto", tol: float = 1e-3, products
 class TopEigenvalue:
     """The largest eigenvalue, its residual, and the route of the products with the reason for it."""
 
-    def __init__(self, run: Run, route: str, tol: float, products: int, warm_start: bool) -> None:
+    def __init__(self, run: MonitoredRun, route: str, tol: float, products: int, warm_start: bool) -> None:
         self.run, self.route, self.tol, self.products, self.warm_start = run, route, tol, products, warm_start
         self.vector: Tensor | None = None  # of the last search
 
@@ -165,7 +169,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
-def critical(run: Run) -> Section:
+def critical(run: MonitoredRun) -> Section:
     """Measure the curvature along the optimizers' next step and the multiple of it that does not raise the mean cross entropy,
     as :func:`hessiankit.critical_sharpness` does, by automatic differentiation: a gradient, a product and the forward passes.
     """
@@ -196,12 +200,12 @@ def critical(run: Run) -> Section:
     return section
 
 
-def norms(run: Run) -> Section:
+def norms(run: MonitoredRun) -> Section:
     """Measure the Euclidean norm of every part, of every block type and of all (The Sharpness Disparity Principle, Figure 8).
 
     >>> layer = nn.Linear(2, 1, bias=False)
     >>> _ = nn.init.constant_(layer.weight, 3.0)
-    >>> norms(Run(layer, [Part("weight", "FFN", "up", 0, "", 2)]))([], 0)["types"]
+    >>> norms(MonitoredRun(layer, [Part("weight", "FFN", "up", 0, "", 2)]))([], 0)["types"]
     {'FFN': 4.242640687119285}
     """
 
@@ -226,11 +230,11 @@ SEED_STRIDE = 1_000_003
 
 
 @checked(WHO)
-def sharpness(run: Run, *, draws: int = 4, per: str = "token", micro_batch: int | None = None) -> Section:
+def sharpness(run: MonitoredRun, *, draws: int = 4, per: str = "token", micro_batch: int | None = None) -> Section:
     """Measure the average sharpness with its intervals by type, layer, both and tensor; of labels, which count is read.
 
     Args:
-        run: Run.
+        run: Model, parts, seed and optimizers.
         draws: Label draws.
         per: Term of the loss: ``"token"`` or ``"sequence"``.
         micro_batch: Sequences of one backward pass; None: as they come.
@@ -258,11 +262,11 @@ def sharpness(run: Run, *, draws: int = 4, per: str = "token", micro_batch: int 
 
 
 @checked(WHO)
-def depth(run: Run, *, what: Iterable[str] = ("variance", "angles", "drop"), micro_batch: int | None = None) -> Section:
+def depth(run: MonitoredRun, *, what: Iterable[str] = ("variance", "angles", "drop"), micro_batch: int | None = None) -> Section:
     """Measure depth diagnostics, as :class:`hessiankit.diagnostics.depth.DepthReport` writes them.
 
     Args:
-        run: Run.
+        run: Model, parts, seed and optimizers.
         what: Names of :data:`hessiankit.diagnostics.depth.QUANTITIES`.
         micro_batch: Sequences of one pass; None: as they come.
     """

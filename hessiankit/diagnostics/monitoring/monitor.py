@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from hessiankit.diagnostics.digest import digest
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.diagnostics.monitoring.log import MonitorLog
-from hessiankit.diagnostics.monitoring.measurements import MEASUREMENTS, OF_OPTIMIZERS, Run, Section, batches_of, scalars
+from hessiankit.diagnostics.monitoring.measurements import MEASUREMENTS, OF_OPTIMIZERS, MonitoredRun, Section, batches_of, scalars
 from hessiankit.diagnostics.sharpness.options import parts_by_flow
 from hessiankit.engine.problem.batches import on_device_of
 from hessiankit.landscape.optimizer_states import listed, name_of
@@ -133,7 +133,7 @@ class Monitor:
         inputs, labels = on_device_of(self._model, self._batches[0])
         self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
         optimizers = () if optimizer is None else listed(optimizer)
-        run = Run(self._model, self.parts, seed, optimizers)
+        run = MonitoredRun(self._model, self.parts, seed, optimizers)
         options: dict[str, Any] = {"seed": seed, **({"optimizer": name_of(optimizers)} if optimizers else {})}
         self._sections: dict[str, Section] = {}
         wanted = what if isinstance(what, Mapping) else {name: {} for name in what}
