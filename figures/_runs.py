@@ -270,10 +270,12 @@ def _measure(monitor: Monitor, step: int, *, force: bool) -> None:
 def _monitor(spec: ByteSpec, model: nn.Module, folder: Path) -> Monitor | None:
     if not spec.every:
         return None
-    plainly = ("sharpness", "norms", "eigenvalue")
-    depth = tuple(what for what in spec.measured if what not in plainly)
-    wanted: dict[str, Any] = {what: what in spec.measured for what in plainly}
+    what: dict[str, dict[str, Any]] = {name: {} for name in ("norms", "sharpness", "eigenvalue") if name in spec.measured}
+    if "sharpness" in what:
+        what["sharpness"]["draws"] = spec.draws
+    if depth := tuple(name for name in spec.measured if name not in what):
+        what["depth"] = {"what": depth}
     return Monitor(
-        model, measured_on(spec), folder / MONITORED, every=spec.every, log_spaced=spec.log_spaced, draws=spec.draws,
-        seed=spec.seed, depth=depth, on_error="record", **wanted,
+        model, measured_on(spec), folder / MONITORED, every=spec.every, log_spaced=spec.log_spaced, what=what, seed=spec.seed,
+        on_error="record",
     )  # fmt: skip

@@ -3,8 +3,8 @@
 ``transformers.GPT2LMHeadModel`` from a config (2 layers, 2 heads, width 32, bytes, 32 positions), float32, AdamW 3e-3, 1200 steps
 of 64 sequences of 32 bytes of Python's standard library. The monitor measures four sequences of the held-out files: the loss, the
 sharpness of the block types, the two largest and smallest eigenvalues of the Hessian, and how far the step of the diagonal and of
-KFAC is from the natural step; every 20 steps, and at 1, 2, 5 and 10, as long as it has taken less than half of the time. The same
-run without a monitor has the same parameters at its end, bit for bit.
+KFAC is from the natural step; every 200 steps, and at 1, 2, 5, 10, 20, 50 and 100. The same run without a monitor has the same
+parameters at its end, bit for bit.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class Settings:
     width: int = 32
     tokens: int = 32
     sequences: int = 64
-    every: int = 20
-    share: float | None = 0.5
+    every: int = 200
     learning_rate: float = 3e-3
 
 
 FULL = Settings()
-QUICK = Settings(4, 8, 8, 4, 4, None)
+QUICK = Settings(4, 8, 8, 4, 4)
 
 
 def model_of(settings: Settings) -> nn.Module:
@@ -122,7 +121,7 @@ def trained(settings: Settings, path: Path | None) -> tuple[Tensor, float]:
     if path is not None:
         path.unlink(missing_ok=True)
         monitor = Monitor(
-            model, data, path, every=settings.every, log_spaced=True, depth=("variance", "angles", "drop"), share=settings.share,
+            model, data, path, every=settings.every, log_spaced=True, what=("norms", "sharpness", "depth"),
             own={"spectrum": eigenvalues, "approximations": cosines},
         )  # fmt: skip
     optimizer, order = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate), torch.Generator().manual_seed(0)
@@ -136,7 +135,7 @@ def trained(settings: Settings, path: Path | None) -> tuple[Tensor, float]:
             optimizer.step()
             optimizer.zero_grad()
             if monitor is not None:
-                monitor.step(step, force=step == settings.steps, learning_rate=settings.learning_rate)
+                monitor.step(step, learning_rate=settings.learning_rate)
     seconds = time.perf_counter() - start
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), seconds
 

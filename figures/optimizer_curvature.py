@@ -111,9 +111,10 @@ def steps_of(run: Run, settings: Settings, monitor: bool = True) -> Iterator[tup
         width = settings.width
         model = hk.Transformer(256, width, 3 * width, settings.layers, n_heads=4, placement="pre", activation="gelu")
         optimizer, order = torch.optim.AdamW(model.parameters(), lr=run.lr), torch.Generator().manual_seed(run.seed)
+        search = {"route": "autograd", "tol": 1e-2}
         watch = hk.Monitor(
-            model, data, Path(folder) / "run.jsonl", every=settings.every, sharpness=False, norms=False, eigenvalue=True,
-            optimizer=optimizer, eigenvalue_route="autograd", eigenvalue_tol=1e-2, on_error="record",
+            model, data, Path(folder) / "run.jsonl", every=settings.every, optimizer=optimizer, on_error="record",
+            what={"eigenvalue": search, "preconditioned": search, "critical": {}},
         )  # fmt: skip
         for step in range(1, (settings.stable_steps if run.factor == 1 else settings.most) + 1):
             inputs, labels = text.batch(settings.sequences, settings.tokens, order)

@@ -136,7 +136,8 @@ STEPS = 200
 folder = Path(tempfile.mkdtemp())
 optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
 schedule = hk.blockwise_schedule(optimizer, warmup=10, steps=STEPS)
-monitor = hk.Monitor(model, data, folder / "run.jsonl", every=40, log_spaced=True, micro_batch=1)
+what = {"norms": {}, "sharpness": {"micro_batch": 1}}
+monitor = hk.Monitor(model, data, folder / "run.jsonl", every=40, log_spaced=True, what=what)
 order = torch.Generator().manual_seed(2)
 
 model.train()

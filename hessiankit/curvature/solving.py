@@ -1,15 +1,11 @@
-"""Solutions of (H + damping I) x = b by Krylov methods from products with H, and the inverse as an operator.
-
-Conjugate gradients where the matrix is positive definite (Hestenes and Stiefel 1952), MINRES where it is symmetric (Paige and
-Saunders 1975), LSMR for least squares (Fong and Saunders 2011).
-"""
+"""Solutions of (H + damping I) x = b from products with H, and the inverse as an operator."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,24 +13,22 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.estimators import scalar_estimates
-from hessiankit.curvature.krylov import Product, conjugate_gradients, inner, lsmr, minres, norm
+from hessiankit.curvature.krylov import SOLVERS, Iterate, System, norm
 from hessiankit.curvature.structures import diagonal_operator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import ConvergenceError, InputError, check_name
 from hessiankit.support.files import WithDict
-from hessiankit.support.lanczos import RitzValue, lanczos
+from hessiankit.support.lanczos import Product, RitzValue
 from hessiankit.support.tables import Piece, Printed
 from hessiankit.support.torch_state import full_precision, wide
 
-METHODS = ("auto", "cg", "minres", "lsmr")
 PRECONDITIONERS = ("diagonal", "kfac", "ekfac")
 TOLERANCE = {torch.float64: 1e-8}  # of the residual, by dtype; 1e-4 for others
 DENSE = 4096
 """Rows up to which the diagonal of an inverse is exact, from P products and three P x P matrices, of 134 MB each in float64.
 An estimate is no cheaper there: its 100 solutions took 93 products each for a transformer of 776 parameters at damping 0.01,
 225 at 0.001."""
-LOWEST = 60  # products with the matrix for its most negative Ritz value
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -267,13 +261,6 @@ def _inverse_diagonal(operator: TensorOperator, damping: float) -> Tensor:
     return inverse.diagonal().to(operator.torch_dtype)
 
 
-class _NotPositive(Exception):
-    """Conjugate gradients met a direction of no positive curvature."""
-
-    def __init__(self, direction: Tensor) -> None:
-        self.direction = direction
-
-
 @checked("solve", leave=("operator", "b", "preconditioner"))
 def solve(
     operator: TensorOperator,
@@ -327,99 +314,29 @@ def solve(
     M = _preconditioner(operator, preconditioner, damping)
     if M is not None and method == "lsmr":
         raise InputError("solve: method='lsmr' takes no preconditioner; leave it out, or pass method='minres'")
-    system = _System(operator, damping)
-    columns, worst, used, lowest, short = [], 0.0, "", None, []
+    solver, A = SOLVERS[method](), System(operator, damping)
+    iterates, residuals, null = list[Iterate](), list[float](), list[bool]()
     for column in (B.unsqueeze(1) if B.ndim == 1 else B).T.to(operator.device, operator.torch_dtype):
-        first = method if method != "auto" else "minres" if used in ("minres", "lsmr") else "cg"
-        end = system.products + max_products
-        try:
-            x, used = _run(first, system, column, M, tol, max_products), first
-        except _NotPositive as met:
-            lowest = _lowest(system, met.direction)
-            if method == "cg":
-                least = f"an eigenvalue of {lowest.value:.6g} or less"
-                raise InputError(
-                    f"solve: method='cg' needs a positive definite matrix, but H has {least} and damping={damping:g}; pass a "
-                    "larger damping, method='minres', or a Gauss-Newton operator"
-                ) from None
-            x, used = _run("minres", system, column, M, tol, max_products), "minres"
-        size, remainder = norm(column), column - system.product(x)
-        if (spare := end - system.products) > 0 and method == "auto" and norm(remainder) > tol * size:
-            other = _run("lsmr", system, column, None, tol, spare)
-            rest = column - system.product(other)
-            if norm(rest) <= (1 + tol) * norm(remainder) or system.is_null(rest, column, tol):
-                x, remainder, used = other, rest, "lsmr"
-        worst = max(worst, norm(remainder) / size if size else 0.0)
-        if norm(remainder) > tol * size:
-            short.append(system.products < end and system.is_null(remainder, column, tol))
-        columns.append(x)
-    X = torch.stack(columns, dim=1)
+        end, iterate = A.products + max_products, solver.solve(A, column, M, tol, max_products)
+        if isinstance(iterate, RitzValue):
+            raise InputError(
+                f"solve: method={method!r} needs a positive definite matrix, but H has an eigenvalue of {iterate.value:.6g} or "
+                f"less and damping={damping:g}; pass a larger damping, method='minres', or a Gauss-Newton operator"
+            )
+        iterates.append(iterate)
+        residuals.append(norm(iterate.remainder) / (norm(column) or 1.0))
+        if residuals[-1] > tol:
+            null.append(A.products < end and A.is_null(iterate.remainder, column, tol))
+    X, worst = torch.stack([iterate.x for iterate in iterates], dim=1), max(residuals)
+    lowest = next((iterate.lowest for iterate in iterates if iterate.lowest is not None), None)
     return Solution(
-        X[:, 0] if B.ndim == 1 else X, worst, worst <= tol, tol, float(damping), used, system.products, lowest,
-        time.perf_counter() - start, bool(short) and all(short),
+        X[:, 0] if B.ndim == 1 else X, worst, worst <= tol, tol, float(damping), iterates[-1].method, A.products, lowest,
+        time.perf_counter() - start, bool(null) and all(null),
     )  # fmt: skip
 
 
-class _System:
-    """Products with H + damping I, counted."""
-
-    def __init__(self, operator: TensorOperator, damping: float) -> None:
-        self.operator, self.damping, self.products = operator, damping, 0
-
-    def product(self, v: Tensor) -> Tensor:
-        self.products += 1
-        Av: Tensor = (self.operator @ v).add(v, alpha=self.damping)
-        if not math.isfinite(float(Av.sum())) and not bool(torch.isfinite(Av).all()):
-            raise InputError("solve: a product with the operator is NaN or infinite, so the system has no solution")
-        return Av
-
-    def is_null(self, r: Tensor, b: Tensor, tol: float) -> bool:
-        """Tell whether |A r| <= tol |A| |r| of what is left of b, with a lower bound for |A|: |A v| / |v| of A b and of b - r.
-
-        Of b itself it is too small where b lies almost in the null space.
-        """
-        size = max(norm(self.product(v)) / max(norm(v), 1e-300) for v in (self.product(b), b - r))
-        return norm(self.product(r)) <= tol * size * norm(r)
-
-    def positive(self, p: Tensor) -> Tensor:
-        """Return the product with a direction of conjugate gradients, along which the curvature has to be positive."""
-        Ap = self.product(p)
-        least = torch.finfo(self.operator.torch_dtype).eps * norm(p) * norm(Ap)
-        if inner(p, Ap) <= least and norm(p):
-            raise _NotPositive(p)
-        return Ap
-
-
-def _run(method: str, system: _System, b: Tensor, M: Product | None, tol: float, most: int) -> Tensor:
-    """Return x by a method; those that stop by their own measure are restarted until |b - A x| is tol |b|."""
-    if method == "cg":
-        return conjugate_gradients(system.positive, b, precondition=M, tol=tol / 2, most=most)
-    x, residual, size = torch.zeros_like(b), b, norm(b)
-    end = system.products + most
-    while system.products < end and size:
-        still, remaining = min(tol * size / norm(residual), max(tol, 1e-3)), max(1, end - system.products)
-        if method == "minres":
-            step = minres(system.product, residual, precondition=M, tol=still / 10, most=remaining)
-        else:
-            step = lsmr(system.product, residual, tol=still / 4, most=remaining)
-        rest = residual - system.product(step)
-        if not norm(rest) < 0.9 * norm(residual):  # stagnates: b is not in the range, or rounding
-            return x + step if norm(rest) < norm(residual) else x
-        x, residual = x + step, rest
-        if norm(residual) <= tol / 2 * size:
-            break
-    return x
-
-
-def _lowest(system: _System, start: Tensor) -> RitzValue:
-    """Return the smallest Ritz value of H from a direction."""
-    lowest = lanczos(lambda v: -(system.operator @ v), start, tol=1e-3, most=LOWEST)
-    system.products += lowest.products
-    return replace(lowest, value=-lowest.value)
-
-
 def _checked(operator: TensorOperator, b: Any, damping: float, method: str, tol: float, most: int) -> Tensor:
-    check_name("solve", "method", method, METHODS)
+    check_name("solve", "method", method, SOLVERS)
     size = operator.shape[0]
     try:
         B = b if isinstance(b, Tensor) else torch.as_tensor(b, device="cpu")

@@ -67,7 +67,7 @@ def block(**options: Any) -> hk.TransformerBlock:
 
 def measured(folder: Path) -> hk.Monitor:
     noisy = Noisy()
-    train(noisy, 4, hk.Monitor(noisy, pair(), folder / "run.jsonl", every=1, draws=2))
+    train(noisy, 4, hk.Monitor(noisy, pair(), folder / "run.jsonl", every=1, what={"norms": {}, "sharpness": {"draws": 2}}))
     return hk.Monitor.read(folder / "run.jsonl")
 
 

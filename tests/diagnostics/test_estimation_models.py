@@ -208,7 +208,7 @@ def test_labels_stand_where_the_models_own_loss_has_them(name, shifted, tmp_path
         return
     model.eval()
     expected = pytest.approx(model(**batch()).loss.item(), rel=1e-5)
-    assert Monitor(model, batch(), tmp_path / name, eigenvalue=False, sharpness=False).measure(0)["loss"] == expected
+    assert Monitor(model, batch(), tmp_path / name, what=()).measure(0)["loss"] == expected
 
 
 def test_the_inputs_of_a_decoder_are_made_of_the_labels():

@@ -123,7 +123,8 @@ def path(tmp_path_factory) -> Path:
     found = tmp_path_factory.mktemp("monitor") / "run.jsonl"
     torch.manual_seed(0)
     model = Noisy()
-    train(model, 1, Monitor(model, pair(rows=1), found, every=1, draws=2, eigenvalue=True, depth=ALL))
+    what = {"norms": {}, "sharpness": {"draws": 2}, "eigenvalue": {}, "depth": {"what": ALL}}
+    train(model, 1, Monitor(model, pair(rows=1), found, every=1, what=what))
     return found
 
 

@@ -1,8 +1,6 @@
-"""What a monitor measures of curvature and optimizer: eigenvalues by both routes, metric, next step; its share of the time."""
+"""What a monitor measures of curvature and optimizer: eigenvalues by both routes, metric, next step."""
 
 from __future__ import annotations
-
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,11 +10,9 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.diagnostics.monitoring import Monitor, MonitorLog, measurements
-from hessiankit.diagnostics.monitoring import monitor as module_of_monitor
-from hessiankit.diagnostics.monitoring.callbacks import scalars
-from hessiankit.diagnostics.monitoring.measurements import batches_of
+from hessiankit.diagnostics.monitoring.measurements import MonitoredRun, batches_of, scalars
 
-BARE = {"sharpness": False, "eigenvalue": False, "norms": False, "depth": ()}
+OF_OPTIMIZERS = {"what": ("preconditioned", "critical")}
 
 
 def trained(steps: int = 3, *, double: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -31,8 +27,8 @@ def test_the_sections_are_what_the_functions_return(route: str, tmp_path) -> Non
     next(model.parameters()).requires_grad_(route == "autograd")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     data = [pair(1), pair(2, rows=2)]
-    options = {**BARE, "eigenvalue_route": route, "eigenvalue_tol": 1e-9, "eigenvalue_products": 200}
-    record = Monitor(model, data, tmp_path / "run.jsonl", optimizer=optimizer, **options).measure(0)
+    what = {"preconditioned": {"route": route, "tol": 1e-9, "products": 200}, "critical": {}}
+    record = Monitor(model, data, tmp_path / "run.jsonl", optimizer=optimizer, what=what).measure(0)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     whole = [torch.cat(x) for x in zip(*data, strict=True)]
@@ -55,7 +51,7 @@ def test_two_optimizers_are_measured_together(tmp_path) -> None:
     optimizers = [torch.optim.SGD(piece, lr=rate) for piece, rate in zip(pieces, (0.1, 0.2), strict=True)]
     one = torch.optim.SGD([{"params": piece, "lr": rate} for piece, rate in zip(pieces, (0.1, 0.2), strict=True)])
     records = [
-        Monitor(model, pair(), tmp_path / f"{k}.jsonl", optimizer=held, **BARE).measure(0)
+        Monitor(model, pair(), tmp_path / f"{k}.jsonl", optimizer=held, **OF_OPTIMIZERS).measure(0)
         for k, held in enumerate((optimizers, one))
     ]
     for name in ("value", "threshold", "lr"):
@@ -67,7 +63,7 @@ def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
     torch.manual_seed(0)
     model = Noisy(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", every=1, optimizer=optimizer, **BARE)
+    monitor = Monitor(model, pair(), tmp_path / "run.jsonl", every=1, optimizer=optimizer, **OF_OPTIMIZERS)
     record = monitor.step(0)
     assert record["preconditioned"] == {"waiting": "the optimizer has taken no step"}
     assert record["critical"]["multiple"] > 0
@@ -81,82 +77,25 @@ def test_before_the_first_step_there_is_no_metric_yet(tmp_path) -> None:
 
 def test_a_warm_search_is_shorter_the_same_every_time_and_sees_another_vector_rise() -> None:
     model, optimizer = trained(double=False)
+    model.eval()
     batches = measurements.batches_of(model, pair(rows=6))
-    options = {"route": "closed form", "tol": 1e-4, "products": 200, "seed": 0}
-    cold = measurements.eigenvalue(model.eval(), batches, 0, **options, optimizers=(optimizer,))
-    runs = []
+    run, options = MonitoredRun(model, optimizers=(optimizer,)), {"route": "closed form", "tol": 1e-4, "products": 200}
+    cold = measurements.preconditioned(run, **options, warm_start=False)
+    first = cold(batches, 0)
+    assert cold(batches, 1) == first
+    again = []
     for _ in range(2):
-        last: dict[str, torch.Tensor] = {}
-        first = measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last=last)
-        runs.append(measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last=last))
-    assert first == cold
-    assert runs[0] == runs[1]
-    assert runs[0]["products"] < cold["products"]
-    assert runs[0]["value"] == pytest.approx(cold["value"], rel=1e-4)
-    second = hk.spectrum(model, *pair(rows=6), loss="cross_entropy", k=2, preconditioner=optimizer).eigenvectors[:, 1]
-    again = measurements.eigenvalue(model, batches, 0, **options, optimizers=(optimizer,), last={"vector": second.contiguous()})
-    assert again["value"] == pytest.approx(cold["value"], rel=1e-4)
-
-
-class Clock:
-    """A clock of our own: training takes 1 s a step, a section what its cost says."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, path, costs: dict[str, list[float]], share: float = 0.25) -> None:
-        self.now = 0.0
-        monkeypatch.setattr(module_of_monitor.time, "perf_counter", lambda: self.now)
-        self.monitor = Monitor(Noisy(1), pair(), path, every=1, share=share, **BARE)
-        self.monitor._sections = {name: self.section(list(cost)) for name, cost in costs.items()}
-        self.monitor._turns, self.monitor._times = dict.fromkeys(costs, 0), dict.fromkeys(costs, 0.0)
-        self.spent = 0.0
-
-    def section(self, costs: list[float]):
-        def measure(*_: object) -> float:
-            cost = costs.pop(0) if len(costs) > 1 else costs[0]
-            self.now += cost
-            self.spent += cost
-            return 1.0
-
-        return measure
-
-    def run(self, steps: int) -> list[float]:
-        """Take steps, and the last by force; the share of the time after every measurement but the first."""
-        shares = []
-        for step in range(steps + 1):
-            before = self.spent
-            self.monitor.step(step, force=step == steps)
-            if step and self.spent > before:
-                shares.append(self.spent / self.now)
-            self.now += 1.0
-        return shares
-
-
-def test_a_share_of_the_time_is_kept_at_every_measurement_and_the_last(tmp_path, monkeypatch) -> None:
-    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [3.0]})
-    assert max(clock.run(100)) <= 0.25
-    log = MonitorLog.read(tmp_path / "run.jsonl")
-    assert log.steps.tolist() == [0, *range(27, 100, 9), 100]  # with 3 s in reserve: 6 + 3 of 27 + 6 + 3, of 45
-    assert log.records[1]["time"] == {"measuring": 6.0, "since_start": 33.0, "skipped": list(range(1, 27)), "left_out": []}
-
-
-def test_what_fits_is_measured_and_what_is_dear_gets_its_turn(tmp_path, monkeypatch) -> None:
-    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.1], "norms": [0.2], "spectrum": [6.0, 4.0]})
-    assert max(clock.run(400)) <= 0.25
-    records = MonitorLog.read(tmp_path / "run.jsonl").records
-    turns = [record["step"] for record in records if "spectrum" in record]
-    assert len(turns) >= 10
-    assert max(b - a for a, b in pairwise(turns[3:])) < 40
-    assert sum("loss" in record for record in records) > 300
-    assert records[-2]["time"]["left_out"]
-    assert records[-1]["time"]["left_out"] == []  # the reserve is for the last
-
-
-def test_a_forced_step_that_does_not_fit_has_the_loss(tmp_path, monkeypatch) -> None:
-    clock = Clock(monkeypatch, tmp_path / "run.jsonl", {"loss": [0.1], "eigenvalue": [50.0]})
-    clock.run(20)
-    record = MonitorLog.read(tmp_path / "run.jsonl").records[-1]
-    assert record["step"] == 20
-    assert record["time"]["left_out"] == ["eigenvalue"]
-    assert clock.monitor.measure(20)["eigenvalue"] == 1.0  # an explicit request is not held back
+        warm = measurements.preconditioned(run, **options)
+        assert warm(batches, 0) == first
+        again.append(warm(batches, 1))
+    assert again[0] == again[1]
+    assert again[0]["products"] < first["products"]
+    assert again[0]["value"] == pytest.approx(first["value"], rel=1e-4)
+    second = hk.spectrum(model, *pair(rows=6), loss="cross_entropy", k=2).eigenvectors[:, 1]
+    search = measurements.eigenvalue(run, **options)
+    plain = search(batches, 0)
+    search.vector = second.contiguous()  # as where another eigenvalue has overtaken the one of the last search
+    assert search(batches, 1)["value"] == pytest.approx(plain["value"], rel=1e-4)
 
 
 def attend(m, tokens):
@@ -167,7 +106,7 @@ def attend(m, tokens):
 
 
 def eigenvalue(model, batches, route="auto", tol=1e-3, products=60):
-    return measurements.eigenvalue(model, batches, 0, route=route, tol=tol, products=products, seed=0)
+    return measurements.eigenvalue(MonitoredRun(model), route=route, tol=tol, products=products)(batches, 0)
 
 
 def tiny(dtype=torch.float64, forward=attend) -> Formula:

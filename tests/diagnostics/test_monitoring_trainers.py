@@ -1,31 +1,34 @@
-"""The callbacks with the real trainers: what they write, where they go on, and that training has the same bits."""
+"""The callbacks of docs/monitoring.md with the real trainers: what they write, where they go on, and that training has the same bits."""
 
 from __future__ import annotations
 
-import importlib
-import sys
+import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from monitoring_cases import Noisy, pair, tokens
 
-import hessiankit as hk
-from hessiankit.diagnostics.monitoring import MonitorLog
+from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 
 pytestmark = pytest.mark.slow
 
 TYPES = {"Emb", "QK", "VO", "FFN", "Norm"}
-OPTIONS = {
-    "every": 2,
-    "draws": 2,
-    "eigenvalue": True,
-    "eigenvalue_products": 20,
-    "depth": ("variance", "drop"),
-    "optimizer": "trainer",
-}
+PAGE = Path(__file__).parents[2] / "docs" / "monitoring.md"
+HUGGING_FACE, LIGHTNING = (
+    next(block for block in re.findall(r"```py\n(.*?)```", PAGE.read_text(), flags=re.DOTALL) if base in block)
+    for base in ("transformers.TrainerCallback", "lightning.Callback")
+)
+"""The blocks of the page as they stand, but with a measurement every two steps."""
+
+
+def run_block(block: str, names: dict[str, Any]) -> Any:
+    """Run a block of the page; the trainer that it makes."""
+    exec(compile(block.replace("every=100", "every=2"), PAGE.name, "exec"), names)
+    return names["trainer"]
 
 
 class Tokens(torch.utils.data.Dataset):
@@ -52,68 +55,53 @@ def gpt2(transformers):
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=13, bos_token_id=0, eos_token_id=1, **sizes))
 
 
-def trained(transformers, folder: Path, *callbacks, steps: int = 5, resume: str | None = None, **options):
-    """A run of the real Trainer, with dropout; its trainer."""
+def trained(transformers, folder: Path, *, watched: bool = True, steps: int = 5, resume: str | None = None):
+    """A run of the real Trainer, with dropout, as the page shows; its trainer."""
     arguments = transformers.TrainingArguments(
         str(folder), max_steps=steps, per_device_train_batch_size=2, gradient_accumulation_steps=2, logging_steps=1, save_steps=3,
-        report_to=[], disable_tqdm=True, use_cpu=True, seed=3, learning_rate=1e-2, **options,
+        report_to=[], disable_tqdm=True, use_cpu=True, seed=3, learning_rate=1e-2,
     )  # fmt: skip
+    inputs = tokens(7, 2, 8)
+    names = {"transformers": transformers, "model": gpt2(transformers), "arguments": arguments, "dataset": Tokens()}
+    names |= {"batch": {"input_ids": inputs, "labels": inputs}, "Monitor": Monitor}
+    block = (
+        HUGGING_FACE if watched else "trainer = transformers.Trainer(model, arguments, train_dataset=dataset)\ntrainer.train()"
+    )
+    if resume:
+        block = block.replace("trainer.train()", f"trainer.train(resume_from_checkpoint={resume!r})")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*pin_memory.*")
-        trainer = transformers.Trainer(gpt2(transformers), arguments, train_dataset=Tokens(), callbacks=list(callbacks))
-        for callback in callbacks:
-            callback.trainer = trainer if callback.trainer == "this" else None
-        trainer.train(resume_from_checkpoint=resume)
-    return trainer
+        return run_block(block, names)
 
 
-def hf_callback(path: Path, **options):
-    from hessiankit.diagnostics.monitoring.hugging_face import SharpnessCallback
-
-    inputs = tokens(7, 2, 8)
-    return SharpnessCallback({"input_ids": inputs, "labels": inputs}, path, **{**OPTIONS, **options})
-
-
-def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, capsys):
-    plain = trained(transformers, tmp_path / "a")
-    callback = hf_callback(tmp_path / "run.jsonl", trainer="this")
-    assert isinstance(callback, transformers.TrainerCallback)
-    watched = trained(transformers, tmp_path / "b", callback)
+def test_hugging_face_trains_to_the_same_bits(transformers, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plain, watched = (trained(transformers, tmp_path / str(watched), watched=watched) for watched in (False, True))
     for (name, one), other in zip(plain.model.state_dict().items(), watched.model.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    log = MonitorLog.read(tmp_path / "run.jsonl")
+    log = MonitorLog.read("run.jsonl")
     assert list(log.steps) == [0, 2, 4, 5]
     assert set(log.sharpness) == TYPES
-    assert (log.series("eigenvalue", "value") > 0).all()
-    assert log.header["options"]["critical"]["optimizer"] == "AdamW"
+    assert log.header["options"]["optimizer"] == "AdamW"
     assert (log.series("preconditioned", "value")[1:3] > 0).all()  # from the first update on, until the rate is 0
-    assert log.series("depth", "stream", "variance").shape == (4, 3)
-    own = [entry for entry in watched.state.log_history if "sharpness/Norm" in entry]
-    assert [entry["step"] for entry in own] == [0, 2, 4, 5]
-    assert own[1]["sharpness/Norm"] == log.sharpness["Norm"].value[1]
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (plain, watched)]
-    assert len(losses[0]) == 5  # none of the trainer's own entries is lost
+    assert len(losses[0]) == 5
     assert losses[0] == losses[1]
 
 
-def test_hugging_face_goes_on_from_a_checkpoint(transformers, tmp_path, capsys):
-    path = tmp_path / "run.jsonl"
-    trained(transformers, tmp_path, hf_callback(path, warm_starts=False), steps=6)
-    whole = MonitorLog.read(path)
-    trained(transformers, tmp_path, hf_callback(path, warm_starts=False), steps=6, resume=str(tmp_path / "checkpoint-3"))
-    again = MonitorLog.read(path)
+def test_hugging_face_goes_on_from_a_checkpoint(transformers, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    trained(transformers, tmp_path, steps=6)
+    whole = MonitorLog.read("run.jsonl")
+    trained(transformers, tmp_path, steps=6, resume=str(tmp_path / "checkpoint-3"))
+    again = MonitorLog.read("run.jsonl")
     assert whole.steps.tolist() == again.steps.tolist() == [0, 2, 4, 6]
     for one, other in zip(whole.records, again.records, strict=True):
-        assert {**one, "seconds": 0} == {**other, "seconds": 0}
-    assert len(path.read_text().splitlines()) == 1 + 4 + 1 + 2  # a header, the first run, where the second one goes on, its steps
-
-
-def test_hugging_face_measures_in_process_zero_only(transformers, tmp_path):
-    callback = hf_callback(tmp_path / "run.jsonl")
-    state = transformers.TrainerState(is_world_process_zero=False)
-    callback.on_train_begin(None, state, transformers.TrainerControl(), model=gpt2(transformers))
-    callback.on_step_end(None, state, transformers.TrainerControl())
-    assert not (tmp_path / "run.jsonl").exists()
+        for section in ("loss", "norms", "sharpness"):
+            assert one[section] == other[section]
+    assert (
+        len(Path("run.jsonl").read_text().splitlines()) == 1 + 4 + 1 + 2
+    )  # header, first run, where the second goes on, its steps
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +111,9 @@ def lightning():
         return pytest.importorskip("lightning")
 
 
-def lightning_run(lightning, folder: Path, *callbacks, steps: int = 5, resume: Path | None = None):
+def lightning_run(lightning, folder: Path, *, watched: bool = True, steps: int = 5, resume: Path | None = None):
+    """A run of Lightning's Trainer as the page shows; its module."""
+
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -140,55 +130,36 @@ def lightning_run(lightning, folder: Path, *callbacks, steps: int = 5, resume: P
     checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
         str(folder), filename="{step}", every_n_train_steps=3, save_top_k=-1
     )
+    options = {
+        "accelerator": "cpu", "devices": 1, "accumulate_grad_batches": 2, "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": str(folder),
+    }  # fmt: skip
+    block = LIGHTNING.replace("callbacks=[Follow()]", f"callbacks=[{'Follow(), ' * watched}checkpoints], **options")
+    block = block.replace("fit(module, loader)", "fit(module, loader, ckpt_path=resume)")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", module="lightning.*")
         warnings.filterwarnings("ignore", module="torch.*")
-        trainer = lightning.Trainer(
-            max_steps=steps, accelerator="cpu", devices=1, accumulate_grad_batches=2, logger=False, callbacks=[*callbacks, checkpoints],
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=str(folder),
-        )  # fmt: skip
         torch.manual_seed(4)
-        module = Module()
-        trainer.fit(module, torch.utils.data.DataLoader(Tokens(), batch_size=2, shuffle=True), ckpt_path=resume)
-    return trainer, module
+        inputs, labels = pair(rows=2)
+        names = {"lightning": lightning, "module": Module(), "Monitor": Monitor, "inputs": inputs, "labels": labels}
+        names |= {"loader": torch.utils.data.DataLoader(Tokens(), batch_size=2, shuffle=True), "checkpoints": checkpoints}
+        run_block(block, {**names, "options": options, "max_steps": steps, "resume": resume})
+    return names["module"]
 
 
-def lightning_callback(path: Path, **options):
-    from hessiankit.diagnostics.monitoring.lightning import SharpnessCallback
-
-    return SharpnessCallback(pair(rows=2), path, **{**OPTIONS, "model": "model", **options})
-
-
-def test_lightning_trains_to_the_same_bits(lightning, tmp_path):
-    _, plain = lightning_run(lightning, tmp_path / "a")
-    callback = lightning_callback(tmp_path / "run.jsonl")
-    assert isinstance(callback, lightning.Callback)
-    trainer, watched = lightning_run(lightning, tmp_path / "b", callback)
+def test_lightning_trains_to_the_same_bits(lightning, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plain, watched = (lightning_run(lightning, tmp_path / str(watched), watched=watched) for watched in (False, True))
     for (name, one), other in zip(plain.state_dict().items(), watched.state_dict().values(), strict=True):
         assert torch.equal(one, other), name
-    log = MonitorLog.read(tmp_path / "run.jsonl")
-    assert list(log.steps) == [0, 2, 4, 5]
+    log = MonitorLog.read("run.jsonl")
+    assert list(log.steps) == [0, 2, 4]
     assert set(log.sharpness) >= TYPES
-    assert float(trainer.callback_metrics["sharpness/Norm"]) == pytest.approx(log.sharpness["Norm"].value[2], rel=1e-6)
 
 
-def test_lightning_goes_on_from_a_checkpoint(lightning, tmp_path):
-    lightning_run(lightning, tmp_path, lightning_callback(tmp_path / "run.jsonl"), steps=4)
-    assert MonitorLog.read(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4]
-    choose = lightning_callback(tmp_path / "run.jsonl", model=lambda module: module.model)
-    lightning_run(lightning, tmp_path, choose, steps=6, resume=tmp_path / "step=3.ckpt")
-    assert MonitorLog.read(tmp_path / "run.jsonl").steps.tolist() == [0, 2, 4, 6]
-
-
-@pytest.mark.parametrize("name", ["hugging_face", "lightning"])
-def test_a_missing_package_is_named(name, monkeypatch):
-    module = importlib.import_module(f"hessiankit.diagnostics.monitoring.{name}")
-    monkeypatch.delitem(vars(module), "SharpnessCallback", raising=False)
-    for package in ("transformers", "lightning"):
-        monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(
-        hk.InputError, match=r"needs the package \w+ \(.*\); install it with pip install 'hessiankit\[training\]'"
-    ):
-        _ = module.SharpnessCallback
-    with pytest.raises(AttributeError, match="no attribute 'Other'"):
-        _ = module.Other
+def test_lightning_goes_on_from_a_checkpoint(lightning, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lightning_run(lightning, tmp_path, steps=4)
+    assert MonitorLog.read("run.jsonl").steps.tolist() == [0, 2, 4]
+    lightning_run(lightning, tmp_path, steps=6, resume=tmp_path / "step=3.ckpt")
+    assert MonitorLog.read("run.jsonl").steps.tolist() == [0, 2, 4, 6]

@@ -73,10 +73,8 @@ CURVATURE = {
         ".png .csv _norms.csv _verdicts.json", lambda m: {"QUICK": tuple(replace(row, d_model=4, d_ff=6) for row in m.QUICK)}
     ),
     "curvature_gap_theorem_1": Small(".png .csv _verdicts.json"),
-    "monitored_gpt2": Small(
-        ".png .jsonl .json", lambda m: {"QUICK": m.Settings(1, 2, 4, 2, 1, None), "APPROXIMATIONS": ("diagonal",)}
-    ),
-    "monitored_share": Small(".png .jsonl .json"),
+    "monitored_adamw": Small(".png .jsonl .json"),
+    "monitored_gpt2": Small(".png .jsonl .json", lambda m: {"QUICK": m.Settings(1, 2, 4, 2, 1), "APPROXIMATIONS": ("diagonal",)}),
     "optimizer_curvature": Small(
         ".png .csv .json", lambda m: {"QUICK": m.Settings(4, 1, 4, 2, 4, 2, 2, 16, 4, 0.01, (0,), (300.0,), (3e-3,), 1)}
     ),

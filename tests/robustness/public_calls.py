@@ -99,8 +99,9 @@ def _loss_of(self: MonitorLog) -> Any:
 
 
 def _monitored(path: Path | None = None) -> dict[str, Any]:
-    measured = {"every": 1, "log_spaced": False, "sharpness": False, "draws": 2, "eigenvalue_products": 5}
-    return {**on_language()(), "path": path or _path(), **measured}
+    data = (tokens(2, 4), tokens(2, 4))
+    measured: dict[str, Any] = {"every": 1, "log_spaced": False, "what": {"norms": {}, "sharpness": {"draws": 2}}, "seed": 0}
+    return {"model": language_model(), "data": data, "path": path or _path(), **measured}
 
 
 def _stepped() -> dict[str, Any]:

@@ -24,9 +24,8 @@ STRUCTURE = {"NaN weight"}
 UNREAD = {
     ("block_types", "model"): STRUCTURE, ("model_parts", "model"): STRUCTURE, ("named_slices", "module"): STRUCTURE,
     ("blockwise_lr", "model"): STRUCTURE, ("Monitor", "model"): STRUCTURE,
-    ("Monitor", "data"): {"text", "object", "no entries", "out of range"}, ("Monitor", "target"): {"out of range"},
     ("angular_distance", "x"): {"NaN"}, ("angular_distance", "y"): {"NaN"},
-    ("blockwise_lr", "power"): {"nan"}, ("blockwise_lr", "cap"): {"nan"}, ("Monitor", "eigenvalue_tol"): {"nan"},
+    ("blockwise_lr", "power"): {"nan"}, ("blockwise_lr", "cap"): {"nan"},
     ("TransformerBlock", "rotary_theta"): {"nan"}, ("growth_laws", "theory"): {"number", "object"},
 }  # fmt: skip
 """(function, argument) -> wrong values that are taken: values of a model whose structure alone is read, data that are read at the
