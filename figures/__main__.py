@@ -2,90 +2,86 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from figures import accepted, names, script, summary
-from hessiankit.cli.parsing import FAILED, INTERRUPTED, Parser, add_json
-from hessiankit.cli.parsing import OK as DRAWN
+from hessiankit.cli.options import Flag, Json
+from hessiankit.cli.program import FAILED, INTERRUPTED, answer, command
+from hessiankit.cli.program import OK as DRAWN
 from hessiankit.support.errors import HessiankitError, InputError, not_known
-from hessiankit.support.files import check_writable, output_for, write_json
+from hessiankit.support.files import write_json
 
 SOURCES = {"images": ("digits",), "text": ("stdlib",)}
 """Names of sources that are no path, by option."""
 EMPTY: Mapping[str, str] = {}
+EXAMPLES = (
+    ("python -m figures --list", "names of the figures, with what they show"),
+    ("python -m figures curvature_gap_5 --quick", "one figure, in seconds"),
+)
+app = command("python -m figures", EXAMPLES, "some figures failed, and are named at the end; the others are drawn")
+
+
+@app.default
+def run(
+    *name: str,
+    list: Flag = False,
+    all: Flag = False,
+    quick: Flag = False,
+    out: Path = Path("build/figures"),
+    format: Literal["png", "svg", "pdf"] = "png",
+    images: str | None = None,
+    text: str | None = None,
+    output: Json = Json(),
+) -> int:
+    """Draw the papers' figures anew, each with its numbers as CSV or JSON beside it.
+
+    Training runs are kept below OUT/cache. After Ctrl-C or a failure the same command goes on with what is left.
+
+    Args:
+        name: Figures to draw.
+        list: Name the figures and say what they show.
+        all: Draw every figure.
+        quick: A smaller model and fewer steps: seconds instead of minutes.
+        out: Folder to write to.
+        format: Format of the pictures.
+        images: A .npz file with images and labels, for the figures of images (default: scikit-learn's digits).
+        text: A file or a folder, for the figures of text (default: Python's standard library).
+    """
+    known = names()
+    if list:
+        width = max(map(len, known))
+        for one in known:
+            print(f"{one:{width}}  {summary(one)}")
+        write_json("figures", output.json, {one: summary(one) for one in known})
+        return DRAWN
+    chosen = known if all else [*dict.fromkeys(name)]
+    for one in chosen:
+        if one not in known:
+            raise InputError(f"figures: {one!r} {not_known(one, known, '--list')}")
+    if not chosen:
+        raise InputError(f"figures: name a figure, or pass --all; there are: {', '.join(known)}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise InputError(
+            f"figures: cannot write to {out}: {error.strerror}; pass a folder that can be written to with --out"
+        ) from error
+    sources = {option: path for option, path in (("images", images), ("text", text)) if path is not None}
+    check_sources(chosen, sources)
+    return draw_all(chosen, out, quick=quick, suffix=f".{format}", sources=sources, json=output.json)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    parser = Parser(
-        prog="python -m figures",
-        description="Draw the papers' figures anew, each with its numbers as CSV or JSON beside it.",
-        epilog="Training runs are kept below OUT/cache. After Ctrl-C or a failure the same command goes on with what is left. "
-        "Exit status: 0 all are drawn; 1 some failed, and are named at the end, the others are drawn; 2 a name, an option or the "
-        "folder cannot be used; 130 interrupted.",
-    )
-    add = parser.add_argument
-    add("name", nargs="*", help="figures to draw")
-    add("--list", action="store_true", help="name the figures and say what they show")
-    add("--all", action="store_true", help="draw every figure")
-    add("--quick", action="store_true", help="a smaller model and fewer steps: seconds instead of minutes")
-    add("--out", type=Path, default=Path("build/figures"), help="folder to write to (default: %(default)s)")
-    add("--format", choices=("png", "svg", "pdf"), default="png", help="format of the pictures (default: %(default)s)")
-    add(
-        "--images",
-        metavar="PATH",
-        help="a .npz file with images and labels, for the figures of images (default: scikit-learn's digits)",
-    )
-    add("--text", metavar="PATH", help="a file or a folder, for the figures of text (default: Python's standard library)")
-    add_json(add)
-    options = parser.parse_args(arguments)
-    try:
-        check_writable("figures", options.json)
-        with output_for([options.json]):
-            return run(options)
-    except InputError as error:
-        parser.error(str(error).removeprefix("figures: "))
-    except KeyboardInterrupt:  # before the first figure, or between two of them
-        print("figures: interrupted; the same command goes on", file=sys.stderr)
-        return INTERRUPTED
-
-
-def run(options: argparse.Namespace) -> int:
-    """Do what the options ask for and return the exit status.
-
-    Raises:
-        InputError: If a name, an option or the folder cannot be used.
-    """
-    known = names()
-    if options.list:
-        width = max(map(len, known))
-        for name in known:
-            print(f"{name:{width}}  {summary(name)}")
-        write_json("figures", options.json, {name: summary(name) for name in known})
-        return DRAWN
-    chosen = known if options.all else list(dict.fromkeys(options.name))
-    for name in chosen:
-        if name not in known:
-            raise InputError(f"figures: {name!r} {not_known(name, known, '--list')}")
-    if not chosen:
-        raise InputError(f"figures: name a figure, or pass --all; there are: {', '.join(known)}")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=options.out):
-            pass
-    except OSError as error:
-        raise InputError(
-            f"figures: cannot write to {options.out}: {error.strerror}; pass a folder that can be written to with --out"
-        ) from error
-    sources = {name: path for name in ("images", "text") if (path := getattr(options, name)) is not None}
-    check_sources(chosen, sources)
-    return draw_all(chosen, options.out, quick=options.quick, suffix=f".{options.format}", sources=sources, json=options.json)
+    return answer(app, arguments)
 
 
 def check_sources(chosen: Sequence[str], sources: Mapping[str, str]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from derivations.rotary import angles
 from hessiankit.blocks.feedforward import linear, weight
 from hessiankit.blocks.norms import make_norm
-from hessiankit.support.errors import InputError, check_sizes, unknown
+from hessiankit.support.errors import InputError, check_heads, check_sizes, unknown
 
 THETA = 10_000.0
 
@@ -96,20 +96,12 @@ class Attention(nn.Module):
         super().__init__()
         sizes = {name: n for name, n in (("d_k", d_k), ("d_v", d_v), ("n_kv_heads", n_kv_heads)) if n is not None}
         check_sizes("Attention", d_model=d_model, n_heads=n_heads, **sizes)
-        if d_model % n_heads and (d_k is None or d_v is None):
-            raise InputError(f"Attention: d_model={d_model} does not split into n_heads={n_heads} equal heads")
+        check_heads("Attention", d_model, n_heads, n_kv_heads, rotary, d_k, d_v)
         self.n_heads, self.causal, self.rotary, self.rotary_theta = n_heads, causal, rotary, rotary_theta
         self.n_kv_heads = n_heads if n_kv_heads is None else n_kv_heads
         self.d_k = d_model // n_heads if d_k is None else d_k
         self.d_v = d_model // n_heads if d_v is None else d_v
         self.norm_scope = norm_scope
-        if n_heads % self.n_kv_heads:
-            raise InputError(
-                f"Attention: n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; "
-                "every key head serves equally many query heads"
-            )
-        if rotary and self.d_k % 2:
-            raise InputError(f"Attention: rotary positions turn pairs of features, and d_k={self.d_k} is odd; pass an even d_k")
         if n_heads * self.d_v != d_model and not output_projection:
             raise InputError(
                 f"Attention: n_heads={n_heads} values of d_v={self.d_v} do not make up d_model={d_model}; "

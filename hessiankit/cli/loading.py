@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.cli.parsing import SOURCES
+from hessiankit.cli.options import SOURCES
 from hessiankit.cli.text import VOCAB_SIZE, TextDataset
 from hessiankit.support.errors import InputError, did_you_mean
 

@@ -1,15 +1,11 @@
-"""Print and draw what a monitor wrote while a model was trained.
-
-Read the file of a hessiankit.Monitor, also while training goes on, and print for each step the block types from flat to sharp,
-loss, norm of the parameters and top eigenvalue.
-"""
+"""``hessiankit monitor``."""
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
-from hessiankit.cli.parsing import Parser, add_output, finish
+from hessiankit.cli.options import File, Output
+from hessiankit.cli.program import command
 from hessiankit.support.errors import InputError
 
 EXAMPLES = (
@@ -17,24 +13,27 @@ EXAMPLES = (
     ("hessiankit monitor run.jsonl --plot run.svg", "the table, and the curves as a picture"),
     ("hessiankit monitor run.jsonl --json", "everything as JSON"),
 )
+app = command("monitor", EXAMPLES)
 
 
-def options(command: Parser) -> None:
-    """Add the options."""
-    command.add_argument("file", type=Path, metavar="FILE", help="the monitor's file")
-    command.add_argument("--plot", type=Path, metavar="OUT", help="also draw it, as .png, .svg or .pdf")
-    add_output(command.add_argument)
+@app.default
+def run(file: Path, /, *, plot: File | None = None, output: Output = Output()) -> None:
+    """Print and draw what a monitor wrote while a model was trained.
 
+    Read the file of a hessiankit.Monitor, also while training goes on, and print for each step the block types from flat to
+    sharp, loss, norm of the parameters and top eigenvalue.
 
-def run(args: argparse.Namespace) -> None:
-    """Run the command."""
-    if not args.file.is_file():
-        why = "it is a folder" if args.file.is_dir() else "No such file"
-        raise InputError(f"monitor: cannot read {args.file}: {why}; name a file that a Monitor wrote")
+    Args:
+        file: The monitor's file.
+        plot: Also draw it, as .png, .svg or .pdf.
+    """
+    if not file.is_file():
+        why = "it is a folder" if file.is_dir() else "No such file"
+        raise InputError(f"cannot read {file}: {why}; name a file that a Monitor wrote")
 
     from hessiankit.diagnostics.monitoring.log import MonitorLog
 
-    log = MonitorLog.read(args.file)
-    finish(args, log)
-    if args.plot is not None:
-        log.plot(args.plot)
+    log = MonitorLog.read(file)
+    output.finish(log)
+    if plot is not None:
+        log.plot(plot)

@@ -1,17 +1,14 @@
-"""Measure how sharp each block type of a language model is, with error bars.
-
-Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of embeddings, queries and
-keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity Principle, Eqs. 3-4), with standard
-errors and intervals. Nothing of the paper's order is assumed. Nothing is downloaded.
-"""
+"""``hessiankit sharpness``."""
 
 from __future__ import annotations
 
-import argparse
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from hessiankit.cli import parsing
+from cyclopts import Parameter
+
+from hessiankit.cli.options import Device, Dtype, Flag, Output, Positive, Probability, Seed, check_sources
+from hessiankit.cli.program import command
 from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.tables import Table, say, table
 
@@ -25,83 +22,96 @@ EXAMPLES = (
 )
 EXACT_PARAMETERS = 500_000  # up to which the exact values are computed
 FLOW_TOKENS = 8  # enough to see what flows where
+app = command("sharpness", EXAMPLES)
 
 
-def options(command: parsing.Parser) -> None:
-    """Add the options."""
-    add = command.add_argument
-    parsing.add_model(add, default="tiny")
-    text = "stdlib (default): Python's own standard library; or a text file, or a folder of them"
-    add("--text", default="stdlib", metavar="PATH", help=text)
-    add("--batch", type=parsing.positive, default=8, help="sequences (default 8)")
-    add("--length", type=parsing.positive, default=64, help="tokens of each (default 64)")
-    add("--draws", type=parsing.positive, default=8, help="draws of the labels, each one backward pass (default 8)")
-    add(
-        "--micro-batch",
-        type=parsing.positive,
-        metavar="N",
-        help="sequences per forward pass; S is averaged over them (default: all)",
-    )
-    add("--per", choices=("token", "sequence"), default="token", help="unit of the mean in the loss (default token)")
-    add("--confidence", type=parsing.probability, default=0.95, help="confidence level of the intervals (default 0.95)")
-    kind = "the type of the parameters whose names a regular expression finds, e.g. 'router=Other' (may be repeated)"
-    add("--type", action="append", metavar="REGEX=TYPE", help=kind)
-    add("--layers", action="store_true", help="also print S by layer and type")
-    add("--tensors", action="store_true", help="also print S of every tensor")
-    add("--histograms", action="store_true", help="also print the share of entries that are 0, and write histograms to --json")
-    add("--exact", action="store_true", help="also compute the exact values, which takes minutes, and print both")
-    add("--seed", type=parsing.seed, default=0, help="random seed of windows, labels and drawn parameters (default 0)")
-    parsing.add_arithmetic(add, dtype="float32")
-    parsing.add_output(add)
+@app.default
+def run(
+    *,
+    model: str = "tiny",
+    text: str = "stdlib",
+    batch: Positive = 8,
+    length: Positive = 64,
+    draws: Positive = 8,
+    micro_batch: Positive | None = None,
+    per: Literal["token", "sequence"] = "token",
+    confidence: Probability = 0.95,
+    kinds: Annotated[list[str] | None, Parameter(name="--type")] = None,
+    layers: Flag = False,
+    tensors: Flag = False,
+    histograms: Flag = False,
+    exact: Flag = False,
+    seed: Seed = 0,
+    dtype: Dtype = "float32",
+    device: Device = "cpu",
+    output: Output = Output(),
+) -> None:
+    """Measure how sharp each block type of a language model is, with error bars.
 
+    Draw labels from the model's own predictions on windows of a text, and estimate the average sharpness S of embeddings,
+    queries and keys, feed-forward networks, values and outputs, norms and head (The Sharpness Disparity Principle, Eqs. 3-4),
+    with standard errors and intervals. Nothing of the paper's order is assumed. Nothing is downloaded.
 
-def run(args: argparse.Namespace) -> None:
-    """Run the command."""
-    parsing.check_sources(args)
-    types = _overrides(args.type)
+    Args:
+        model: tiny: 3 blocks, bytes; a folder of save_pretrained; a config.json; module:function.
+        text: stdlib: Python's own standard library; or a text file, or a folder of them.
+        batch: Sequences.
+        length: Tokens of each.
+        draws: Draws of the labels, each one backward pass.
+        micro_batch: Sequences per forward pass; S is averaged over them (default: all).
+        per: Unit of the mean in the loss.
+        confidence: Confidence level of the intervals.
+        kinds: REGEX=TYPE, the type of parameters whose names a regular expression finds, e.g. `router=Other` (may be repeated).
+        layers: Also print S by layer and type.
+        tensors: Also print S of every tensor.
+        histograms: Also print the share of entries that are 0, and write histograms to --json.
+        exact: Also compute the exact values, which takes minutes, and print both.
+    """
+    check_sources(model, text)
+    types = _overrides(kinds)
 
     import torch
 
     from hessiankit.cli.loading import load_model, text_batch
-    from hessiankit.cli.module_options import run_once
+    from hessiankit.cli.loss_problem import run_on_text
     from hessiankit.cli.text import load_text
     from hessiankit.diagnostics.sharpness.measure import sharpness
     from hessiankit.partition import model_parts
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
 
-    loaded = load_model(args.model, seed=args.seed, device=args.device, dtype=getattr(torch, args.dtype))
+    loaded = load_model(model, seed=seed, device=device, dtype=getattr(torch, dtype))
     size = sum(p.numel() for p in loaded.model.parameters())
-    if args.exact and size > EXACT_PARAMETERS:
+    if exact and size > EXACT_PARAMETERS:
         why = f"expected at most {EXACT_PARAMETERS:,}: leave --exact out, or take a smaller model"
-        raise InputError(f"sharpness: --exact of {loaded.name}, which has {size:,} parameters; {why}")
-    text = load_text(args.text)
-    inputs, targets = (x.to(args.device) for x in text_batch(loaded, text, args.batch, args.length, seed=args.seed))
-    say(f"{loaded}\n{args.batch} sequences of {args.length} {loaded.tokens}, {text.name}, {args.dtype}")
+        raise InputError(f"--exact of {loaded.name}, which has {size:,} parameters; {why}")
+    windows = load_text(text)
+    inputs, targets = (x.to(device) for x in text_batch(loaded, windows, batch, length, seed=seed))
+    say(f"{loaded}\n{batch} sequences of {length} {loaded.tokens}, {windows.name}, {dtype}")
     few = inputs[:1, :FLOW_TOKENS]
-    run_once(args, loaded.model, few)
-    measured = {"per": args.per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
-    drawn = {name: getattr(args, name) for name in ("draws", "micro_batch", "confidence", "histograms", "seed")}
+    run_on_text(loaded.model, few, model, "name a language model, which does")
+    measured: dict[str, Any] = {"per": per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
+    drawn: dict[str, Any] = {"draws": draws, "micro_batch": micro_batch, "confidence": confidence, "histograms": histograms}
     try:
         with progress_bar() as tell:
-            report = sharpness(loaded.model, inputs, targets, progress=tell, **measured, **drawn)
+            report = sharpness(loaded.model, inputs, targets, seed=seed, progress=tell, **measured, **drawn)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    exact = sharpness(loaded.model, inputs, targets, exact=True, **measured) if args.exact else None
+    truth = sharpness(loaded.model, inputs, targets, exact=True, **measured) if exact else None
     numbers = {
         "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
-        **{name: getattr(args, name) for name in ("text", "batch", "length", "dtype", "device")},
+        **{"text": text, "batch": batch, "length": length, "dtype": dtype, "device": device},
         "sharpness": report,
-        "exact": exact,
+        "exact": truth,
         "environment": environment(),
     }
-    parsing.finish(args, report, numbers)
-    if args.layers:
+    output.finish(report, numbers)
+    if layers:
         say(_layers(report), whole=True)
-    if args.tensors:
+    if tensors:
         say(_tensors(report), whole=True)
-    if exact is not None:
-        say(_beside(report, exact), whole=True)
+    if truth is not None:
+        say(_beside(report, truth), whole=True)
 
 
 def _overrides(texts: list[str] | None) -> dict[str, str] | None:
@@ -109,7 +119,7 @@ def _overrides(texts: list[str] | None) -> dict[str, str] | None:
     pairs = [text.rpartition("=") for text in texts or ()]
     for expression, _, kind in pairs:
         if not expression or not kind:
-            raise InputError(f"sharpness: --type {expression or kind!r}; expected REGEX=TYPE, such as 'router=Other'")
+            raise InputError(f"--type {expression or kind!r}; expected REGEX=TYPE, such as 'router=Other'")
     return {expression: kind for expression, _, kind in pairs} or None
 
 

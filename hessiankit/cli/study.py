@@ -1,18 +1,13 @@
-"""Train a classifier of digits and check its exact Hessian, before and after: a demonstration of a minute.
-
-Train one post-norm transformer block on scikit-learn's digits, compute the exact Hessian of a batch at initialisation and after
-training, for squared error and cross entropy, and compare it block pair by block pair with references that take other routes.
-Prints a table, writes heat maps and a JSON report.
-"""
+"""``hessiankit study``."""
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hessiankit.cli.parsing import Parser, add_arithmetic, add_output, seed
+from hessiankit.cli.options import Device, Dtype, Flag, Output, Seed
+from hessiankit.cli.program import command
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import check_writable, make_folder, write_json
 from hessiankit.support.tables import say
@@ -26,26 +21,38 @@ EXAMPLES = (
     ("hessiankit study", "about a minute; report and heat maps in results/study"),
     ("hessiankit study --quick --table", "seconds; every block pair, and the health of each reference"),
 )
-FAILS = "something disagrees"
 STANDARD = {"d_model": 16, "d_ff": 64, "patch": 2, "steps": 300, "batch": 32}
 QUICK = {"d_model": 8, "d_ff": 16, "patch": 4, "steps": 40, "batch": 16}
 LOSS_NAMES = {"mse": "squared error", "cross_entropy": "cross entropy"}
 STAGES = ("initialisation", "trained")
 SHOWN = 3  # block pairs of each Hessian that are printed without ``--table``: those with the largest errors
+app = command("study", EXAMPLES, "something disagrees")
 
 
-def options(command: Parser) -> None:
-    """Add the options."""
-    add = command.add_argument
-    add("--quick", action="store_true", help="a smaller model and batch: a few seconds")
-    add("--seed", type=seed, default=0, help="random seed of initialisation, batches and directions (default 0)")
-    add_arithmetic(add)
-    add("--out", type=Path, default=Path("results/study"), help="folder for report and heat maps (default results/study)")
-    add_output(add)
+@app.default
+def run(
+    *,
+    quick: Flag = False,
+    seed: Seed = 0,
+    dtype: Dtype = "float64",
+    device: Device = "cpu",
+    out: Path = Path("results/study"),
+    output: Output = Output(),
+) -> int:
+    """Train a classifier of digits and check its exact Hessian, before and after: a demonstration of a minute.
 
+    Train one post-norm transformer block on scikit-learn's digits, compute the exact Hessian of a batch at initialisation and
+    after training, for squared error and cross entropy, and compare it block pair by block pair with references that take other
+    routes. Prints a table, writes heat maps and a JSON report.
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
+    Args:
+        quick: A smaller model and batch: a few seconds.
+        out: Folder for report and heat maps.
+    """
+    target = out / "report.json"
+    make_folder("study", out)
+    check_writable("study", target)
+
     import torch
     import torch.nn.functional as F
 
@@ -57,19 +64,17 @@ def run(args: argparse.Namespace) -> int:
     from hessiankit.support.torch_state import one_thread
     from hessiankit.verify.check import check
 
-    start, target, precision = time.perf_counter(), args.out / "report.json", getattr(torch, args.dtype)
-    options = {**(QUICK if args.quick else STANDARD), "seed": args.seed, "dtype": args.dtype, "device": args.device}
-    device, size = args.device, options["batch"]
-    make_folder("study", args.out)
-    check_writable("study", target)
+    start, precision = time.perf_counter(), getattr(torch, dtype)
+    options: dict[str, Any] = {**(QUICK if quick else STANDARD), "seed": seed, "dtype": dtype, "device": device}
+    size = options["batch"]
     place("study", torch.nn.Linear(1, 1), device, precision)  # before anything is computed
-    tokens = ((patchify(images.to(precision), options["patch"]), classes) for images, classes in split(*digits(), args.seed))
+    tokens = ((patchify(images.to(precision), options["patch"]), classes) for images, classes in split(*digits(), seed))
     (x, labels), held_out = ((inputs.to(device), classes.to(device)) for inputs, classes in tokens)
     say(f"digits train: {len(x)} images, {x.shape[1]} patches of {x.shape[2]} pixels; a batch of {size} for the Hessians")
     reports: dict[tuple[str, str], CheckReport] = {}
     accuracies: dict[str, float] = {}
     for loss, words in LOSS_NAMES.items():
-        torch.manual_seed(args.seed)
+        torch.manual_seed(seed)
         widths = {name: options[name] for name in ("d_model", "d_ff")}
         model = VisionTransformer(x.shape[2], x.shape[1], 10, **widths, bias=True)
         model.to(device, precision)
@@ -78,28 +83,28 @@ def run(args: argparse.Namespace) -> int:
             if stage == "trained":
                 began = time.perf_counter()
                 with one_thread():
-                    losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, options["steps"], args.seed)
+                    losses = train(model, x, y, F.mse_loss if loss == "mse" else F.cross_entropy, options["steps"], seed)
                 took, accuracies[loss] = time.perf_counter() - began, accuracy(model, *held_out)
                 say(
                     f"trained with {words}: {len(losses)} steps in {took:.1f} s, loss {losses[0]:.4g} -> {losses[-1]:.4g}, "
                     f"training accuracy {accuracy(model, x, labels):.1%}, validation accuracy {accuracies[loss]:.1%}"
                 )
             with progress_bar(f"Hessian {len(reports) + 1} of {len(LOSS_NAMES) * len(STAGES)}: ") as tell:
-                asked = {"loss": loss, "directions": 1, "dtype": None, "seed": args.seed}
+                asked: dict[str, Any] = {"loss": loss, "directions": 1, "dtype": None, "seed": seed}
                 report = check(model, x[:size], y[:size], progress=tell, **asked)
             reports[loss, stage] = report
             norm = report.hessian.spectral_norm()
             say("", f"Hessian of the {words}, {stage}: loss {report.hessian.loss:.4g}, ||H||_2 {norm:.4g}")
-            if args.table:
+            if output.table:
                 print(report.table())
             else:
                 say(report.pair_table().top(SHOWN), report.verdict)
     seconds, passed = time.perf_counter() - start, all(reports.values())
     say("", f"{'PASSED' if passed else 'FAILED'} in {seconds:.0f} s")
-    pictures = {loss: args.out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
+    pictures = {loss: out / f"hessian_{loss}.png" for loss in LOSS_NAMES}
     content = {
         "passed": passed,
-        "options": {**options, "out": str(args.out)},
+        "options": {**options, "out": str(out)},
         "environment": environment(),
         "validation_accuracy": accuracies,
         "seconds": seconds,
@@ -112,9 +117,9 @@ def run(args: argparse.Namespace) -> int:
         title = f"Hessian of the {LOSS_NAMES[loss]}"
         both = side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=STAGES, title=title, path=path)
     say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {both.caption}")
-    if not args.table:
+    if not output.table:
         say(f"every row: --table; every number: {target}, or --json")
-    write_json("study", args.json, content)
+    write_json("study", output.json, content)
     return int(not passed)
 
 

@@ -44,6 +44,20 @@ def check_sizes(who: str, **sizes: int) -> None:
             raise InputError(f"{who}: {name}={size}, expected at least 1")
 
 
+def check_heads(
+    who: str, d_model: int, n_heads: int, n_kv_heads: int | None, rotary: bool, d_k: int | None = None, d_v: int | None = None
+) -> None:
+    """Raise an InputError for heads that do not fit the width; ``d_k`` and ``d_v`` are widths of a head, where they are given."""
+    if d_model % n_heads and (d_k is None or d_v is None):
+        raise InputError(f"{who}: d_model={d_model} does not split into n_heads={n_heads} equal heads")
+    if n_kv_heads is not None and n_heads % n_kv_heads:
+        why = "every key head serves equally many query heads"
+        raise InputError(f"{who}: n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; {why}")
+    width = d_model // n_heads if d_k is None else d_k
+    if rotary and width % 2:
+        raise InputError(f"{who}: rotary positions turn pairs of features, and d_k={width} is odd; pass an even d_k")
+
+
 def nearest(name: str, known: Iterable[str]) -> list[str]:
     """Return up to three known names that are like this one, the nearest first.
 

@@ -1,23 +1,19 @@
-"""Compare learning rates by block type with tuned AdamW, at equal budget, with intervals.
-
-Train small byte-level language models on Python's standard library. First tune AdamW's learning rate, then the base rate of each
-scheme by block type. Then train all of them, and controls with one change each, on the same batches with seeds that no search
-used. Print the held-out losses, the paired differences from AdamW and the steps to equal loss, with intervals. Finished runs are
-kept in --out; after an interrupt the same command continues. The exit code is 0 whatever the table says.
-"""
+"""``python -m papers tune-lr``."""
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from hessiankit.cli.parsing import INTERRUPTED, OK, Parser, add_output, finish, positive, positive_number, probability
+from cyclopts import Parameter
+
+from hessiankit.cli.options import File, Flag, Output, Positive, PositiveNumber, Probability
+from hessiankit.cli.program import INTERRUPTED, OK, command
 
 if TYPE_CHECKING:
     from papers.experiments.tuning.experiment import Setting
@@ -32,26 +28,54 @@ GRID = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 QUICK_GRID = (4e-3, 8e-3, 1.6e-2)
 TRIAL = 6
 """Steps that are timed for the estimate."""
+app = command("tune-lr", EXAMPLES)
 
 
-def options(command: Parser) -> None:
-    """Add the options."""
-    add = command.add_argument
-    add("--steps", type=positive, help="updates of a run, the budget (default 400; --quick 60)")
-    add("--seeds", type=positive, help="seeds of the comparison (default 5; --quick 3)")
-    add("--tuning-seeds", type=positive, help="other seeds, of the searches (default 3; --quick 2)")
-    add("--grid", type=positive_number, nargs="+", metavar="LR", help="AdamW's learning rates, rising (default 1e-3 to 1.6e-2)")
-    add("--text", default="stdlib", metavar="PATH", help="'stdlib' (default), or a text file, or a folder of them")
-    add("--confidence", type=probability, default=0.95, help="confidence level of each interval (default 0.95)")
-    add("--jobs", type=positive, help="processes that share the work, each with one thread (default: one a core, 8 at most)")
-    add("--quick", action="store_true", help="a tiny model and budget, less than a minute: shows the tables, decides nothing")
-    add("--out", type=Path, default=Path("results/tune-lr"), help="folder for the runs and the picture (default results/tune-lr)")
-    add_output(add)
-    add("--markdown", type=Path, metavar="PATH", help="also write the tables into this page (docs/learning_rates.md is made so)")
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """What decides the numbers.
+
+    Attributes:
+        steps: Updates of a run, the budget (default 400; --quick 60).
+        seeds: Seeds of the comparison (default 5; --quick 3).
+        tuning_seeds: Other seeds, of the searches (default 3; --quick 2).
+        grid: AdamW's learning rates, rising (default 1e-3 to 1.6e-2).
+        text: stdlib, or a text file, or a folder of them.
+        confidence: Confidence level of each interval.
+        quick: A tiny model and budget, less than a minute: shows the tables, decides nothing.
+    """
+
+    steps: Positive | None = None
+    seeds: Positive | None = None
+    tuning_seeds: Positive | None = None
+    grid: Annotated[list[PositiveNumber], Parameter(consume_multiple=1)] | None = None
+    text: str = "stdlib"
+    confidence: Probability = 0.95
+    quick: Flag = False
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code."""
+@app.default
+def run(
+    *,
+    setup: Comparison = Comparison(),
+    jobs: Positive | None = None,
+    out: Path = Path("results/tune-lr"),
+    markdown: File | None = None,
+    output: Output = Output(),
+) -> int:
+    """Compare learning rates by block type with tuned AdamW, at equal budget, with intervals.
+
+    Train small byte-level language models on Python's standard library. First tune AdamW's learning rate, then the base rate of
+    each scheme by block type. Then train all of them, and controls with one change each, on the same batches with seeds that no
+    search used. Print the held-out losses, the paired differences from AdamW and the steps to equal loss, with intervals.
+    Finished runs are kept in --out; after an interrupt the same command continues. The exit code is 0 whatever the table says.
+
+    Args:
+        jobs: Processes that share the work, each with one thread (default: one per core, 8 at most).
+        out: Folder for the runs and the picture.
+        markdown: Also write the tables into this page (docs/learning_rates.md is made so).
+    """
     from hessiankit.support.progress import progress_bar
     from hessiankit.support.tables import as_text, say
     from papers.experiments.tuning.comparison import compare, expected_runs
@@ -59,12 +83,12 @@ def run(args: argparse.Namespace) -> int:
     from papers.experiments.tuning.experiment import QUICK, Setting, digest_of
     from papers.experiments.tuning.store import Runs
 
-    setting = replace(QUICK if args.quick else Setting(), text=args.text)
-    setting = replace(setting, digest=digest_of(args.text), steps=args.steps or setting.steps)
-    grid = tuple(args.grid or (QUICK_GRID if args.quick else GRID))
-    seeds, tuning_seeds = args.seeds or (3 if args.quick else 5), args.tuning_seeds or (2 if args.quick else 3)
-    jobs = args.jobs or min(os.cpu_count() or 1, 8)
-    lines = args.out / "runs.jsonl"
+    setting = replace(QUICK if setup.quick else Setting(), text=setup.text)
+    setting = replace(setting, digest=digest_of(setup.text), steps=setup.steps or setting.steps)
+    grid = tuple(setup.grid or (QUICK_GRID if setup.quick else GRID))
+    seeds, tuning_seeds = setup.seeds or (3 if setup.quick else 5), setup.tuning_seeds or (2 if setup.quick else 3)
+    jobs = jobs or min(os.cpu_count() or 1, 8)
+    lines = out / "runs.jsonl"
     expected = expected_runs(grid, seeds, tuning_seeds)
     try:
         with progress_bar() as tell, Runs(lines, jobs=jobs, tell=tell, expected=expected) as runs:
@@ -74,14 +98,14 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print(f"papers: interrupted; finished runs are kept in {lines}, the same command goes on from there", file=sys.stderr)
         return INTERRUPTED
-    report = TuneReport(comparison, setting, args.confidence, len(done), math.fsum(run.seconds for run in done))
-    finish(args, report)
-    if args.quick:
+    report = TuneReport(comparison, setting, setup.confidence, len(done), math.fsum(run.seconds for run in done))
+    output.finish(report)
+    if setup.quick:
         say("--quick: the tables' form on a model that has hardly begun to learn, not a result.")
-    pictures = [args.out / "learning_rates.png"]
-    if args.markdown is not None:
-        pictures.append(args.markdown.with_suffix(".png"))
-        write_page(args.markdown, report, command_of(args), pictures[1].name)
+    pictures = [out / "learning_rates.png"]
+    if markdown is not None:
+        pictures.append(markdown.with_suffix(".png"))
+        write_page(markdown, report, command_of(setup, markdown), pictures[1].name)
     for path in pictures:
         draw(report, path)
     return OK
@@ -119,14 +143,12 @@ def seconds_of_a_run(setting: Setting) -> float:
     return (1 + min(setting.evaluations, setting.steps)) * evaluation + setting.steps * (stamps[-1] - stamps[0]) / TRIAL
 
 
-def command_of(args: argparse.Namespace) -> str:
+def command_of(setup: Comparison, markdown: Path) -> str:
     """Return the command that makes the page's section, without what does not change its numbers."""
     words = ["python -m papers tune-lr"]
-    for name in ("steps", "seeds", "tuning_seeds"):
-        value = getattr(args, name)
-        words += [f"--{name.replace('_', '-')} {value}"] if value is not None else []
-    words += [f"--grid {' '.join(f'{lr:g}' for lr in args.grid)}"] if args.grid else []
-    words += [f"--text {args.text}"] if args.text != "stdlib" else []
-    words += [f"--confidence {args.confidence:g}"] if args.confidence != 0.95 else []
-    words += ["--quick"] if args.quick else []
-    return " ".join([*words, f"--markdown {args.markdown}"])
+    for field in fields(setup):
+        value = getattr(setup, field.name)
+        if value != field.default:
+            numbers = value if isinstance(value, list) else [] if value is True else [value]
+            words += [f"--{field.name.replace('_', '-')}", *(f"{n:g}" if isinstance(n, float) else str(n) for n in numbers)]
+    return " ".join([*words, f"--markdown {markdown}"])

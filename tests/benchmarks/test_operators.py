@@ -15,7 +15,7 @@ from benchmarks.__main__ import main
 from benchmarks.routes import operators as audit
 from benchmarks.routes.operators import AUDITED, RAISED, REFUSED, RIGHT, ROUGH, SILENT, SKIPPED, OperatorTable, operators
 from benchmarks.routes.torch_routes import ROUTES, Route
-from hessiankit.cli import parsing as exit_codes
+from hessiankit.cli import program as exit_codes
 from hessiankit.support.errors import TraceError
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from benchmarks.routes.table import (
     routes,
 )
 from benchmarks.routes.torch_routes import ROUTES, Route, central_differences
-from hessiankit.cli import parsing as exit_codes
+from hessiankit.cli import program as exit_codes
 from hessiankit.verify.check import AGAINST
 from hessiankit.verify.references import REFERENCES
 

@@ -10,7 +10,9 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -20,9 +22,10 @@ from curvature_reference import jacobian_rows
 import hessiankit
 from hessiankit import blocks
 from hessiankit.blocks import GATED, PLACEMENTS
-from hessiankit.cli import parsing as exit_codes
-from hessiankit.cli.main import COMMANDS, FILES, main, parser
-from hessiankit.cli.parsing import ACTIVATIONS, NORMS, Parser
+from hessiankit.cli import program as exit_codes
+from hessiankit.cli.main import COMMANDS, app, main
+from hessiankit.cli.options import Activation, Norm
+from hessiankit.cli.program import with_dashes
 from hessiankit.diagnostics.monitoring.lines import Lines
 from hessiankit.formulas.chapters import CHAPTERS
 from hessiankit.formulas.theorems import CHAPTER_NAMES
@@ -50,12 +53,17 @@ AS_THEY_ARE = re.compile("--(all|exact)|hessiankit study")
 """Examples that are not run: slow ones, and those that tests/cli/test_study.py and test_terminal.py run."""
 
 
-def subparsers() -> dict[str, Parser]:
-    (action,) = (a for a in parser()._actions if a.dest == "command")
-    return action.choices  # type: ignore[return-value]
+EXAMPLES = [command for name in COMMANDS for command, _ in import_module(f"hessiankit.cli.{name}").EXAMPLES]
 
 
-EXAMPLES = [command for one in subparsers().values() for command, _ in one.examples]
+def parsed(words: list[str]) -> dict[str, Any]:
+    """The arguments that the command of these words is called with."""
+    return app.parse_args(with_dashes(words), exit_on_error=False, print_error=False)[1].arguments
+
+
+def help_of(*words: str, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main([*words, "--help"]) == 0
+    return capsys.readouterr().out
 
 
 @pytest.fixture
@@ -82,23 +90,32 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, env=env)
 
 
-def test_every_command_teaches() -> None:
-    assert len(subparsers()) == len(COMMANDS)
-    for name, one in subparsers().items():
-        options = {option for action in one._actions for option in action.option_strings}
-        assert "--json" in options, name
-        assert 2 <= len(one.examples) <= 3, name
-        text = one.format_help()
-        assert all(f"  {command}\n      {what}\n" in text for command, what in one.examples)
-        assert "exit codes: 0 done; " in text
-        for action in one._actions:
-            assert action.help, (name, action.dest)
-        assert {a.dest for a in one._actions if a.dest in ("markdown", "html", "plot", "json")} <= set(FILES)
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_teaches(name: str, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = help_of(name, capsys=capsys)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "--json" in text
+    assert "Exit codes: 0 done; " in text
+    for argument in app[name].assemble_argument_collection(parse_docstring=True):
+        assert argument.parameter.help or argument.children, argument.name
+    module = import_module(f"hessiankit.cli.{name}")
+    assert 2 <= len(module.EXAMPLES) <= 3
+    joined = " ".join(text.split())
+    assert all(f"• {command} {what}" in joined for command, what in module.EXAMPLES)
+
+
+def test_no_command_prints_the_help(capsys) -> None:
+    assert main([]) == 0
+    text = capsys.readouterr().out
+    assert text == help_of(capsys=capsys)
+    assert all(f" {name} " in text for name in COMMANDS)
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_examples_parse(example: str) -> None:
-    assert parser().parse_args(words(example)).command == words(example)[0]
+    assert words(example)[0] in COMMANDS
+    assert parsed(words(example)) or example in ("hessiankit sharpness", "hessiankit study", "hessiankit compile")
 
 
 def test_the_page_of_the_documentation_parses() -> None:
@@ -106,8 +123,8 @@ def test_the_page_of_the_documentation_parses() -> None:
     commands = re.findall(r"^hessiankit .*?(?= +#| 2>|$)", page, flags=re.MULTILINE)
     assert len(commands) >= 4
     for command in commands:
-        parser().parse_args(words(command))
-    assert all(f"\n| `{name}` |" in page for name in subparsers())
+        parsed(words(command))
+    assert all(f"\n| `{name}` |" in page for name in COMMANDS)
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", page, flags=re.MULTILINE)} == {
         *(exit_codes.OK, exit_codes.FAILED, exit_codes.USAGE, exit_codes.INTERRUPTED, exit_codes.CLOSED)
     }
@@ -148,7 +165,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("hessiankit.cli.bounds.run", lambda args: pytest.fail("computed"))
+    monkeypatch.setattr(sys.modules["hessiankit.bounding.bounds"], "bounds", lambda *_, **__: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
     for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
@@ -160,12 +177,16 @@ def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monke
 
 
 AT_ONCE = [
-    ("", "the following arguments are required: COMMAND; see hessiankit --help"),
-    ("derive --no-such", "derive: unrecognized arguments: --no-such"),
-    ("monitor", "monitor: the following arguments are required: FILE"),
-    ("chek", "'chek' is not known; did you mean 'check'? Choose one of study, check, hessian, "),
-    ("check --placment pre", "--placment pre; did you mean '--placement'"),
-    ("derive --format latx", "'latx' is not known; did you mean 'latex'?"),
+    ("derive --no-such", "derive: Unknown option: --no-such."),
+    ("monitor", 'monitor: Command "monitor" parameter FILE requires an argument.'),
+    ("chek", 'Unknown command "chek". Did you mean "check"? Available commands: study, check, hessian, '),
+    ("check --placment pre", "check: Unknown option: --placment. Did you mean --placement?"),
+    (
+        "derive --format latx",
+        'Invalid value "latx" for --format. Choose from: "text", "explain", "latex", "json". Did you mean "latex"?',
+    ),
+    ("derive --wrt", "derive: "),
+    ("check --seed", "check: "),
     (
         "derive --placement prenorm",
         "derive: --placement 'prenorm' is not known; did you mean 'pre'? All 49 names: --list-placements",
@@ -184,9 +205,19 @@ AT_ONCE = [
     ("hessian --model my_models:language --text notes.txt --loss mse", "the next token is a label"),
     ("hessian --plot H.gif", "cannot draw H.gif"),
     ("hessian --plot H.png --dry-run", "--plot needs the matrix"),
+    ("hessian --out notes.txt", "hessian: notes.txt exists; --resume continues it, --overwrite replaces it"),
     ("hessian --overwrite", "hessian: --overwrite is of a file; add --out"),
     ("sharpness --model nowhere", "--model 'nowhere' is not an existing path; expected 'tiny', a folder"),
     ("hessian --model tiny --text nowhere", "--text 'nowhere' is neither 'stdlib' nor an existing path"),
+    ("sharpness --model . --draws 2", "--model '.' is no model; expected 'tiny', a folder"),
+    ("check --model notes.txt --shape 2 3", "--model 'notes.txt' is no model; expected 'tiny', a folder"),
+    ("check --model no_models:make --shape 2 3", "there is no module 'no_models' in this folder or installed; expected 'tiny'"),
+    ("check --model :make --shape 2 3", "there is no module '' in this folder or installed"),
+    ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
+    ("hessian --heads 3", "hessian: Attention: d_model=4 does not split into n_heads=3 equal heads"),
+    ("derive --heads 2 --kv-heads 4", "derive: Attention: n_kv_heads=4 does not divide n_heads=2"),
+    ("check --placement pre --heads 4 --rotary", "check: Attention: rotary positions turn pairs of features, and d_k=1 is odd"),
+    ("study --out notes.txt/folder", "study: cannot make the folder notes.txt/folder: Not a directory; name another one"),
     ("derive thm3", "'thm3' is not known; did you mean 'curvature-gap/thm3'?"),
 ]
 """Refused before torch is imported."""
@@ -197,7 +228,6 @@ REFUSED = [
         "hessian --params attention.W_q",
         "params=['attention.W_q']: this TransformerBlock has no such parameter; did you mean",
     ),
-    ("bounds --heads 2 --kv-heads 3", "bounds: Attention: n_kv_heads=3 does not divide n_heads=2"),
     ("hessian --model tiny --device abacus", "on device='abacus'"),
     ("hessian --model tiny --tokens 513 --text notes.txt", "hessian: length=513, and tiny takes at most 512 tokens"),
     ("study --device nowhere --quick", "nowhere"),
@@ -214,11 +244,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_errors_are_one_line_that_names_what_was_typed_and_what_was_meant(given: str, message: str, here: Path, capsys) -> None:
-    try:
-        code = main(given.split())
-    except SystemExit as stop:
-        code = int(str(stop.code))
-    assert code == exit_codes.USAGE
+    assert main(given.split()) == exit_codes.USAGE
     seen = capsys.readouterr()
     (told,) = seen.err.splitlines()
     assert message in told
@@ -226,17 +252,15 @@ def test_errors_are_one_line_that_names_what_was_typed_and_what_was_meant(given:
     assert given.startswith("hessian") or not seen.out  # which says first what it is of
 
 
-def test_what_can_be_told_without_torch_is_told_before_it_is_imported(here: Path) -> None:
+def test_help_and_errors_that_need_no_torch_come_before_it_is_imported(here: Path) -> None:
     code = f"""
-import contextlib, sys
-from hessiankit.cli.main import main, parser
-parser().format_help()
-heavy = {{'torch', 'numpy', 'scipy', 'sympy', 'rich', 'matplotlib'}} & set(sys.modules)
-assert not heavy, heavy
+import sys
+from hessiankit.cli.main import main
+main(["--help"])
 for line in {[given for given, _ in AT_ONCE]}:
-    with contextlib.suppress(SystemExit):
-        main(line.split())
-    assert "torch" not in sys.modules, line
+    main(line.split())
+    heavy = {{'torch', 'numpy', 'scipy', 'sympy', 'matplotlib'}} & set(sys.modules)
+    assert not heavy, (line, heavy)
 """
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
@@ -244,24 +268,27 @@ for line in {[given for given, _ in AT_ONCE]}:
 
 
 def test_the_names_in_help_are_those_of_the_registries() -> None:
-    assert set(ACTIVATIONS) == {*blocks.ACTIVATIONS, *GATED}
-    assert NORMS == blocks.NORMS
+    assert set(get_args(Activation)) == {*blocks.ACTIVATIONS, *GATED}
+    assert get_args(Norm) == blocks.NORMS
     assert tuple(CHAPTERS) == CHAPTER_NAMES
 
 
+def numeric_options() -> list[tuple[str, str]]:
+    """Commands with their options that take a number."""
+    arguments = [(name, argument) for name in COMMANDS for argument in app[name].assemble_argument_collection()]
+    numbers = [(name, a.name) for name, a in arguments if re.search(r"\b(int|float)\b", str(a.hint)) and not a.children]
+    assert {"--scale", "--confidence", "--seed", "--heads", "--shape"} <= {option for _, option in numbers}
+    return numbers
+
+
 def test_numbers_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    top = parser()
-    (commands,) = (action.choices for action in top._actions if action.dest == "command")
-    options = [(name, a) for name, one in commands.items() for a in one._actions if a.type not in (None, Path)]  # type: ignore[union-attr]
-    assert {"--scale", "--confidence", "--seed", "--heads"} <= {a.option_strings[0] for _, a in options}
-    for name, action in options:
+    for name, option in numeric_options():
         for value in ("-1", "nan", "inf", "1e400", "x"):
-            with pytest.raises(SystemExit, match="2"):
-                top.parse_args([name, f"{action.option_strings[0]}={value}"])
-            told = capsys.readouterr().err
-            assert f"hessiankit {name}: argument {action.option_strings[0]}: " in told
-            assert value in told
-            assert told.count("\n") == 1
+            assert main([name, f"{option}={value}"]) == exit_codes.USAGE
+            said = capsys.readouterr().err
+            assert said.startswith(f"hessiankit: {name}: Invalid value")
+            assert option in said
+            assert said.count("\n") == 1
 
 
 def test_placements_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,18 +297,19 @@ def test_placements_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()] == list(PLACEMENTS)
 
 
-def test_interrupted(monkeypatch, capsys) -> None:
+def test_interrupted(here: Path, monkeypatch, capsys) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hessiankit.cli.monitor.run", stopped)
+    monkeypatch.setattr("hessiankit.diagnostics.monitoring.log.MonitorLog.read", stopped)
     assert main(["monitor", "run.jsonl"]) == exit_codes.INTERRUPTED == 130
     assert capsys.readouterr().err == "hessiankit: interrupted\n"
 
 
-def test_a_reader_that_stops_reading() -> None:
-    code = "import sys; from hessiankit.cli import main, monitor; monitor.run = lambda _: print(1); sys.exit(main.main(['monitor', 'x']))"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
+@pytest.mark.parametrize("command", [["derive", "--list"], ["check", "--list-placements"]])
+def test_a_reader_that_stops_reading(command: list[str]) -> None:
+    given = [sys.executable, "-m", "hessiankit", *command]
+    with subprocess.Popen(given, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
@@ -293,17 +321,10 @@ def test_python_runs_it_as_a_module() -> None:
     assert python("-m", "hessiankit", "--version").stdout == f"hessiankit {hessiankit.__version__}\n"
 
 
-def completions(line: str) -> list[str]:
-    """What the shell offers after a line."""
-    env = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_TYPE": "9", "_ARGCOMPLETE_IFS": "\n"}
-    code = "import os, sys; os.dup2(1, 8); from hessiankit.cli.main import main; main([])"
-    return [word.strip() for word in python("-c", code, **env).stdout.split("\n") if word.strip()]
-
-
-def test_completion() -> None:
-    pytest.importorskip("argcomplete")
-    assert completions("hessiankit he") == ["hessian"]
-    assert {"text", "latex"} <= set(completions("hessiankit derive --format "))
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    script = app.generate_completion(shell=shell)
+    assert {"hessian", "kv-heads", "latex"} <= set(re.findall(r"[\w-]+", script.replace("--", " ")))
 
 
 def test_hessian_is_the_library_s(here: Path) -> None:

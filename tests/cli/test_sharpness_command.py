@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hessiankit.cli import sharpness
-from hessiankit.cli.main import parser
-from hessiankit.support.errors import InputError
+from hessiankit.cli.main import main
 
 SMALL = """
 import torch
@@ -27,8 +25,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def run(*given: str) -> None:
-    sharpness.run(parser().parse_args(["sharpness", *QUICK, *given]))
+def run(*given: str, code: int = 0) -> None:
+    assert main(["sharpness", *QUICK, *given]) == code
 
 
 def test_tables_and_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,9 +80,9 @@ def test_types_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
         (["--type", "router=MoE"], "MoE"),
     ],
 )
-def test_errors(given: list[str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        run("--model", "small_models:model", "--text", "text.txt", *given)
+def test_errors(given: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--model", "small_models:model", "--text", "text.txt", *given, code=2)
+    assert message in capsys.readouterr().err
 
 
 def test_one_draw_beside_exact_values_is_neither_inside_nor_outside(capsys: pytest.CaptureFixture[str]) -> None:

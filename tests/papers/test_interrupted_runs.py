@@ -10,7 +10,7 @@ import pytest
 from monitoring_cases import full_disk
 
 import hessiankit as hk
-from hessiankit.cli.parsing import INTERRUPTED
+from hessiankit.cli.program import INTERRUPTED
 from hessiankit.support.environment import code_version
 from papers.__main__ import main
 from papers.experiments import placement_grid

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hessiankit.blocks import PLACEMENTS, FeedForward
-from hessiankit.cli.parsing import FAILED
+from hessiankit.cli.program import FAILED
 from hessiankit.support.jsonl import read_records
 from papers.__main__ import main
 from papers.experiments.placement_grid import (
