@@ -28,7 +28,7 @@ Derivatives = tuple[Array, Array, "Array | None"]
 
 
 def _identity(x: Array, slope: Scalar) -> Derivatives:
-    return x, full(shape_of(x), 1, x), None
+    return x, full(tuple(x.shape), 1, x), None
 
 
 def _relu(x: Array, slope: Scalar) -> Derivatives:

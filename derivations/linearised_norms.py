@@ -103,24 +103,6 @@ class LinearisedNorm(Linearised):
         shaped = zip(self.inputs, covectors, strict=False)
         return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
 
-    def jacobian_rows(self) -> Tensor:
-        """Return the derivative with respect to X, row by row and transposed, (rows, d, d): P diag(r gamma)."""
-        each = self.scale.expand_as(self.x)
-        out = self.off.unsqueeze(2) * (each * self.off).mul_(-1 / self.d).unsqueeze(1)
-        if self.centred:
-            out -= (each / self.d).unsqueeze(1)
-        out.diagonal(dim1=1, dim2=2).add_(each)
-        return out
-
-    def curvature_rows(self) -> Tensor:
-        """Return the second derivative with respect to X, times w, (rows, d, d): -nu r^2 (C - 3 x x^T / d) + e x^T + x e^T."""
-        half = torch.addcmul(self.e, self.on_t, self.off, value=-1.5 / self.d).unsqueeze(1) * self.off.unsqueeze(2)
-        out = half + half.mT
-        if self.centred:
-            out -= (self.on_t / self.d).unsqueeze(2)
-        out.diagonal(dim1=1, dim2=2).add_(self.on_t)
-        return out
-
     def _to_rows_and_gain(
         self, u: Tensor | None, t: Tensor | None, t_gamma: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -10,6 +10,7 @@ import torch
 from primitive_cases import LABELS, layer_norm
 from second_order_reference import check_all_blocks, random_point, relative_error
 
+from derivations.bounds.norm_rows import NormRows
 from derivations.group_normalization import GroupNormRowsAt
 from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.multihead import MultiHeadAttentionAt, split_heads
@@ -136,6 +137,17 @@ def test_eps_per_row():
     eps = torch.tensor([0.1, 0.0, 2.0], dtype=torch.float64)
     for shaped in (eps.tolist(), eps.reshape(L, 1)):
         check_all_blocks(LayerNormAt(**point, eps=shaped), lambda **p: layer_norm(eps.reshape(L, 1))(**p), point)
+
+
+@pytest.mark.parametrize(("chapter", "width"), [(LayerNormAt, 5), (LayerNormAt, 2), (RMSNormAt, 3), (RMSNormAt, 1)])
+def test_the_rows_of_a_norm_are_blocks_of_the_chapter(chapter, width):
+    point = random_point(4, X=(L, width), gamma=(width,))
+    rows, r = NormRows(**point, eps=0.3, norm=chapter.__name__[:-2].lower()), random_point(5, r=(L, width))["r"]
+    at = chapter(**point, eps=0.3)
+    assert relative_error(rows.value, at.value) < 1e-14
+    assert relative_error(torch.block_diag(*rows.jacobian.mT), at.jacobian("X").dense()) < 1e-13
+    contracted = torch.einsum("o,oij->ij", r.reshape(-1), at.hessian("X", "X").dense().reshape(-1, L * width, L * width))
+    assert relative_error(torch.block_diag(*rows.curvature(r)), contracted) < 1e-13
 
 
 # Feed-forward networks and heads -------------------------------------------------------------------------------------
