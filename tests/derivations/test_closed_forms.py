@@ -12,11 +12,12 @@ from second_order_reference import check_all_blocks, random_point, relative_erro
 
 from derivations.bounds.norm_rows import NormRows
 from derivations.group_normalization import GroupNormRowsAt
-from derivations.loss import CrossEntropy, MeanSquaredError
 from derivations.multihead import MultiHeadAttentionAt, split_heads
-from derivations.normalization import LayerNorm, LayerNormAt, RMSNorm, RMSNormAt
+from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.row_blocks import RowCovariance
-from derivations.softmax import Softmax
+from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError
+from hessiankit.primitives.normalization import LayerNorm, RMSNorm
+from hessiankit.primitives.softmax import Softmax
 
 # Softmax -------------------------------------------------------------------------------------------------------------
 

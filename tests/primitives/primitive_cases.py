@@ -11,21 +11,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformer_reference import ACTIVATIONS
 
-from derivations.activation import Activation
-from derivations.axis_maps import AxisMaps
-from derivations.binary import Binary
-from derivations.cast import Cast
-from derivations.elementwise import Divide, Elementwise
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
-from derivations.loss import CrossEntropy, MeanSquaredError
-from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Extreme, Mean, SumOver
-from derivations.primitive import Primitive
-from derivations.scattering import AddAt, TakeAmong
-from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.axis_maps import AxisMaps
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.elementwise import Divide, Elementwise
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take, Where
+from hessiankit.primitives.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
+from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError
+from hessiankit.primitives.normalization import LayerNorm, RMSNorm
+from hessiankit.primitives.pooling import Extreme, Mean, SumOver
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.scattering import AddAt, TakeAmong
+from hessiankit.primitives.softmax import LogSoftmax, Softmax
 
 
 class Case(NamedTuple):

@@ -14,9 +14,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from derivations.directions import align, joint_shape, same_rows, unbroadcast
-from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
-from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Role, Tangents, total
+from hessiankit.primitives.directions import align, joint_shape, same_rows, unbroadcast
+from hessiankit.primitives.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
+from hessiankit.primitives.primitive import (
+    AffineByEntry,
+    ByLinearising,
+    Covectors,
+    Inputs,
+    Linearised,
+    Primitive,
+    Role,
+    Tangents,
+    total,
+)
 
 
 def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tensor | None]]:

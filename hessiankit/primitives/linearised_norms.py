@@ -1,7 +1,7 @@
 r"""LayerNorm and RMSNorm linearised at rows: quantities of the row alone are computed once.
 
 With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formulas are those of
-:mod:`derivations.normalization_actions`, ordered by what a tangent t or a covector u multiplies:
+:mod:`hessiankit.primitives.normalization`, ordered by what a tangent t or a covector u multiplies:
 
     push    (r gamma) o (t - mean t - x tau) + x o t_gamma + t_beta,                   tau = x.t / d
     pull    P z + (e.t + 2 nu r^2 tau) x + (d tau) e,                                  e = -r^2 C v / d
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from derivations.directions import stacks
-from derivations.primitive import Linearised, hollow, total
+from hessiankit.primitives.directions import stacks
+from hessiankit.primitives.primitive import Linearised, hollow, total
 
 if TYPE_CHECKING:
-    from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+    from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents
 
 
 class LinearisedNorm(Linearised):
@@ -40,7 +40,7 @@ class LinearisedNorm(Linearised):
     Args:
         primitive: The norm.
         inputs: X in any shape, gamma and beta.
-        adjoint: As :class:`derivations.primitive.Linearised` has it.
+        adjoint: As :class:`hessiankit.primitives.primitive.Linearised` has it.
         wanted: The same.
         x: The normalised rows (rows, d).
         r: The inverse scales (rows, 1).
