@@ -87,8 +87,7 @@ class Elementwise(Entrywise):
         abs          |x|            sign x              0
         clamp        within [l, h]  1{l <= x <= h}      0
 
-    and those of ``derivations.scalar_functions``. At a kink the derivative is torch's: 0
-    for abs, 1 for clamp.
+    and those of ``derivations.scalar_functions``. At a kink the derivative is torch's: 0 for abs, 1 for clamp.
 
     Args:
         kind: one of ``KINDS``.
