@@ -9,8 +9,6 @@ s_i = \sqrt{\|Cx_i\|^2/d + \varepsilon},\qquad P = \mathrm{diag}(1/s),\qquad Y =
 "Closing the Curvature Gap" treats LayerNorm with gamma = 1, beta = 0, eps = 0; its own formulas (Theorems 2 and 3) are
 in ``derivations.layernorm_theorems``. The forms below are shorter, hold for every gain, shift and eps, and give RMSNorm
 by C -> I_d (which the paper does not have). eps enters through s alone.
-
-The same formulas as actions on batches of tensors are the primitives of ``derivations.normalization_actions``.
 """
 
 from __future__ import annotations
@@ -24,12 +22,11 @@ from typing import Any
 from derivations.arrays import Array, Scalar, as_array, is_exact, reciprocal, scale, sqrt
 from derivations.layernorm_theorems import LayerNormTheorems, theorem2_jacobian, theorem3_hessian
 from derivations.matrix import Commutation, Diagonal, DiagonalLift, Identity, Matrix, Named, Ones, in_letters, kron
-from derivations.normalization_actions import LayerNorm, RMSNorm
 from derivations.operation import OperationAt, shape_of
 from derivations.row_blocks import Centring, RowBlocks
 from derivations.vecr import kron_derivative_right, vec_r_column
 
-__all__ = ["LayerNorm", "LayerNormAt", "LayerNormTheorems", "RMSNorm", "RMSNormAt", "theorem2_jacobian", "theorem3_hessian"]
+__all__ = ["LayerNormAt", "LayerNormTheorems", "RMSNormAt", "theorem2_jacobian", "theorem3_hessian"]
 
 
 @dataclass(frozen=True, eq=False)

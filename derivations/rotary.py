@@ -15,6 +15,7 @@ from derivations.matrix import Identity, Matrix, kron
 from derivations.matrix.leaves import transposed as transposed_symbol
 from derivations.matrix.letters import in_letters
 from derivations.operation import shape_of
+from derivations.rotary_angles import angles
 
 
 class Rotations(Matrix):
@@ -68,16 +69,6 @@ class Rotations(Matrix):
 
     def latex(self) -> str:
         return rf"\operatorname{{blockdiag}}_l({transposed_symbol(self.symbol) if self.transposed else self.symbol})"
-
-
-def angles(length: int, width: int, theta: float = 10000.0) -> torch.Tensor:
-    """Return the angles l theta^{-2i/w} of the positions l = 0, ..., L - 1 and the pairs i < w/2: L x w/2, in float64.
-
-    >>> angles(2, 4, theta=100.0).tolist()
-    [[0.0, 0.0], [1.0, 0.1]]
-    """
-    frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64, device="cpu") / width)  # (w/2,)
-    return torch.arange(length, dtype=torch.float64, device="cpu").reshape(-1, 1) * frequencies
 
 
 def rotary(

@@ -70,7 +70,7 @@ def floors() -> dict[str, int]:
     """Room -> floor, as the page draws them."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found, floor = {}, 0
-    for line in page[page.index("floor 7") : page.index("textbook")].splitlines():
+    for line in page[page.index("```text") : page.index("textbook")].splitlines():
         floor = int(line[6]) if line.startswith("floor") else floor
         found |= dict.fromkeys(re.findall(r"(?:^|\s{2,})([a-z_]+)\s{2,}(?=\S)", line[8:]), floor)
     return found
@@ -96,6 +96,21 @@ def test_imports_go_down() -> None:
     assert [
         (a, b) for a in FILES if a.startswith("derivations") for b in modules()[a].imports if not b.startswith("derivations")
     ] == []
+
+
+CORE = "support primitives tracing blocks functions engine curvature landscape"
+
+
+def test_no_number_needs_a_matrix_in_vec_r() -> None:
+    """Of the textbook, the rooms that compute numbers import arithmetic alone."""
+    rest, seen = [name for name in FILES if room(name) in CORE.split()], set[str]()
+    while rest:
+        name = rest.pop()
+        rest += modules()[name].imports - seen
+        seen |= modules()[name].imports
+    assert {name for name in seen if name.startswith("derivations")} == {
+        f"derivations.{name}" for name in ("activation_functions", "arrays", "rotary_angles", "scalar_functions")
+    }
 
 
 def test_only_figures_import_the_papers() -> None:

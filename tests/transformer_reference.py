@@ -1,4 +1,4 @@
-"""Hand-written attention, activations, feed-forward network and norms, for sequences with any leading axes."""
+"""Hand-written attention, activations, feed-forward network and norms, for sequences with any leading axes, and cross entropy."""
 
 from __future__ import annotations
 
@@ -43,3 +43,33 @@ def feedforward(Y, W_1, W_2, b_1=0, b_2=0, kind="relu", residual=True):
 def normalised(X, eps=0.0, norm="layernorm"):
     M = X - X.mean(-1, keepdim=True) if norm == "layernorm" else X
     return M / (M.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def layer_norm(eps, dims=1):
+    def f(X, gamma=1.0, beta=0.0):
+        axes = tuple(range(-dims, 0))
+        centred = X - X.mean(axes, keepdim=True)
+        return centred / (centred.square().mean(axes, keepdim=True) + eps).sqrt() * gamma + beta
+
+    return f
+
+
+def rms_norm(eps, dims=1):
+    def f(X, gamma=1.0):
+        return X / (X.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps).sqrt() * gamma
+
+    return f
+
+
+def cross_entropy(labels, smoothing=0.0, normalizer=None, ignored=-100):
+    """Written with logarithms of sums, one class at a time."""
+
+    def f(logits, _labels=None):
+        kept = labels != ignored
+        log_p = logits - logits.exp().sum(-1, keepdim=True).log()
+        target = torch.nn.functional.one_hot(labels.where(kept, 0), logits.shape[-1]).to(logits)
+        target = (1 - smoothing) * target + smoothing / logits.shape[-1]
+        losses = -(target * log_p).sum(-1) * kept
+        return losses.sum() / (kept.sum() if normalizer is None else normalizer)
+
+    return f

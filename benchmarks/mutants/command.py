@@ -23,7 +23,7 @@ from hessiankit.support.jsonl import append_records, read_records
 from hessiankit.support.tables import as_text, table
 
 ROOT = Path(__file__).parents[2]
-CHECKED = ("derivations", "engine")
+CHECKED = ("derivations", "primitives", "engine")
 """The rooms whose mutants ``check`` is meant to see, but for bounds and what bears on no derivative that it compares."""
 STATES = (KILLED, SURVIVED, UNDECIDED, STALE, UNTESTED)
 
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
         "be used; 130: interrupted (Ctrl-C).",
     )
     top.add_argument("--by", choices=("tests", "check"), default="tests", help="what is to see them: the tests of each, or "
-                     f"hessiankit.check alone on a fixed set of modules, mutants of {' and '.join(CHECKED)}")  # fmt: skip
+                     f"hessiankit.check alone on a fixed set of modules, mutants of {', '.join(CHECKED)}")  # fmt: skip
     top.add_argument("--only", nargs="+", metavar="ROOM", help="rooms, or files")
     top.add_argument("--sample", type=int, metavar="N", help="so many of them, drawn by --seed")
     top.add_argument("--random", type=int, metavar="N", help="in place of the lists, N at random positions, drawn by --seed")

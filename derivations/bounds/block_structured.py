@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations import activation as activations
+from derivations.activation_functions import derivatives
 from derivations.arrays import Array, as_array, to_float
 from derivations.bounds.attention_rows import AttentionRows, joint_factors, joint_pairs, split_heads
 from derivations.bounds.attention_structured import as_mask
@@ -108,7 +108,7 @@ def post_block_structured(
     F = torch.stack([one.value for one in attention]).sum(0)
     first = NormRows(x + F, dense(gamma_1), dense(beta_1), eps, norm)
     a = first.value @ w1 + (0.0 if b_1 is None else to_float(as_array(b_1)).double())
-    hidden, sigma_1, sigma_2 = activations.derivatives(activation, a)
+    hidden, sigma_1, sigma_2 = derivatives(activation, a)
     S = first.value + hidden @ w2 + (0.0 if b_2 is None else to_float(as_array(b_2)).double())
     last = NormRows(S, dense(gamma_2), dense(beta_2), eps, norm)
     rows = _rows(first, last, hidden, sigma_1, torch.zeros_like(a) if sigma_2 is None else sigma_2, w1, w2, t)

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from derivations.rotary import angles
+from derivations.rotary_angles import angles
 from hessiankit.blocks.feedforward import linear, weight
 from hessiankit.blocks.norms import make_norm
 from hessiankit.support.errors import InputError, check_heads, check_sizes, unknown

@@ -9,14 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.binary import Binary
-from derivations.directions import unbroadcast
-from derivations.elementwise import Divide
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import Multiply
-from derivations.loss import SampledLoss
-from derivations.primitive import Entrywise
-from derivations.softmax import LinearisedSoftmax
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.engine.entrywise_fusion import Step
@@ -26,6 +18,14 @@ from hessiankit.engine.problem.fisher import as_gauss_newton
 from hessiankit.engine.problem.loss_trace import loss_primitive, normalizer_of, samples_are_independent
 from hessiankit.engine.problem.own_call import own_target
 from hessiankit.engine.problem.task import Task
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.directions import unbroadcast
+from hessiankit.primitives.elementwise import Divide
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.linear import Multiply
+from hessiankit.primitives.loss import SampledLoss
+from hessiankit.primitives.primitive import Entrywise
+from hessiankit.primitives.softmax import LinearisedSoftmax
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 

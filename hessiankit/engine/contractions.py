@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from derivations.directions import together
 from hessiankit.engine.jacobians import SCRATCH, GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.kernel_calls import KernelSum, kernel_sum
+from hessiankit.primitives.directions import together
 
 CACHE = 2**17
 """Entries of a block that stay in a processor's cache while they are made and added."""

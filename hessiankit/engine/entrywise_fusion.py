@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.primitive import Linearised, LinearisedEntrywise
+from hessiankit.primitives.primitive import Linearised, LinearisedEntrywise
 from hessiankit.tracing.trace import accumulate
 
 Tensors: TypeAlias = "Sequence[Tensor | None]"

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from derivations.directions import add_at, together
+from hessiankit.primitives.directions import add_at, together
 from hessiankit.tracing.trace import Application, Trace
 
 SCRATCH = 2**21  # entries of work space

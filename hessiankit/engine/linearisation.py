@@ -18,7 +18,6 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
@@ -27,6 +26,7 @@ from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normaliz
 from hessiankit.engine.problem.own_call import own_value, reached
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
+from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention

@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
-from derivations.directions import together
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
 from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian, key
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.primitives.directions import together
 
 ROWS = 2**20
 """Numbers of rows of the matrix that are made before they are added."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations.primitive import Linearised
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import (
     GainJacobian,
@@ -26,6 +25,7 @@ from hessiankit.engine.jacobians import (
     WeightJacobian,
     find_sites,
 )
+from hessiankit.primitives.primitive import Linearised
 from hessiankit.tracing.reassociation import reassociate
 from hessiankit.tracing.trace import Application, Trace
 

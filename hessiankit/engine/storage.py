@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from derivations.directions import together
 from hessiankit.engine.kernel_calls import SINGLE, KernelSum, joined, mirror
+from hessiankit.primitives.directions import together
 from hessiankit.support.kernels import kernels
 from hessiankit.support.torch_state import read_numbers
 

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias, overload
 
 from torch import Tensor
 
-from derivations.primitive import CovectorSum
 from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.primitives.primitive import CovectorSum
 from hessiankit.tracing.trace import accumulate, last_readers
 
 

@@ -31,7 +31,7 @@ from derivations.linear_map import LinearMapAt, merge_heads, rotary, split_heads
 from derivations.matrix import Identity, Matrix
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation, Renamed, Shape, shape_of, size
-from derivations.rotary import angles
+from derivations.rotary_angles import angles
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage, names_after
 from hessiankit.blocks import Attention, TransformerBlock

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derivations.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.functions.primitive_function import call, opaque
+from hessiankit.primitives.fused_attention import TORCHS, ScaledDotProductAttention
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
@@ -41,7 +41,8 @@ def scaled_dot_product_attention(
 
     The signature and the values are those of ``torch.nn.functional.scaled_dot_product_attention``, whose fused kernels have
     neither a second derivative nor a forward mode. From 512 queries times 512 keys on, values, gradients and second
-    derivatives are read a strip of queries at a time (:mod:`derivations.attention_strips`), in memory linear in the length:
+    derivatives are read a strip of queries at a time (:mod:`hessiankit.primitives.attention_strips`), in memory linear in
+    the length:
 
     ```math
     M = A\circ(WV^\top - D), \qquad D = \textstyle\sum W\circ N, \qquad

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from derivations.linear_cross_entropy import LinearCrossEntropy
 from hessiankit.functions.primitive_function import call, opaque
+from hessiankit.primitives.linear_cross_entropy import LinearCrossEntropy
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError, check_name
@@ -37,7 +37,7 @@ def linear_cross_entropy(
 
     Logits are made for some tokens at a time, in the value, the gradient and second derivatives, and never kept: the memory
     does not grow with tokens times vocabulary. Third derivatives and ``jvp`` of ``jvp`` keep them. The formulas are in
-    :mod:`derivations.linear_cross_entropy`; numbers of 16 bits are taken in single precision, and so is the loss.
+    :mod:`hessiankit.primitives.linear_cross_entropy`; numbers of 16 bits are taken in single precision, and so is the loss.
 
     Args:
         hidden: (..., d), what the head reads.

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from derivations.cast import wide
-from derivations.primitive import ByLinearising
+from hessiankit.primitives.cast import wide
+from hessiankit.primitives.primitive import ByLinearising
 from hessiankit.support.torch_state import full_precision
 
 Given = Tensor | None

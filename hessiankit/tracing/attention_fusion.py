@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.cast import Cast
-from derivations.elementwise import Divide
-from derivations.fused_attention import IN_STRIPS, ScaledDotProductAttention
-from derivations.indexing import Where
-from derivations.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
-from derivations.primitive import hollow
-from derivations.softmax import Softmax
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.elementwise import Divide
+from hessiankit.primitives.fused_attention import IN_STRIPS, ScaledDotProductAttention
+from hessiankit.primitives.indexing import Where
+from hessiankit.primitives.linear import Add, Expand, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape
+from hessiankit.primitives.primitive import hollow
+from hessiankit.primitives.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output, last_readers
 
 ENTRIES = IN_STRIPS

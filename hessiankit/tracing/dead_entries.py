@@ -18,10 +18,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from derivations.directions import unbroadcast
-from derivations.indexing import Where
-from derivations.linear import MaskedFill
-from derivations.primitive import Inputs
+from hessiankit.primitives.directions import unbroadcast
+from hessiankit.primitives.indexing import Where
+from hessiankit.primitives.linear import MaskedFill
+from hessiankit.primitives.primitive import Inputs
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.trace import Application, Trace, accumulate

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs
+from hessiankit.primitives.primitive import Covectors, Inputs
 from hessiankit.support.errors import TraceError
 
 STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import load_forward_mode
 from hessiankit.tracing import reverse

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 
-from derivations.cast import Cast
-from derivations.indexing import Slice
-from derivations.linear import Linear, MatMul, Multiple, Permute, Reshape
-from derivations.linear_cross_entropy import LOGITS, LinearCrossEntropy
-from derivations.loss import CrossEntropy, SampledLoss
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.indexing import Slice
+from hessiankit.primitives.linear import Linear, MatMul, Multiple, Permute, Reshape
+from hessiankit.primitives.linear_cross_entropy import LOGITS, LinearCrossEntropy
+from hessiankit.primitives.loss import CrossEntropy, SampledLoss
 from hessiankit.tracing.attention_fusion import replace
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 

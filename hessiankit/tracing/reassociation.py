@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from derivations.linear import Add, Linear, MatMul, Permute, Reshape
-from derivations.loss import CrossEntropy
-from derivations.primitive import Primitive
-from derivations.softmax import Softmax
+from hessiankit.primitives.linear import Add, Linear, MatMul, Permute, Reshape
+from hessiankit.primitives.loss import CrossEntropy
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.softmax import Softmax
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from derivations.primitive import Covectors, Tangents
+from hessiankit.primitives.primitive import Covectors, Tangents
 
 Places: TypeAlias = "Sequence[Tensor] | Sequence[GradientEdge]"
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents
 from hessiankit.support.errors import TraceError
 from hessiankit.support.torch_state import TORCH_LOCK
 from hessiankit.tracing import reverse

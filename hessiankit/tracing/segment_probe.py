@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.primitive import Inputs, Primitive
+from hessiankit.primitives.primitive import Inputs, Primitive
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, difference, estimates, rounding, settled, tangents_of
 from hessiankit.tracing.segment import Segment

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Container
 from dataclasses import replace
 
-from derivations.indexing import Concatenate
-from derivations.linear import Add, MatMul, Reshape
+from hessiankit.primitives.indexing import Concatenate
+from hessiankit.primitives.linear import Add, MatMul, Reshape
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 

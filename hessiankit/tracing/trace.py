@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from derivations.cast import Cast
-from derivations.indexing import Take, Where
-from derivations.linear import Add, Expand
-from derivations.primitive import Primitive
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.indexing import Take, Where
+from hessiankit.primitives.linear import Add, Expand
+from hessiankit.primitives.primitive import Primitive
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, sizes, table

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from derivations.activation import KINDS
+from derivations.activation_functions import KINDS
 from derivations.arrays import Array
 from derivations.matrix import Matrix
 from derivations.operation import Operation, Shape

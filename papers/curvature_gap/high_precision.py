@@ -18,7 +18,7 @@ import mpmath
 import numpy as np
 from torch import Tensor
 
-from derivations.rotary import angles
+from derivations.rotary_angles import angles
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.parts import Array, BlockParts
 from papers.curvature_gap.problems import BoundProblem

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from derivations.activation import derivatives
+from derivations.activation_functions import derivatives
 from derivations.bounds.block_norms import spectral_norm
 from derivations.bounds.constants import STEEPNESS, Steepness
 from papers.sharpness_disparity.gradient_bounds import GradientBounds, NormedInput, doubles, euler_bounds, standardised

@@ -19,10 +19,10 @@ from readings import READINGS, assert_readings
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.loss import CrossEntropy, MeanSquaredError, SampledLoss
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.problem import fisher as labels
 from hessiankit.engine.problem.fisher import sample_labels, sample_residuals, uniforms
+from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError, SampledLoss
 
 X, Y = draw(5, 3), torch.tensor([0, 3, 1, -100, 2])
 

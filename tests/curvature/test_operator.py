@@ -17,11 +17,11 @@ from scipy.sparse.linalg import LinearOperator, aslinearoperator, eigsh
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.linearised_norms import LinearisedNorm
 from hessiankit.curvature import cuda_graph
 from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.curvature.solving import solve
+from hessiankit.primitives.linearised_norms import LinearisedNorm
 from hessiankit.support import memory
 from hessiankit.support.errors import InputError, OutOfMemoryError, TraceError
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_reference import ACTIVATIONS, normalised
 
 from derivations import bounds
-from derivations.activation import SMOOTH
+from derivations.activation_functions import SMOOTH
 
 F64 = torch.float64
 Function = Callable[[Tensor], Tensor]

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from primitive_cases import ACTIVATIONS, cross_entropy, layer_norm, rms_norm
 from second_order_reference import check_all_blocks, random_point, relative_error
 from torch import Tensor, einsum
-from transformer_reference import attention, feedforward
+from transformer_reference import ACTIVATIONS, attention, cross_entropy, feedforward, layer_norm, rms_norm
 
 from derivations.activation import ActivationAt
 from derivations.affine import AffineAt
@@ -27,6 +26,7 @@ from derivations.linear_map import LinearMapAt, mean_rows, merge_heads, split_he
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Matrix
 from derivations.multihead import MultiHeadAttentionAt
+from derivations.multihead import split_heads as pieces
 from derivations.normalization import LayerNormAt, RMSNormAt
 from derivations.operation import Operation
 from derivations.pooling import MeanPoolHeadAt
@@ -266,6 +266,7 @@ MALFORMED: list[tuple[Callable[[], Any], str]] = [
     (lambda: AttentionAt(**ATTENTION).Phi("Q", "O"), "no argument is called 'W_O'"),
     (lambda: AttentionAt(**ATTENTION, W_O=torch.ones(3, 2)), "does not conform"),
     (lambda: MultiHeadAttentionAt(ATTENTION["X"], [HEAD, {**HEAD, "W_V": torch.ones(4, 3)}]), "one output shape"),
+    (lambda: pieces(*(torch.ones(4, 4) for _ in range(4)), n_heads=3), "do not divide into 3 heads"),
     (lambda: TokenEmbeddingAt(torch.tensor([0.5]), X), "got float32 tokens"),
     (lambda: HeadProductAt(**SCORES, heads=2, kind="mix"), r"with 2 heads, a mixture needs P \(2 L, S\) and R \(2 S, v\)"),
     (lambda: Selection([-1], 2), "there is no row -1 of 2"),

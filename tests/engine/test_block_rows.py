@@ -26,12 +26,12 @@ from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
 import hessiankit as hk
-from derivations.softmax import LinearisedSoftmax
 from hessiankit.engine import jacobians, sections
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.jacobians import GainJacobian, IndexJacobian, ParameterJacobian, WeightJacobian
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.primitives.softmax import LinearisedSoftmax
 from hessiankit.tracing.reassociation import reassociate
 
 

@@ -17,14 +17,14 @@ from torch.nn import functional as F
 from torch.nn.functional import cross_entropy, linear
 
 from benchmarks.architectures import build
-from derivations import linear_cross_entropy
-from derivations.cast import Cast
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import Add, MaskedFill, Reshape
-from derivations.linear_cross_entropy import LinearCrossEntropy
-from derivations.softmax import Softmax
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine.linearisation import Linearisation
+from hessiankit.primitives import linear_cross_entropy
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.linear import Add, MaskedFill, Reshape
+from hessiankit.primitives.linear_cross_entropy import LinearCrossEntropy
+from hessiankit.primitives.softmax import Softmax
 from hessiankit.tracing import attention_fusion, head_fusion
 
 B, H, L, E = 2, 2, 4, 2

@@ -15,8 +15,8 @@ from readings import assert_readings, in_turn
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.linear import Linear
-from derivations.primitive import Linearised, LinearisedEntrywise, into
+from hessiankit.primitives.linear import Linear
+from hessiankit.primitives.primitive import Linearised, LinearisedEntrywise, into
 
 X, T = draw(6, 4), draw(6, 3, seed=7)
 
@@ -62,7 +62,7 @@ def test_a_wrong_derivative_of_a_primitive_stops_every_result(name: str, monkeyp
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.float64, 1e-6), (torch.float32, 1e-2)])
 def test_a_wrong_value_stops_a_result(dtype: torch.dtype, error: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    from derivations.loss import MeanSquaredError
+    from hessiankit.primitives.loss import MeanSquaredError
 
     value = MeanSquaredError.value
     monkeypatch.setattr(MeanSquaredError, "value", lambda self, z, t: value(self, z, t) + error)

@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import hessiankit as hk
-from derivations import attention_strips, fused_attention, linear_cross_entropy
+from hessiankit.primitives import attention_strips, fused_attention, linear_cross_entropy
 from hessiankit.support.errors import InputError
 
 Function = Callable[..., Tensor]

@@ -14,10 +14,11 @@ from many_digits import ManyDigits
 from torch import Tensor, nn
 
 import hessiankit as hk
-from derivations.activation import derivatives
-from derivations.elementwise import KINDS
-from derivations.loss import CrossEntropy, CrossEntropyAt
-from derivations.softmax import LogSoftmax
+from derivations.activation_functions import derivatives
+from derivations.loss import CrossEntropyAt
+from hessiankit.primitives.elementwise import KINDS
+from hessiankit.primitives.loss import CrossEntropy
+from hessiankit.primitives.softmax import LogSoftmax
 
 GAPS = [2.0, 17.0, 45.0, 200.0]
 """Of the label's logit over the next one: 1 - p is from 0.1 to 1e-87."""

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import hessiankit as hk
-from derivations.cast import Cast
-from derivations.linear import Linear, MatMul
-from derivations.normalization import LayerNorm
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.linear import Linear, MatMul
+from hessiankit.primitives.normalization import LayerNorm
 
 T, B = draw(2, 3, 4, seed=13), draw(4, seed=11)
 CONVOLUTIONS = {

@@ -13,19 +13,19 @@ from operator_cases import error
 from torch import Tensor
 
 import hessiankit as hk
-from derivations.activation import Activation
-from derivations.axis_maps import AxisMaps
-from derivations.binary import Binary
-from derivations.elementwise import Divide, Elementwise
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
-from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Extreme, Mean, SumOver
-from derivations.primitive import Primitive
-from derivations.scattering import AddAt, TakeAmong
-from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.axis_maps import AxisMaps
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.elementwise import Divide, Elementwise
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take, Where
+from hessiankit.primitives.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
+from hessiankit.primitives.normalization import LayerNorm, RMSNorm
+from hessiankit.primitives.pooling import Extreme, Mean, SumOver
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.scattering import AddAt, TakeAmong
+from hessiankit.primitives.softmax import LogSoftmax, Softmax
 
 BIAS, WEIGHT, LEFT, MASK = draw(4, seed=11), draw(2, 4, seed=12), draw(2, 3, 3), torch.tensor([True, False, False, True])
 BOTH, KEEP = draw(2, 3, 4, seed=13), torch.tensor([[True, True, False], [False, True, True], [True, False, True]])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit as hk
-from derivations.linear import MatMul
+from hessiankit.primitives.linear import MatMul
 from hessiankit.tracing import recording
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.recording import can_record

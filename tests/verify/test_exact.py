@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from derivations import vecr
-from derivations.activation import KINDS
+from derivations.activation_functions import KINDS
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import HadamardAt

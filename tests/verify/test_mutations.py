@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hessiankit as hk
-from derivations import activation
-from derivations.linear import Multiple
-from derivations.linearised_norms import LinearisedNorm
 from derivations.matrix import Commutation
+from hessiankit.primitives import activation
+from hessiankit.primitives.linear import Multiple
+from hessiankit.primitives.linearised_norms import LinearisedNorm
 from hessiankit.tracing import primitives
 from hessiankit.verify.check_report import CheckReport
 

@@ -192,7 +192,7 @@ def _describe(outputs: Any, key: str) -> str:
 
 LOSSES = ("mse", "cross_entropy")
 SAMPLED = "sampled "
-"""Before the loss of a task whose Gauss-Newton matrix is a sampled Fisher matrix (:class:`derivations.loss.SampledLoss`)."""
+"""Before the loss of a task whose Gauss-Newton matrix is sampled (:class:`hessiankit.primitives.loss.SampledLoss`)."""
 IGNORE_INDEX = -100
 ELEMENTWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 """Losses of torch that average over the entries of outputs and target alike."""

@@ -1,4 +1,4 @@
-"""Which chapter of ``derivations`` an operation of torch's tracer belongs to.
+"""Which primitive an operation of torch's tracer is.
 
 Each rule takes the arguments of one ``aten`` operation and returns the primitive and the tensors it acts on. A rule may
 ask for the operation's ``result``, and where there are several outputs for the position of its ``output_index``. Whatever has

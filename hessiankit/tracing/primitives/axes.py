@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from derivations.axis_maps import AxisMaps
-from derivations.linear import Reshape
+from hessiankit.primitives.axis_maps import AxisMaps
+from hessiankit.primitives.linear import Reshape
 from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.indexing import Take, Where
-from derivations.linear import MaskedFill, Reshape
-from derivations.pooling import Extreme
-from derivations.scattering import AddAt, TakeAmong
+from hessiankit.primitives.indexing import Take, Where
+from hessiankit.primitives.linear import MaskedFill, Reshape
+from hessiankit.primitives.pooling import Extreme
+from hessiankit.primitives.scattering import AddAt, TakeAmong
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 

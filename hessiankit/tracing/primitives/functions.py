@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.activation import Activation
-from derivations.binary import Binary
-from derivations.elementwise import Elementwise
-from derivations.linear import Multiple, Reshape
 from derivations.scalar_functions import SMOOTH
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.elementwise import Elementwise
+from hessiankit.primitives.linear import Multiple, Reshape
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
 
 

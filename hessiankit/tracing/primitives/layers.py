@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import Reshape
-from derivations.loss import CrossEntropy
-from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Mean, SumOver
-from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.linear import Reshape
+from hessiankit.primitives.loss import CrossEntropy
+from hessiankit.primitives.normalization import LayerNorm, RMSNorm
+from hessiankit.primitives.pooling import Mean, SumOver
+from hessiankit.primitives.softmax import LogSoftmax, Softmax
 from hessiankit.tracing.one_dtype import widest
 from hessiankit.tracing.primitives.registry import RULES, Match, aten, axes_of, rule
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from derivations.elementwise import Divide
-from derivations.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
+from hessiankit.primitives.elementwise import Divide
+from hessiankit.primitives.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
 from hessiankit.tracing.primitives.registry import RULES, Match, aten, rule
 
 

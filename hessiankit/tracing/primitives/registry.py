@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.primitive import Primitive
+from hessiankit.primitives.primitive import Primitive
 
 Match: TypeAlias = "tuple[Primitive, tuple[Tensor | None, ...]] | None"
 Rule: TypeAlias = Callable[..., Match]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.cast import Cast
-from derivations.indexing import Concatenate, Select, Slice, Stack, Take
-from derivations.linear import Expand, Permute, Reshape
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take
+from hessiankit.primitives.linear import Expand, Permute, Reshape
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 

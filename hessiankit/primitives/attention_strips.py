@@ -1,8 +1,8 @@
 """Fused attention read a strip of queries at a time: first and second derivatives in memory linear in the context.
 
-The formulas are those of :mod:`derivations.fused_attention`. A strip is some queries with all keys that they see, of one head or
-of several; everything of queries times keys is made for it and let go. With A the strip's weights, t the tangent of its logits, W
-the adjoint of its output and b the second-order adjoint, where C_A is the covariance of a row:
+The formulas are those of :mod:`hessiankit.primitives.fused_attention`. A strip is some queries with all keys that they see, of
+one head or of several; everything of queries times keys is made for it and let go. With A the strip's weights, t the tangent of
+its logits, W the adjoint of its output and b the second-order adjoint, where C_A is the covariance of a row:
 
     dN = C_A(t) V + A v,     tau = t - A.t,     M = C_A(W V^T)
     dM = C_A(b V^T + W v^T) + M o tau - A (M.tau)
@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from derivations.softmax import peaks
+from hessiankit.primitives.softmax import peaks
 
 NOT_NUMBERS = (
     "scaled_dot_product_attention: the attention weights are not numbers; "

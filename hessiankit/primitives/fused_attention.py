@@ -24,10 +24,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from derivations.attention_strips import NOT_NUMBERS, Heads
-from derivations.directions import align, parts, unbroadcast
-from derivations.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
-from derivations.softmax import covariance, from_peak, peaks
+from hessiankit.primitives.attention_strips import NOT_NUMBERS, Heads
+from hessiankit.primitives.directions import align, parts, unbroadcast
+from hessiankit.primitives.primitive import ByLinearising, Covectors, Inputs, Linearised, Primitive, Tangents, hollow, plus, total
+from hessiankit.primitives.softmax import covariance, from_peak, peaks
 
 TORCHS = torch.nn.functional.scaled_dot_product_attention
 """Torch's function, also while another one is called by its name."""

@@ -12,21 +12,21 @@ from primitive_cases import attention
 from second_order_reference import random_point
 from torch import Tensor
 
-from derivations.activation import Activation
-from derivations.axis_maps import AxisMaps
-from derivations.binary import Binary
-from derivations.cast import Cast
-from derivations.elementwise import Divide, Elementwise
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
-from derivations.loss import CrossEntropy, MeanSquaredError
-from derivations.normalization import LayerNorm
-from derivations.pooling import Extreme, SumOver
-from derivations.primitive import Primitive
-from derivations.scattering import TakeAmong
-from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.axis_maps import AxisMaps
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.elementwise import Divide, Elementwise
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take, Where
+from hessiankit.primitives.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
+from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError
+from hessiankit.primitives.normalization import LayerNorm
+from hessiankit.primitives.pooling import Extreme, SumOver
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.scattering import TakeAmong
+from hessiankit.primitives.softmax import LogSoftmax, Softmax
 
 Case = tuple[Primitive, tuple[tuple[int, ...], ...]]
 SHAPES = [(3,), (3, 3), (2, 3), (1, 3), (3, 1), (2, 2, 3), (2, 3, 2), (3, 1, 2)]

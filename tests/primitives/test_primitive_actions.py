@@ -10,22 +10,22 @@ from action_reference import check_actions
 from primitive_cases import ACTIVATIONS, CASES, ELEMENTWISE, EMPTY, QKV, Case, draw
 from second_order_reference import relative_error
 
-from derivations import directions
-from derivations.activation import KINDS as ACTIVATION_KINDS
-from derivations.activation import Activation
-from derivations.binary import KINDS as BINARY_KINDS
-from derivations.binary import Binary
-from derivations.cast import Cast
-from derivations.elementwise import KINDS as ELEMENTWISE_KINDS
-from derivations.elementwise import Elementwise
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.linear import MatMul
-from derivations.loss import CrossEntropy
-from derivations.normalization import LayerNorm
-from derivations.pooling import Extreme
-from derivations.primitive import Primitive
-from derivations.softmax import Softmax
+from derivations.activation_functions import KINDS as ACTIVATION_KINDS
+from hessiankit.primitives import directions
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.binary import KINDS as BINARY_KINDS
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.elementwise import KINDS as ELEMENTWISE_KINDS
+from hessiankit.primitives.elementwise import Elementwise
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.linear import MatMul
+from hessiankit.primitives.loss import CrossEntropy
+from hessiankit.primitives.normalization import LayerNorm
+from hessiankit.primitives.pooling import Extreme
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.softmax import Softmax
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,23 +9,23 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformer_reference import ACTIVATIONS
+from transformer_reference import ACTIVATIONS, cross_entropy, layer_norm, rms_norm
 
-from derivations.activation import Activation
-from derivations.axis_maps import AxisMaps
-from derivations.binary import Binary
-from derivations.cast import Cast
-from derivations.elementwise import Divide, Elementwise
-from derivations.embedding import Embedding
-from derivations.fused_attention import ScaledDotProductAttention
-from derivations.indexing import Concatenate, Select, Slice, Stack, Take, Where
-from derivations.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
-from derivations.loss import CrossEntropy, MeanSquaredError
-from derivations.normalization import LayerNorm, RMSNorm
-from derivations.pooling import Extreme, Mean, SumOver
-from derivations.primitive import Primitive
-from derivations.scattering import AddAt, TakeAmong
-from derivations.softmax import LogSoftmax, Softmax
+from hessiankit.primitives.activation import Activation
+from hessiankit.primitives.axis_maps import AxisMaps
+from hessiankit.primitives.binary import Binary
+from hessiankit.primitives.cast import Cast
+from hessiankit.primitives.elementwise import Divide, Elementwise
+from hessiankit.primitives.embedding import Embedding
+from hessiankit.primitives.fused_attention import ScaledDotProductAttention
+from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take, Where
+from hessiankit.primitives.linear import Add, Expand, Linear, MaskedFill, MatMul, Multiple, Multiply, Permute, Reshape, Shift
+from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError
+from hessiankit.primitives.normalization import LayerNorm, RMSNorm
+from hessiankit.primitives.pooling import Extreme, Mean, SumOver
+from hessiankit.primitives.primitive import Primitive
+from hessiankit.primitives.scattering import AddAt, TakeAmong
+from hessiankit.primitives.softmax import LogSoftmax, Softmax
 
 
 class Case(NamedTuple):
@@ -271,22 +271,6 @@ for shape, dim in (((4,), -1), ((3, 4), -1), ((3, 4), 0), ((2, 3, 4), 1), ((2, 3
     case(f"log softmax {shape} {dim}", LogSoftmax(dim), lambda x, d=dim: x - x.exp().sum(d, keepdim=True).log(), T)
 
 
-def layer_norm(eps, dims=1):
-    def f(X, gamma=1.0, beta=0.0):
-        axes = tuple(range(-dims, 0))
-        centred = X - X.mean(axes, keepdim=True)
-        return centred / (centred.square().mean(axes, keepdim=True) + eps).sqrt() * gamma + beta
-
-    return f
-
-
-def rms_norm(eps, dims=1):
-    def f(X, gamma=1.0):
-        return X / (X.square().mean(tuple(range(-dims, 0)), keepdim=True) + eps).sqrt() * gamma
-
-    return f
-
-
 for shape, dims in (((3, 4), 1), ((3, 2), 1), ((3, 1), 1), ((4,), 1), ((2, 3, 5), 1), ((2, 3, 4), 2), ((2, 1, 3, 2, 2), 3)):
     x, gamma, beta = draw(shape, shape[-dims:], shape[-dims:], seed=20)
     case(f"layer norm {shape} {dims}", LayerNorm(dims, 0.1), layer_norm(0.1, dims), x, gamma, beta)
@@ -300,20 +284,6 @@ case("layer norm, shift alone", LayerNorm(1, 0.1), lambda x, beta: layer_norm(0.
 case("rms norm, absent gain", RMSNorm(1, 0.5), rms_norm(0.5), x, None)
 case("rms norm, one input", RMSNorm(1, 0.5), rms_norm(0.5), x)
 LABELS = torch.tensor([[2, 0, -100], [1, 1, 3]])
-
-
-def cross_entropy(labels, smoothing=0.0, normalizer=None, ignored=-100):
-    """Written with logarithms of sums, one class at a time."""
-
-    def f(logits, _labels=None):
-        kept = labels != ignored
-        log_p = logits - logits.exp().sum(-1, keepdim=True).log()
-        target = F.one_hot(labels.where(kept, 0), logits.shape[-1]).to(logits)
-        target = (1 - smoothing) * target + smoothing / logits.shape[-1]
-        losses = -(target * log_p).sum(-1) * kept
-        return losses.sum() / (kept.sum() if normalizer is None else normalizer)
-
-    return f
 
 
 (LOGITS,) = draw((2, 3, 5), seed=56)

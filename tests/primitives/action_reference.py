@@ -8,7 +8,7 @@ import torch
 from second_order_reference import relative_error
 from torch import Tensor
 
-from derivations.primitive import CovectorSum, Primitive
+from hessiankit.primitives.primitive import CovectorSum, Primitive
 
 
 def check_actions(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import AffineByEntry, Covectors, Inputs, Tangents, total
+from hessiankit.primitives.primitive import AffineByEntry, Covectors, Inputs, Tangents, total
 
 
 @dataclass(frozen=True)

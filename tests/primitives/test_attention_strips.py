@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from derivations import attention_strips, fused_attention
-from derivations.fused_attention import AttentionInStrips, LinearisedAttention, ScaledDotProductAttention
-from derivations.softmax import peaks
 from hessiankit.curvature.operator import hessian_operator
+from hessiankit.primitives import attention_strips, fused_attention
+from hessiankit.primitives.fused_attention import AttentionInStrips, LinearisedAttention, ScaledDotProductAttention
+from hessiankit.primitives.softmax import peaks
 
 
 @pytest.fixture(autouse=True, params=[30, 200])

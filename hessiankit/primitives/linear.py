@@ -1,7 +1,7 @@
 """Linear and bilinear primitives: matrix products, sums, products, masks and re-arrangements.
 
-For a weight W that multiplies rows from the right the vec_r closed forms are those of Property 5: with N = A W B,
-dN/dW = A (x) B^T. The actions below are the same statements at size.
+With N = A W B, dN/dW = A (x) B^T in vec_r (Property 5 of "Closing the Curvature Gap"; ``derivations.affine``). The actions below
+are this statement at size.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from derivations.arrays import Array
-from derivations.directions import align, joint_shape, same_rows, unbroadcast
-from derivations.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
-from derivations.matrix import Dense, Identity, Matrix, kron
-from derivations.primitive import AffineByEntry, ByLinearising, Covectors, Inputs, Linearised, Primitive, Role, Tangents, total
-
-
-def weight_jacobian(X: Array, d_out: int) -> Matrix:
-    """Return d(X W)/dW = X (x) I for X of shape (L, d_in) and W of shape (d_in, d_out) (Property 5).
-
-    >>> J = weight_jacobian(torch.tensor([[1.0, 2.0]]), 2)
-    >>> (J @ torch.tensor([1.0, 2.0, 3.0, 4.0])).tolist()
-    [7.0, 10.0]
-    """
-    return kron(Dense(X, "X"), Identity(d_out))
+from hessiankit.primitives.directions import align, joint_shape, same_rows, unbroadcast
+from hessiankit.primitives.linearised_products import BatchedProduct, BroadcastProduct, SharedProduct
+from hessiankit.primitives.primitive import (
+    AffineByEntry,
+    ByLinearising,
+    Covectors,
+    Inputs,
+    Linearised,
+    Primitive,
+    Role,
+    Tangents,
+    total,
+)
 
 
 def _aligned(inputs: Inputs, tangents: Tangents) -> tuple[torch.Size, list[Tensor | None]]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
+from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True, eq=False)

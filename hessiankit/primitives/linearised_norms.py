@@ -1,7 +1,7 @@
 r"""LayerNorm and RMSNorm linearised at rows: quantities of the row alone are computed once.
 
 With x the normalised rows, r = 1/s, gamma the gain and w the adjoint, the formulas are those of
-:mod:`derivations.normalization_actions`, ordered by what a tangent t or a covector u multiplies:
+:mod:`hessiankit.primitives.normalization`, ordered by what a tangent t or a covector u multiplies:
 
     push    (r gamma) o (t - mean t - x tau) + x o t_gamma + t_beta,                   tau = x.t / d
     pull    P z + (e.t + 2 nu r^2 tau) x + (d tau) e,                                  e = -r^2 C v / d
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from derivations.directions import stacks
-from derivations.primitive import Linearised, hollow, total
+from hessiankit.primitives.directions import stacks
+from hessiankit.primitives.primitive import Linearised, hollow, total
 
 if TYPE_CHECKING:
-    from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+    from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents
 
 
 class LinearisedNorm(Linearised):
@@ -40,7 +40,7 @@ class LinearisedNorm(Linearised):
     Args:
         primitive: The norm.
         inputs: X in any shape, gamma and beta.
-        adjoint: As :class:`derivations.primitive.Linearised` has it.
+        adjoint: As :class:`hessiankit.primitives.primitive.Linearised` has it.
         wanted: The same.
         x: The normalised rows (rows, d).
         r: The inverse scales (rows, 1).
@@ -102,24 +102,6 @@ class LinearisedNorm(Linearised):
         self._let_go()
         shaped = zip(self.inputs, covectors, strict=False)
         return tuple(None if covector is None else covector.reshape(len(covector), *x.shape) for x, covector in shaped)
-
-    def jacobian_rows(self) -> Tensor:
-        """Return the derivative with respect to X, row by row and transposed, (rows, d, d): P diag(r gamma)."""
-        each = self.scale.expand_as(self.x)
-        out = self.off.unsqueeze(2) * (each * self.off).mul_(-1 / self.d).unsqueeze(1)
-        if self.centred:
-            out -= (each / self.d).unsqueeze(1)
-        out.diagonal(dim1=1, dim2=2).add_(each)
-        return out
-
-    def curvature_rows(self) -> Tensor:
-        """Return the second derivative with respect to X, times w, (rows, d, d): -nu r^2 (C - 3 x x^T / d) + e x^T + x e^T."""
-        half = torch.addcmul(self.e, self.on_t, self.off, value=-1.5 / self.d).unsqueeze(1) * self.off.unsqueeze(2)
-        out = half + half.mT
-        if self.centred:
-            out -= (self.on_t / self.d).unsqueeze(2)
-        out.diagonal(dim1=1, dim2=2).add_(self.on_t)
-        return out
 
     def _to_rows_and_gain(
         self, u: Tensor | None, t: Tensor | None, t_gamma: Tensor | None

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from derivations.cast import wide
-from derivations.loss import CrossEntropy, LinearisedCrossEntropy, LinearisedSampledLoss, SampledLoss
-from derivations.primitive import (
+from hessiankit.primitives.cast import wide
+from hessiankit.primitives.loss import CrossEntropy, LinearisedCrossEntropy, LinearisedSampledLoss, SampledLoss
+from hessiankit.primitives.primitive import (
     ByLinearising,
     Covectors,
     CovectorSum,
@@ -43,7 +43,7 @@ class LinearCrossEntropy(ByLinearising):
     """Inputs: hidden (..., d), weight (C, d), bias (C,) or None, labels (...) of integers from 0 to C - 1 or ``ignore_index``.
 
     A fifth input, other labels (..., M), makes the second derivative in the logits that of
-    :class:`~derivations.loss.SampledLoss`.
+    :class:`~hessiankit.primitives.loss.SampledLoss`.
 
     Args:
         ignore_index: The label of tokens that do not count: their loss is zero.

@@ -16,7 +16,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from derivations.directions import add_at
+from hessiankit.primitives.directions import add_at
 
 Inputs: TypeAlias = Sequence[Tensor]
 Tangents: TypeAlias = Sequence[Tensor | None]
@@ -248,7 +248,7 @@ Sums: TypeAlias = "Sequence[CovectorSum | None]"
 class Linearised:
     """phi at its inputs, with the adjoint of its output where the second derivative is needed.
 
-    Tangents and covectors are those of :class:`derivations.primitive.Primitive`. Results must not be written
+    Tangents and covectors are those of :class:`hessiankit.primitives.primitive.Primitive`. Results must not be written
     into: they may be the argument, or a view.
 
     Args:

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from derivations.directions import align, same_rows, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
+from hessiankit.primitives.directions import align, same_rows, unbroadcast
+from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 class Slopes(NamedTuple):

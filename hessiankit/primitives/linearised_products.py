@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from derivations.directions import add_product, align, by_columns, stacked, unbroadcast
-from derivations.primitive import CovectorSum, Linearised, Sums, hollow, into, plus, total
+from hessiankit.primitives.directions import add_product, align, by_columns, stacked, unbroadcast
+from hessiankit.primitives.primitive import CovectorSum, Linearised, Sums, hollow, into, plus, total
 
 if TYPE_CHECKING:
-    from derivations.primitive import Covectors, Inputs, Primitive, Tangents
+    from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents
 
 
 class SharedProduct(Linearised):

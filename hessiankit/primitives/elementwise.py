@@ -1,7 +1,7 @@
 r"""Functions of one number applied entry by entry, and the quotient of two tensors.
 
 For an entrywise f, N = f(X) has D N [t] = f'(X) o t and, contracted with an adjoint W, the second derivative
-W o f''(X) o t. The activations of neural networks are in ``derivations.activation``; these are the functions around them.
+W o f''(X) o t. Activations of neural networks are in ``hessiankit.primitives.activation``; these are the functions around them.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.directions import unbroadcast
-from derivations.linear import Multiply
-from derivations.primitive import Covectors, Entrywise, Inputs, Primitive, Tangents
 from derivations.scalar_functions import KINKED, SMOOTH, Derivatives
+from hessiankit.primitives.directions import unbroadcast
+from hessiankit.primitives.linear import Multiply
+from hessiankit.primitives.primitive import Covectors, Entrywise, Inputs, Primitive, Tangents
 
 
 def _power(x: Tensor, p: float) -> Derivatives:
@@ -87,8 +87,7 @@ class Elementwise(Entrywise):
         abs          |x|            sign x              0
         clamp        within [l, h]  1{l <= x <= h}      0
 
-    and those of ``derivations.scalar_functions`` and ``derivations.scalar_functions``. At a kink the derivative is torch's: 0
-    for abs, 1 for clamp.
+    and those of ``derivations.scalar_functions``. At a kink the derivative is torch's: 0 for abs, 1 for clamp.
 
     Args:
         kind: one of ``KINDS``.

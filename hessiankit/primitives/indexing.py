@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.directions import add_at, align, same_rows, unbroadcast
-from derivations.primitive import Covectors, Inputs, Primitive, Tangents, total
+from hessiankit.primitives.directions import add_at, align, same_rows, unbroadcast
+from hessiankit.primitives.primitive import Covectors, Inputs, Primitive, Tangents, total
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from derivations.linearised_norms import LinearisedNorm
-from derivations.primitive import ByLinearising, Inputs, Linearised, Role
+from hessiankit.primitives.linearised_norms import LinearisedNorm
+from hessiankit.primitives.primitive import ByLinearising, Inputs, Linearised, Role
 
 
 class _Normalize(ByLinearising):
