@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.selection import locate
 from hessiankit.support.errors import InputError
+
+Partition: TypeAlias = Callable[[nn.Module | None, Collection[str]], Mapping[str, Any]]
+"""A function of the module (None of an operator alone) and of its parameters' names: group -> what :func:`positions` takes."""
 
 
 class SubOperator(TensorOperator):

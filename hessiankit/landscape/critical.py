@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import HessianOperator
+from hessiankit.curvature.suboperators import Partition
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
@@ -114,7 +115,7 @@ def critical_sharpness(
     params: Params = None,
     weights: Weights = None,
     reduction: str | None = None,
-    by: str | Mapping[str, Any] | None = None,
+    by: str | Mapping[str, Any] | Partition | None = None,
     passes: int = PASSES,
 ) -> CriticalSharpness:
     """Return the curvature along the step that an optimizer takes next, and its largest multiple that does not raise the loss.

@@ -8,22 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.suboperators import positions
-from hessiankit.partition.findings import owners
-from hessiankit.partition.part import BlockTypes, Part
-from hessiankit.partition.structure import structure
-from hessiankit.partition.types import model_parts
+from hessiankit.curvature.suboperators import Partition, positions
 from hessiankit.support.errors import InputError, check_name
 
 WHO = "spectrum"
-BY = ("parameter", "layer", "type")
+BY = ("parameter",)
 
 
-def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
+def groups_of(by: str | Mapping[str, Any] | Partition, operator: Any, module: nn.Module | None) -> dict[str, Tensor]:
     """Return the rows of each group in an operator, ascending.
 
-    ``by`` is one of :data:`BY`, whose types and layers are those of the module; or group -> names, patterns or slices; or
-    name -> group.
+    ``by`` is one of :data:`BY`; or group -> names, patterns or slices; or name -> group; or a partition that gives one of these.
 
     >>> layer = nn.Linear(2, 1).double()
     >>> from hessiankit import hessian_operator
@@ -32,29 +27,16 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
     {'first': [0], 'all': [0, 1, 2]}
     >>> groups_of({"bias": "both", "weight": "both"}, H, None)
     {'both': tensor([0, 1, 2])}
+    >>> groups_of(lambda module, names: {name.upper(): name for name in names}, H, layer)
+    {'WEIGHT': tensor([0, 1]), 'BIAS': tensor([2])}
     """
     if not hasattr(operator, "slices"):
-        raise InputError(
-            f"{WHO}: by={by!r} needs parameters by name, which a {type(operator).__name__} does not have; leave it out"
-        )
-    members: dict[str, list[Tensor]] = {}
+        raise InputError(f"{WHO}: by needs parameters by name, which a {type(operator).__name__} does not have; leave it out")
     if isinstance(by, str):
         check_name(WHO, "by", by, BY)
-        if by == "parameter":
-            return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
-        if module is None:
-            raise InputError(f"{WHO}: by={by!r} is read from the module; pass it with its data, or by=block_types(module)")
-        by = BlockTypes(model_parts(module)) if by == "type" else _layers(module, operator)
-    assert isinstance(by, Mapping)
-    if isinstance(by, BlockTypes):
-        by = {part: part.type for part in by.parts}  # type: ignore[misc]
-    for key, value in by.items():
-        if isinstance(key, Part):
-            if key.parameter in operator.slices:
-                rows = operator.slices[key.parameter]
-                places = torch.arange(rows.start, rows.stop, device="cpu").reshape(operator.shapes[key.parameter])
-                members.setdefault(value, []).append(torch.cat([view.reshape(-1) for view in key.of(places)]))
-            continue
+        return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
+    members: dict[str, list[Tensor]] = {}
+    for key, value in (by(module, operator.slices) if callable(by) else by).items():
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
         of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.also or "[" in key)
@@ -63,14 +45,3 @@ def groups_of(by: str | Mapping[str, Any], operator: Any, module: nn.Module | No
     if not members:
         raise InputError(f"{WHO}: by has no group; name some")
     return {name: torch.cat(rows).unique() for name, rows in members.items()}
-
-
-def _layers(module: nn.Module, operator: Any) -> dict[str, str]:
-    """Return the layer of each parameter: its block, or where the model has no blocks with an attention the module it is of."""
-    places = owners(module)
-    layers, _ = structure(module, places)
-    paths = {name: of_one[0].path for name, of_one in places.items() if name in operator.slices}
-    if not layers.paths:
-        return {name: path or "outside" for name, path in paths.items()}
-    layer_of = {name: layers.index(path) for name, path in paths.items()}
-    return {name: "outside" if index is None else f"layer {index}" for name, index in layer_of.items()}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
-from hessiankit.curvature.suboperators import SubOperator
+from hessiankit.curvature.suboperators import Partition, SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.problem.batches import Weights
 from hessiankit.engine.problem.task import Loss, Params
@@ -101,7 +101,7 @@ def spectrum(
     bottom: int | None = None,
     directions: int = 10,
     steps: int = 80,
-    by: str | Mapping[str, Any] | None = None,
+    by: str | Mapping[str, Any] | Partition | None = None,
     method: str = "auto",
     tol: float | None = None,
     max_products: int | None = None,
@@ -132,8 +132,9 @@ def spectrum(
         steps: Lanczos steps of each, the nodes that its measure has.
         by: Diagonal blocks to treat as well: ``"parameter"``; ``"layer"``, blocks with an attention, or in a model without one
             its modules; ``"type"``, block types of :func:`hessiankit.block_types` (these two need the module); a dict of group to
-            names, patterns such as ``"h.0.*"`` or slices ``"name[0:4]"``; or a dict of name to group, as ``block_types`` returns.
-            Each costs what the whole does. With a preconditioner, each is that of steps in the block's entries alone.
+            names, patterns such as ``"h.0.*"`` or slices ``"name[0:4]"``; a dict of name to group, as ``block_types`` returns; or
+            a function of the module and of the names of its parameters that returns one of these. Each costs what the whole does.
+            With a preconditioner, each is that of steps in the block's entries alone.
         method: ``"full"``: all eigenvalues, of the P x P matrix, by LAPACK; ``"lanczos"``; ``"auto"``: "full" of a computed
             Hessian, and where P <= directions x steps.
         tol: Of the residuals |H v - lambda v|, relative to the largest |eigenvalue|; by default 1e-6, in float32 1e-4.

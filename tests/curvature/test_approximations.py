@@ -40,7 +40,7 @@ def point(
 ) -> Point:
     kind = options.setdefault("kind", "ggn")
     tasks, shares = gather(module, inputs, target, loss, None, **options)
-    return Point(module, tasks, shares, kind, None, "dense", None, 60, minibatch, 5, 0)
+    return Point(module, tasks, shares, kind, None, "dense", None, 60, minibatch, 5, 0, {})
 
 
 def term_gradients(module: nn.Module, terms: Tensor) -> list[list[Tensor]]:
@@ -116,7 +116,7 @@ def test_padding_without_labels_leaves_every_approximation_where_it_was(
     x, pad = dead_unit(draw(2, 3, 4), module.first), torch.zeros(2, 3, dtype=torch.bool)
     options: dict[str, Any] = {"loss": "cross_entropy", "against": against, "damping": 0.01}
     plain = hk.approximations(module, (x, pad), labels, **options)
-    assert set(plain.found) >= set(APPROXIMATIONS) - {"layer", "type"}  # which need block types
+    assert set(plain.found) >= set(APPROXIMATIONS)
     for size in (1.0, 1e3):
         longer = torch.cat([x, size * draw(2, 2, 4, seed=7)], 1), torch.cat([pad, ~pad[:, :2]], 1)
         ignored = torch.cat([labels, torch.full((2, 2), -100)], 1)
@@ -195,12 +195,15 @@ def test_exact_matrices_and_inverses_of_curvlinops(loss: str, own: nn.Module, ta
 def test_blocks_leave_errors_only_off_the_blocks() -> None:
     module, ids, target = language_model(), tokens(2, 3), tokens(2, 3, seed=5)
     found = hk.approximations(module, ids, target, loss="cross_entropy", of=["tensor", "type", "layer"])
+    halves = {"halves": lambda module, names: {"first": list(names)[:5], "rest": list(names)[5:]}}
+    found.found.update(hk.approximations(module, ids, target, loss="cross_entropy", partitions=halves, of=["halves"]).found)
     truth = hk.hessian(module, ids, target, loss="cross_entropy")
     types = hk.block_types(module)
     groups: dict[str, dict[str, Any]] = {
         "tensor": {n: n for n in truth.names},
         "type": {n: types[n] for n in truth.names},
         "layer": {p.parameter: p.layer for p in types.parts},
+        "halves": {n: k < 5 for k, n in enumerate(truth.names)},
     }
     whole = float(truth.matrix.abs().max())
     for name, of in groups.items():

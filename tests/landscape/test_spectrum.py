@@ -15,7 +15,6 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.landscape import spectrum as called
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.support.files import plain
 from hessiankit.support.lanczos import extreme_eigenpairs, quadrature
@@ -146,6 +145,10 @@ def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
         assert float(found.groups[name].trace.value) == pytest.approx(float(expected.sum()), abs=1e-12)
     some = {"attention": "attention.*", "first": ["norm_1.weight", "attention.W_Q[0]"]}
     found = hk.spectrum(operator, k=1, by=some, method="lanczos", directions=2, steps=3)
+    again = hk.spectrum(operator, k=1, by=lambda module, names: some, method="lanczos", directions=2, steps=3)
+    assert {name: one.eigenvalues.tolist() for name, one in again.groups.items()} == {
+        name: one.eigenvalues.tolist() for name, one in found.groups.items()
+    }
     W, g = operator.slices["attention.W_Q"], operator.slices["norm_1.weight"]
     rows = [*range(W.start, W.start + operator.shapes["attention.W_Q"][1]), *range(g.start, g.stop)]
     expected = torch.linalg.eigvalsh(H[rows][:, rows])[-1]
@@ -175,7 +178,8 @@ def test_groups_by_type_and_by_layer() -> None:
     assert [one.trace.value for one in again.values()] == [one.trace.value for one in by_type.values()]
     assert set(hk.spectrum(module, x, x, k=1, by="layer").groups) == {"layer 0", "layer 1", "outside"}
     assert set(hk.spectrum(module, x, x, k=1, by="layer", params="0.layers.0.linear1.*").groups) == {"layer 0"}
-    assert set(hk.spectrum(module, x, x, k=1, by="type", params="0.layers.0.linear1.*").groups) == {"FFN"}
+    for by in ("type", hk.block_types(module)):
+        assert set(hk.spectrum(module, x, x, k=1, by=by, params="0.layers.0.linear1.*").groups) == {"FFN"}
 
 
 def test_the_layers_of_a_model_without_attention_are_its_modules() -> None:
@@ -231,30 +235,33 @@ def nan_operator() -> LinearOperator:
 
 
 BAD = {
-    "k too large": (lambda op: called(op, k=10**6), r"k=1000000 and bottom=0 of \d+ eigenvalues"),
-    "no k": (lambda op: called(op, k=0), "k=0, bottom=None; expected at least one"),
-    "NaN, Lanczos": (lambda op: called(nan_operator(), k=1, method="lanczos"), "product 1 with the matrix is NaN"),
-    "not symmetric": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1, method="lanczos"), "not symmetric"),
-    "not square": (lambda op: called(aslinearoperator(np.ones((3, 4))), k=1), "the operator is 3 x 4"),
-    "dropout": (lambda op: called(nn.Sequential(block(), nn.Dropout(0.1)), X, T), r"dropout layer .* module.eval"),
-    "method": (lambda op: called(op, method="eigsh"), "method='eigsh' is not known"),
-    "tol": (lambda op: called(op, tol=0.0), "tol=0.0"),
-    "NaN, full": (lambda op: called(nan_operator(), k=1), "NaN or infinite"),
-    "not symmetric, full": (lambda op: called(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
-    "directions": (lambda op: called(op, directions=1), "directions=1"),
-    "products": (lambda op: called(op, max_products=1), "max_products=1"),
-    "no module": (lambda op: called(X), "got Tensor"),
-    "part": (lambda op: called(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
-    "empty": (lambda op: called(op, by={"a": []}), "an empty list selects no parameter"),
-    "width": (lambda op: called(op, k=1).density(width=0.0), "width=0.0"),
-    "inputs beside an operator": (lambda op: called(op, X), "an operator has its data"),
-    "by": (lambda op: called(op, by="head"), "by='head' is not known"),
-    "by without module": (lambda op: called(op, by="type"), "read from the module"),
-    "by of no names": (lambda op: called(aslinearoperator(np.eye(3)), k=1, by="parameter"), "needs parameters by name"),
-    "pattern": (lambda op: called(op, by={"a": "b.*"}), r"'b\.\*'"),
-    "density": (lambda op: called(op, k=1).density(scale="cubic"), "scale='cubic'"),
-    "a target beside an operator": (lambda op: called(op, target=T), "an operator has its data"),
-    "picture": (lambda op: called(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
+    "k too large": (lambda op: hk.spectrum(op, k=10**6), r"k=1000000 and bottom=0 of \d+ eigenvalues"),
+    "no k": (lambda op: hk.spectrum(op, k=0), "k=0, bottom=None; expected at least one"),
+    "NaN, Lanczos": (lambda op: hk.spectrum(nan_operator(), k=1, method="lanczos"), "product 1 with the matrix is NaN"),
+    "not symmetric": (
+        lambda op: hk.spectrum(aslinearoperator(np.triu(np.ones((30, 30)))), k=1, method="lanczos"),
+        "not symmetric",
+    ),
+    "not square": (lambda op: hk.spectrum(aslinearoperator(np.ones((3, 4))), k=1), "the operator is 3 x 4"),
+    "dropout": (lambda op: hk.spectrum(nn.Sequential(block(), nn.Dropout(0.1)), X, T), r"dropout layer .* module.eval"),
+    "method": (lambda op: hk.spectrum(op, method="eigsh"), "method='eigsh' is not known"),
+    "tol": (lambda op: hk.spectrum(op, tol=0.0), "tol=0.0"),
+    "NaN, full": (lambda op: hk.spectrum(nan_operator(), k=1), "NaN or infinite"),
+    "not symmetric, full": (lambda op: hk.spectrum(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
+    "directions": (lambda op: hk.spectrum(op, directions=1), "directions=1"),
+    "products": (lambda op: hk.spectrum(op, max_products=1), "max_products=1"),
+    "no module": (lambda op: hk.spectrum(X), "got Tensor"),
+    "part": (lambda op: hk.spectrum(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
+    "empty": (lambda op: hk.spectrum(op, by={"a": []}), "an empty list selects no parameter"),
+    "width": (lambda op: hk.spectrum(op, k=1).density(width=0.0), "width=0.0"),
+    "inputs beside an operator": (lambda op: hk.spectrum(op, X), "an operator has its data"),
+    "by": (lambda op: hk.spectrum(op, by="head"), "by='head' is not known; choose one of parameter, layer, type"),
+    "by without module": (lambda op: hk.spectrum(op, by="type"), "read from the module"),
+    "by of no names": (lambda op: hk.spectrum(aslinearoperator(np.eye(3)), k=1, by="parameter"), "needs parameters by name"),
+    "pattern": (lambda op: hk.spectrum(op, by={"a": "b.*"}), r"'b\.\*'"),
+    "density": (lambda op: hk.spectrum(op, k=1).density(scale="cubic"), "scale='cubic'"),
+    "a target beside an operator": (lambda op: hk.spectrum(op, target=T), "an operator has its data"),
+    "picture": (lambda op: hk.spectrum(op, k=1).plot("a.bmp"), "cannot write 'a.bmp'"),
 }
 
 

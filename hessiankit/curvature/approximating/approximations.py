@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,11 +22,10 @@ from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
-from hessiankit.curvature.suboperators import positions
+from hessiankit.curvature.suboperators import Partition, positions
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import KINDS
 from hessiankit.engine.problem.task import Loss, Params, Task
-from hessiankit.partition import model_parts
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import one_at_a_time
@@ -36,8 +35,6 @@ APPROXIMATIONS = {
     "identity": "no preconditioner",
     "diagonal": "the exact diagonal",
     "tensor": "exact blocks of parameters",
-    "layer": "exact blocks of layers",
-    "type": "exact blocks of block types",
     "kfac": "A (x) G of each weight (expand)",
     "ekfac": "KFAC's basis, exact second moments in it",
     "adam": "diag(v), divides by its root",
@@ -45,10 +42,14 @@ APPROXIMATIONS = {
     "muon": "G G^T (x) I, divides by its root",
     "low-rank": "top eigenpairs and the diagonal of the rest",
 }
-"""Approximations, in the order of the table."""
+"""Approximations, in the order of the table; those by partitions follow ``"tensor"``."""
 DENSE = 2000  # parameters up to which the exact matrix is formed unless asked otherwise
 METHODS = ("auto", "dense", "products")
-DENSE_ONLY = ("tensor", "layer", "type")  # left out where the exact matrix is not formed
+
+
+def parameters(_: nn.Module | None, names: Collection[str]) -> dict[str, str]:
+    """Return the partition with a block for each parameter."""
+    return {name: name for name in names}
 
 
 @checked(WHO)
@@ -72,6 +73,7 @@ def approximations(
     reduction: str | None = None,
     seed: int = 0,
     draws: int = 1,
+    partitions: Mapping[str, Partition] | None = None,
 ) -> ApproximationsReport:
     """Return structured approximations C of a curvature matrix A, each with its distance from the exact A.
 
@@ -100,6 +102,9 @@ def approximations(
             no errors by pair and no block-diagonal parts. ``"auto"``: dense up to 2000 parameters.
         products: Products with A for each estimate.
         seed: Of drawn labels and of random vectors.
+        partitions: Name of an approximation by exact blocks -> a function of the module and of the names of its parameters, which
+            returns a dict of block to names, patterns or slices; by default ``"layer"`` and ``"type"``, the blocks and the block
+            types of :func:`hessiankit.block_types`.
 
     Raises:
         InputError: If an argument cannot be used, or what was asked for in ``of`` cannot be made.
@@ -118,8 +123,10 @@ def approximations(
     check_name(WHO, "against", against, KINDS)
     check_name(WHO, "method", method, METHODS)
     asked = None if of is None else list(of)
+    groupings = {"tensor": parameters, **(partitions or {})}
+    known = tuple(dict.fromkeys(("identity", "diagonal", *groupings, *APPROXIMATIONS)))
     for name in asked or ():
-        check_name(WHO, "of", name, APPROXIMATIONS)
+        check_name(WHO, "of", name, known)
     for name, value, least in (("rank", rank, 1), ("minibatch", minibatch, 1), ("products", products, 6)):
         if value < least:
             raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
@@ -127,10 +134,10 @@ def approximations(
         raise InputError(f"{WHO}: damping={damping}; pass a finite number, 0 or more, or None")
     options: dict[str, Any] = {"seed": seed, "draws": draws, "weights": weights, "reduction": reduction}
     tasks, shares = gather(module, inputs, target, loss, params, kind=against, batch_size=batch_size, **options)
-    point = Point(module, tasks, shares, against, batch_size, method, damping, products, minibatch, rank, seed)
+    point = Point(module, tasks, shares, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
-    wanted = [name for name in APPROXIMATIONS if name == "identity" or asked is None or name in asked]
+    wanted = [name for name in known if name == "identity" or asked is None or name in asked]
     for name in wanted:
         try:
             model, about = point.model(name)
@@ -165,6 +172,7 @@ class Point:
     minibatch: int
     rank: int
     seed: int
+    partitions: Mapping[str, Partition]
 
     def __post_init__(self) -> None:
         """Choose between the matrix and its products."""
@@ -217,7 +225,7 @@ class Point:
 
     def model(self, name: str) -> tuple[Model, str]:
         """Return an approximation by name, and its structure in words; an InputError says why one cannot be made here."""
-        if name in DENSE_ONLY and not self.is_dense:
+        if name in self.partitions and not self.is_dense:
             raise InputError("exact blocks are cut from the exact matrix; pass method='dense', or fewer params")
         if name == "low-rank":
             return self._low_rank(), f"top {min(self.rank, self.size - 1)} eigenpairs, diagonal of the rest"
@@ -225,36 +233,27 @@ class Point:
         makers: dict[str, Callable[[], list[Structure]]] = {
             "identity": lambda: [],
             "diagonal": lambda: [diagonal(every, self.exact_diagonal)],
-            "tensor": lambda: self._blocks({n: n for n in self.slices}),
-            "layer": lambda: self._blocks(self._groups(lambda part: part.layer)),
-            "type": lambda: self._blocks(self._groups(lambda part: part.type)),
             "kfac": lambda: self.factors.kfac(),
             "ekfac": lambda: self.factors.ekfac(),
             "adam": lambda: self.moments.adam(),
             "shampoo": lambda: self.moments.shampoo(),
             "muon": lambda: self.moments.muon(),
         }
-        model = StructuredOperator(self.size, makers[name](), self.dtype, self.device)
-        about = APPROXIMATIONS[name]
+        structures = self._blocks(self.partitions[name]) if name in self.partitions else makers[name]()
+        model = StructuredOperator(self.size, structures, self.dtype, self.device)
+        about = APPROXIMATIONS.get(name, f"exact blocks by {name}")
         if name in ("kfac", "ekfac"):
             covered, model = self.size - len(model.rest), model.completed(lambda: self._outer_diagonal)
             about += f"; {covered:,} of {self.size:,} entries" if covered < self.size else ""
             about += f"; from {DRAWS} drawn labels a term" if self.factors.is_drawn else ""
         return model, about
 
-    def _blocks(self, groups: Mapping[str, Any]) -> list[Structure]:
+    def _blocks(self, partition: Partition) -> list[Structure]:
         blocks: list[Structure] = []
-        for wanted in groups.values():
+        for wanted in partition(self.module, self.slices).values():
             at = positions(WHO, wanted, self.shapes, self.slices).to(self.device)
             blocks.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
         return blocks
-
-    def _groups(self, key: Callable[[Any], Any]) -> dict[str, list[str]]:
-        groups: dict[str, list[str]] = {}
-        for part in model_parts(self.module):
-            if part.parameter in self.slices:
-                groups.setdefault(str(key(part)), []).append(part.name)
-        return groups
 
     @cached_property
     def _outer_diagonal(self) -> Tensor:
