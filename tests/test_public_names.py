@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pickle
 import subprocess
 import sys
 import traceback
@@ -23,6 +24,11 @@ CALLED = sorted(MADE | {name for name, f in FUNCTIONS.items() if inspect.signatu
 def test_every_name_is_there_and_documented(name: str):
     assert getattr(hessiankit, name).__doc__
     assert name in dir(hessiankit)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_go_to_other_processes(name: str):
+    assert pickle.loads(pickle.dumps(FUNCTIONS[name])) is FUNCTIONS[name]
 
 
 def test_type_checkers_see_the_same_names():

@@ -13,4 +13,6 @@ if TYPE_CHECKING:  # checkers and the reference show the call of the core
 else:
     from hessiankit.curvature import approximating
 
-    approximations = translated(approximating.approximations, "partitions", lambda own: PARTITIONS if own is None else own)
+    approximations = translated(
+        __name__, approximating.approximations, "partitions", lambda own: PARTITIONS if own is None else own
+    )

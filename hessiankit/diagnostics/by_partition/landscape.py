@@ -31,5 +31,5 @@ if TYPE_CHECKING:  # checkers and the reference show the calls of the core
     from hessiankit.landscape.critical import critical_sharpness as critical_sharpness
     from hessiankit.landscape.spectra import spectrum as spectrum
 else:
-    critical_sharpness = translated(critical.critical_sharpness, "by", partial(partition_of, critical.WHO))
-    spectrum = translated(spectra.spectrum, "by", partial(partition_of, spectra.WHO))
+    critical_sharpness = translated(__name__, critical.critical_sharpness, "by", partial(partition_of, critical.WHO))
+    spectrum = translated(__name__, spectra.spectrum, "by", partial(partition_of, spectra.WHO))

@@ -16,12 +16,14 @@ if TYPE_CHECKING:
 # hessiankit.partition is imported where a partition is read, since most calls have none
 
 
-def translated(call: Callable[..., Any], option: str, translate: Callable[[Any], Any]) -> Callable[..., Any]:
+def translated(home: str, call: Callable[..., Any], option: str, translate: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a call under its own signature that passes on what ``translate`` makes of one keyword argument, or of None.
+
+    ``home`` is the module that has it under the name of the call, where ``pickle`` looks for it.
 
     >>> def scaled(x, *, by):
     ...     return x * by
-    >>> translated(scaled, "by", {"twice": 2, None: 1}.get)(3, by="twice")
+    >>> translated(__name__, scaled, "by", {"twice": 2, None: 1}.get)(3, by="twice")
     6
     """
 
@@ -29,6 +31,7 @@ def translated(call: Callable[..., Any], option: str, translate: Callable[[Any],
     def called(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **{**kwargs, option: translate(kwargs.get(option))})
 
+    called.__module__ = home
     return called
 
 
