@@ -78,6 +78,20 @@ class BlockDiagonalOperator(SymmetricOperator):
         return out
 
 
+def groups_by(who: str, by: Any, module: nn.Module | None, names: Collection[str]) -> Mapping[str, Any]:
+    """Return the groups of a partition, or those given as a dict.
+
+    >>> groups_by("example", lambda module, names: {name[0]: name for name in names}, None, ["weight"])
+    {'w': 'weight'}
+    """
+    groups = by(module, names) if callable(by) and not isinstance(by, (type, nn.Module)) else by
+    if not isinstance(groups, Mapping):
+        raise InputError(
+            f"{who}: a partition gives a {type(groups).__name__}; pass a dict of groups, or a function that returns one"
+        )
+    return groups
+
+
 def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slices: Mapping[str, slice]) -> Tensor:
     """Return the positions in a vector of parameters, ascending, of a name, a pattern, ``"name[index]"`` or a list of these.
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.curvature.suboperators import Partition, positions
+from hessiankit.curvature.suboperators import Partition, groups_by, positions
 from hessiankit.support.errors import InputError, check_name
 
 WHO = "spectrum"
@@ -36,7 +36,7 @@ def groups_of(by: str | Mapping[str, Any] | Partition, operator: Any, module: nn
         check_name(WHO, "by", by, BY)
         return {name: torch.arange(rows.start, rows.stop, device="cpu") for name, rows in operator.slices.items()}
     members: dict[str, list[Tensor]] = {}
-    for key, value in (by(module, operator.slices) if callable(by) else by).items():
+    for key, value in groups_by(WHO, by, module, operator.slices).items():
         if not isinstance(key, str):
             raise InputError(f"{WHO}: by has the key {key!r}; expected names of groups, or of parameters")
         of_names = isinstance(value, str) and (key in operator.shapes or key in operator.shapes.also or "[" in key)

@@ -256,6 +256,8 @@ BAD = {
     "width": (lambda op: hk.spectrum(op, k=1).density(width=0.0), "width=0.0"),
     "inputs beside an operator": (lambda op: hk.spectrum(op, X), "an operator has its data"),
     "by": (lambda op: hk.spectrum(op, by="head"), "by='head' is not known; choose one of parameter, layer, type"),
+    "by of a class": (lambda op: hk.spectrum(op, by=nn.ReLU), "a partition gives a type; pass a dict"),
+    "by without groups": (lambda op: hk.spectrum(op, by=lambda module, names: None), "a partition gives a NoneType; pass a dict"),
     "by without module": (lambda op: hk.spectrum(op, by="type"), "read from the module"),
     "by of no names": (lambda op: hk.spectrum(aslinearoperator(np.eye(3)), k=1, by="parameter"), "needs parameters by name"),
     "pattern": (lambda op: hk.spectrum(op, by={"a": "b.*"}), r"'b\.\*'"),

@@ -22,7 +22,7 @@ from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
-from hessiankit.curvature.suboperators import Partition, positions
+from hessiankit.curvature.suboperators import Partition, groups_by, positions
 from hessiankit.engine.problem.batches import Weights, gather
 from hessiankit.engine.problem.fisher import KINDS
 from hessiankit.engine.problem.task import Loss, Params, Task
@@ -250,7 +250,7 @@ class Point:
 
     def _blocks(self, partition: Partition) -> list[Structure]:
         blocks: list[Structure] = []
-        for wanted in partition(self.module, self.slices).values():
+        for wanted in groups_by(WHO, partition, self.module, self.slices).values():
             at = positions(WHO, wanted, self.shapes, self.slices).to(self.device)
             blocks.append(dense_block(at, self.matrix[at.unsqueeze(1), at]))
         return blocks
