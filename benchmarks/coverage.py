@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature.estimators import Estimate
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.diagnostics.sharpness import replicates, sharpness
-from hessiankit.diagnostics.sharpness.replicate import joined
-from hessiankit.diagnostics.sharpness.sharpness_report import report_of
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown
+from hessiankit.training.sharpness import replicates, sharpness
+from hessiankit.training.sharpness.replicate import joined
+from hessiankit.training.sharpness.sharpness_report import report_of
 
 SIZE = 120
 Shares: TypeAlias = "dict[str, float]"

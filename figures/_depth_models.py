@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from figures._runs import ByteSpec
-from hessiankit.diagnostics.monitoring.log import shades
+from hessiankit.training.monitoring.log import shades
 
 
 @dataclass(frozen=True)

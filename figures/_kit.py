@@ -24,12 +24,12 @@ from PIL import Image
 from figures._store import NOTHING, keep, put, recall
 from figures._verdicts import Verdict, print_below
 from hessiankit.curvature.plot_frame import DPI, FAINT, INK, OKABE_ITO, STYLE, SUFFIXES, Picture, dress
-from hessiankit.diagnostics.monitoring.log import COLOURS as TYPE_COLOURS
-from hessiankit.diagnostics.monitoring.log import MARKS as TYPE_MARKS
-from hessiankit.diagnostics.monitoring.log import name_ends
 from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import plain as toolkit_plain
+from hessiankit.training.monitoring.log import COLOURS as TYPE_COLOURS
+from hessiankit.training.monitoring.log import MARKS as TYPE_MARKS
+from hessiankit.training.monitoring.log import name_ends
 
 __all__ = [
     "DASHES", "FAINT", "INK", "MACHINE", "METHOD_COLOURS", "METHOD_MARKS", "TYPE_COLOURS", "TYPE_MARKS", "cached",

@@ -24,10 +24,10 @@ from figures._kit import differentiable, plain, short_digest
 from figures._store import NOTHING, keep, put, read, recall
 from hessiankit.blocks import Transformer, initialise
 from hessiankit.cli.text import VOCAB_SIZE
-from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
 from hessiankit.support.environment import code_version
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar
+from hessiankit.training.monitoring import Monitor, MonitorLog
 from papers.experiments.training import updates
 from papers.experiments.tuning.experiment import (
     CLIP,
@@ -43,7 +43,7 @@ from papers.experiments.tuning.experiment import (
 )  # fmt: skip
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/diagnostics", "hessiankit/cli/text.py",
+    "hessiankit/blocks", "hessiankit/training/optim", "hessiankit/training/partition", "hessiankit/training", "hessiankit/cli/text.py",
     "papers/experiments/training.py", "papers/experiments/tuning/experiment.py", "figures/_runs.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
@@ -83,7 +83,7 @@ class ByteSpec:
         every: Steps from one measurement of the monitor to the next; 0 for no monitor.
         log_spaced: Measure at steps 1, 2, 5, 10, ... below ``every`` too.
         measured: What the monitor measures, some of ``sharpness``, ``norms``, ``eigenvalue``,
-            ``hessiankit.diagnostics.depth.QUANTITIES``.
+            ``hessiankit.training.depth.QUANTITIES``.
         draws: Label draws of the sharpness.
         batches: Batches of ``batch_size`` held-out sequences that the monitor measures on.
         kept: Steps at which the model is kept, besides the last.

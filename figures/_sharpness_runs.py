@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from figures._runs import ByteSpec
 from figures._scales import scale_of
-from hessiankit.diagnostics.sharpness import SharpnessReport
+from hessiankit.training.sharpness import SharpnessReport
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
 """Eq. (1), from flat to sharp."""

@@ -28,15 +28,15 @@ import hessiankit as hk
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, save, style, write_json
 from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.bounds import LossAt, UndefinedBound
-from hessiankit.bounding.certified import certify, schatten_upper
-from hessiankit.bounding.structured import structured
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.engine.problem.own_call import make_task
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
+from hessiankit.theory.bounding.a_priori import a_priori
+from hessiankit.theory.bounding.bounds import LossAt, UndefinedBound
+from hessiankit.theory.bounding.certified import certify, schatten_upper
+from hessiankit.theory.bounding.structured import structured
 from papers.curvature_gap.printed_bounds import PRINTED
 
 NAME = Path(__file__).stem

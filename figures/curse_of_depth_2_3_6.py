@@ -46,10 +46,10 @@ from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.diagnostics.depth import AngularDistances, depth_diagnostics
-from hessiankit.diagnostics.sharpness.batches import BatchedLoss, micro_batches
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_text, table
+from hessiankit.training.depth import AngularDistances, depth_diagnostics
+from hessiankit.training.sharpness.batches import BatchedLoss, micro_batches
 from papers.experiments.tuning.experiment import texts
 
 NAME = Path(__file__).stem
@@ -92,7 +92,7 @@ def measure(size: Size, out: Path) -> list[Measured]:
     for method in METHODS:
         for seed in SEEDS:
             run = byte_run(llama(method, size, seed), out)
-            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/diagnostics/depth",))
+            answer = cached(out, NAME, [run.folder.name, WINDOWS], partial(diagnose, run), code=("hessiankit/training/depth",))
             found.append(Measured(method, seed, answer.pop("loss"), **{name: np.array(x) for name, x in answer.items()}))
     return found
 

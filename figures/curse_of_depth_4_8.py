@@ -6,7 +6,7 @@ not, up to 175 in the last layer, with LayerNorm Scaling (LNS) up to 25. Figure 
 
 Here: twelve blocks of width 64 on the bytes of Python's standard library, 400 steps, two seeds
 (:func:`figures._depth_models.llama`); the variance over features, a mean over 1024 held-out tokens. Below, four laws of two
-coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiankit.diagnostics.depth.growth_laws`) at 10 %,
+coefficients each are fitted to x_1, ..., x_13 by least squares (:func:`hessiankit.training.depth.growth_laws`) at 10 %,
 30 % and 100 % of the steps.
 For weights of one size at all depths theory allows L to L^2 for Pre-LN and log L to L for LNS (docs/depth.md): the
 exponential bound in print is never attained there, but training may leave that assumption.
@@ -39,10 +39,10 @@ from figures._runs import byte_run
 from figures._scales import scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.diagnostics.depth import GrowthLaws, growth_laws
-from hessiankit.diagnostics.depth.laws import FORMS, SHAPES
-from hessiankit.diagnostics.monitoring.log import layer_key
 from hessiankit.support.tables import as_text, table
+from hessiankit.training.depth import GrowthLaws, growth_laws
+from hessiankit.training.depth.laws import FORMS, SHAPES
+from hessiankit.training.monitoring.log import layer_key
 
 NAME = Path(__file__).stem
 METHODS = ("Pre-LN", "Pre-LN, scaled init", "LNS")

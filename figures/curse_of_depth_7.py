@@ -37,13 +37,13 @@ from figures._runs import ByteRun, byte_run
 from figures._scales import scale, scale_of
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import VisionTransformer
-from hessiankit.diagnostics.depth import depth_diagnostics
-from hessiankit.diagnostics.monitoring.log import layer_key
+from hessiankit.training.depth import depth_diagnostics
+from hessiankit.training.monitoring.log import layer_key
 from papers.experiments.training import updates
 
 NAME = Path(__file__).stem
 CODE = (
-    "hessiankit/blocks", "hessiankit/cli/study.py", "hessiankit/diagnostics/depth", "papers/experiments/images.py",
+    "hessiankit/blocks", "hessiankit/cli/study.py", "hessiankit/training/depth", "papers/experiments/images.py",
     "papers/experiments/training.py", f"figures/{NAME}.py",
 )  # fmt: skip
 TABLE_7 = {

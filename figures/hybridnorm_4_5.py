@@ -53,8 +53,8 @@ from figures._runs import ByteRun, byte_run, measured_on, model_of
 from figures._scales import scale_of
 from figures._verdicts import Verdict, above_zero, in_every, negative
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.diagnostics.depth import depth_diagnostics
 from hessiankit.support.tables import as_text, table
+from hessiankit.training.depth import depth_diagnostics
 from papers.experiments.tuning.verdict import Interval, mean_interval, paired_difference
 
 NAME = Path(__file__).stem
@@ -155,7 +155,7 @@ def ratios(settings: Settings, out: Path) -> list[dict[str, Any]]:
                     NAME,
                     spec,
                     gradient,
-                    code=("hessiankit/diagnostics/depth", "hessiankit/blocks", "hessiankit/cli/text.py"),
+                    code=("hessiankit/training/depth", "hessiankit/blocks", "hessiankit/cli/text.py"),
                 )
                 rows.append({"model": name, "blocks": layers, "seed": seed, "last / first": norms[-1] / norms[0]})
     return rows

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 import hessiankit as hk
 from figures._kit import MACHINE, differentiable, write_json
 from hessiankit.cli.text import load_text
-from hessiankit.diagnostics.monitoring import MonitorLog
 from hessiankit.support.environment import environment
+from hessiankit.training.monitoring import MonitorLog
 
 NAME = Path(__file__).stem
 

@@ -24,10 +24,10 @@ import hessiankit as hk
 from figures._kit import INK, MACHINE, TYPE_COLOURS, name_ends, write_json
 from hessiankit.cli.text import load_text
 from hessiankit.curvature.plot_frame import panels
-from hessiankit.diagnostics.monitoring import Monitor, MonitorLog
-from hessiankit.diagnostics.monitoring.log import BLUE, LINE, PANELS, VERMILION, over_steps
 from hessiankit.support.environment import environment
 from hessiankit.support.torch_state import preserved_random_states
+from hessiankit.training.monitoring import Monitor, MonitorLog
+from hessiankit.training.monitoring.log import BLUE, LINE, PANELS, VERMILION, over_steps
 
 NAME = Path(__file__).stem
 APPROXIMATIONS = ("diagonal", "kfac")

@@ -60,7 +60,7 @@ MEASURES = {
 }
 SECTIONS = {"preconditioned": "preconditioned", "quadratic": "critical", "critical": "critical", "hessian": "eigenvalue"}
 """Measure -> the section of the monitor that it is of."""
-CODE = ("hessiankit/landscape", "hessiankit/diagnostics/monitoring/measurements.py", "hessiankit/support/lanczos.py")
+CODE = ("hessiankit/landscape", "hessiankit/training/monitoring/measurements.py", "hessiankit/support/lanczos.py")
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_json
 from figures._store import put
 from hessiankit.blocks import Transformer, TransformerBlock
-from hessiankit.diagnostics.sharpness import SharpnessEstimate, sharpness
-from hessiankit.diagnostics.sharpness.estimate import as_weights, estimate, ratio
-from hessiankit.partition import Part, model_parts
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
+from hessiankit.training.partition import Part, model_parts
+from hessiankit.training.sharpness import SharpnessEstimate, sharpness
+from hessiankit.training.sharpness.estimate import as_weights, estimate, ratio
 from papers.experiments.training import updates
 from papers.experiments.tuning.experiment import cross_entropy
 

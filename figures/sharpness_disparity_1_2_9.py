@@ -47,7 +47,7 @@ from figures._runs import ByteSpec, byte_run, measured_on
 from figures._sharpness_runs import PRINTED, order_of, scale_of_both, specs
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.diagnostics.sharpness import SharpnessEstimate, SharpnessReport, sharpness
+from hessiankit.training.sharpness import SharpnessEstimate, SharpnessReport, sharpness
 
 NAME = Path(__file__).stem
 DRAWS = 16

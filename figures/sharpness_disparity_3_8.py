@@ -38,8 +38,8 @@ from figures._runs import ByteRun, ByteSpec, byte_run
 from figures._sharpness_runs import PRINTED, agreements, order_by_values, scale_of_both, specs
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import dress
-from hessiankit.diagnostics.monitoring import MonitorLog
-from hessiankit.diagnostics.monitoring import log as panels
+from hessiankit.training.monitoring import MonitorLog
+from hessiankit.training.monitoring import log as panels
 from papers.experiments.tuning.experiment import texts
 
 NAME = Path(__file__).stem

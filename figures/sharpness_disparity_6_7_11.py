@@ -53,8 +53,8 @@ from figures._sharpness_runs import PRINTED
 from figures._verdicts import Part, Verdict, above_zero, in_every
 from figures.sharpness_disparity_4_10_table_2 import FULL as TABLE_2
 from figures.sharpness_disparity_4_10_table_2 import QUICK as TINY
-from hessiankit.optim import blockwise_lr, blockwise_schedule
 from hessiankit.support.progress import progress_bar
+from hessiankit.training.optim import blockwise_lr, blockwise_schedule
 from papers.experiments.training import updates
 from papers.experiments.tuning.experiment import (
     BETAS,

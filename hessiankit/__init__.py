@@ -15,7 +15,6 @@ from hessiankit.support.package import on_demand
 
 if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-    from hessiankit.bounding.bounds import bounds
     from hessiankit.curvature.dense import Hessian, hessian
     from hessiankit.curvature.diagonal import hessian_diagonal
     from hessiankit.curvature.estimators import scalar_estimates
@@ -23,24 +22,25 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.curvature.hessian_function import hessian_function
     from hessiankit.curvature.jacobian import JacobianOperator, jacobian_operator
     from hessiankit.curvature.operator import HessianOperator, hessian_operator
-    from hessiankit.diagnostics.by_partition.approximating import approximations
-    from hessiankit.diagnostics.by_partition.landscape import critical_sharpness, spectrum
-    from hessiankit.diagnostics.depth import depth_diagnostics
-    from hessiankit.diagnostics.monitoring import Monitor
-    from hessiankit.diagnostics.sharpness import sharpness
-    from hessiankit.formulas.derive import derive
     from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
     from hessiankit.functions.cross_entropy import linear_cross_entropy
     from hessiankit.landscape import loss_slices
-    from hessiankit.optim import blockwise_lr, blockwise_schedule
-    from hessiankit.partition import block_types, named_slices
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
+    from hessiankit.theory.bounding.bounds import bounds
+    from hessiankit.theory.formulas.derive import derive
     from hessiankit.tracing.trace import trace_module
+    from hessiankit.training.by_partition.approximating import approximations
+    from hessiankit.training.by_partition.landscape import critical_sharpness, spectrum
+    from hessiankit.training.depth import depth_diagnostics
+    from hessiankit.training.monitoring import Monitor
+    from hessiankit.training.optim import blockwise_lr, blockwise_schedule
+    from hessiankit.training.partition import block_types, named_slices
+    from hessiankit.training.sharpness import sharpness
     from hessiankit.verify.check import check
 
 _NAMES = {
     "blocks": "Transformer TransformerBlock VisionTransformer",
-    "bounding.bounds": "bounds",
+    "theory.bounding.bounds": "bounds",
     "curvature.dense": "Hessian hessian",
     "curvature.diagonal": "hessian_diagonal",
     "curvature.estimators": "scalar_estimates",
@@ -48,17 +48,17 @@ _NAMES = {
     "curvature.hessian_function": "hessian_function",
     "curvature.jacobian": "JacobianOperator jacobian_operator",
     "curvature.operator": "HessianOperator hessian_operator",
-    "diagnostics.by_partition.approximating": "approximations",
-    "diagnostics.by_partition.landscape": "critical_sharpness spectrum",
-    "diagnostics.depth": "depth_diagnostics",
-    "diagnostics.monitoring": "Monitor",
-    "diagnostics.sharpness": "sharpness",
-    "formulas.derive": "derive",
+    "training.by_partition.approximating": "approximations",
+    "training.by_partition.landscape": "critical_sharpness spectrum",
+    "training.depth": "depth_diagnostics",
+    "training.monitoring": "Monitor",
+    "training.sharpness": "sharpness",
+    "theory.formulas.derive": "derive",
     "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
     "functions.cross_entropy": "linear_cross_entropy",
     "landscape": "loss_slices",
-    "optim": "blockwise_lr blockwise_schedule",
-    "partition": "block_types named_slices",
+    "training.optim": "blockwise_lr blockwise_schedule",
+    "training.partition": "block_types named_slices",
     "support.errors": "ConvergenceError HessiankitError InputError OutOfMemoryError TraceError",
     "tracing.trace": "trace_module",
     "verify.check": "check",

@@ -19,7 +19,7 @@ import torch
 import hessiankit as hk
 import papers
 from hessiankit.blocks import Attention
-from hessiankit.bounding.a_priori import a_priori
+from hessiankit.theory.bounding.a_priori import a_priori
 from papers.curvature_gap.attack import attack
 from papers.curvature_gap.printed_bounds import printed_bounds
 

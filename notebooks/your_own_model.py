@@ -21,8 +21,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hessiankit as hk
 from hessiankit.cli.text import load_text
 from hessiankit.curvature.plots import heatmap
-from hessiankit.diagnostics.monitoring.log import COLOURS  # one colour for each block type
-from hessiankit.optim import measured_ratios
+from hessiankit.training.monitoring.log import COLOURS  # one colour for each block type
+from hessiankit.training.optim import measured_ratios
 
 torch.manual_seed(0)
 sizes = {"vocab_size": 256, "n_positions": 32, "n_embd": 12, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}

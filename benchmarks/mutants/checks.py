@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import hessiankit
-from hessiankit.verify.exact import chapters, check_exact
+from hessiankit.theory.exact.check import chapters, check_exact
 
 Case = Callable[[], dict[str, Any]]
 CASES: dict[str, Case] = {}

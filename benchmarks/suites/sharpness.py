@@ -19,8 +19,8 @@ from benchmarks.problems import DTYPES
 from benchmarks.residence import Memory
 from benchmarks.tables import CELL_HEADERS, cell_rows, markdown, ratio_text, short, time_text
 from benchmarks.timing import all_rounds, spread, timed
-from hessiankit.diagnostics.sharpness import sharpness
 from hessiankit.support.memory import available_memory
+from hessiankit.training.sharpness import sharpness
 
 MODELS = {"gpt2-0.1M": 64, "gpt2-124M": 512}
 """The tokens of a sequence that each is measured on."""

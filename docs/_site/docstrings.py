@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from formula_page import as_math, chapter_lines
 
-from hessiankit.formulas.chapters import CHAPTERS
+from hessiankit.theory.formulas.chapters import CHAPTERS
 from papers import PAPERS
 
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc|obj):`(~?)([\w.]+)(?:\(\))?`")

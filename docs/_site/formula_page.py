@@ -15,10 +15,10 @@ sys.path.insert(0, str(ROOT))
 
 from derivations.matrix import Zero  # noqa: E402
 from hessiankit.blocks import TransformerBlock  # noqa: E402
-from hessiankit.formulas.chapters import CHAPTERS  # noqa: E402
-from hessiankit.formulas.derive import derive  # noqa: E402
-from hessiankit.formulas.result import Derivation  # noqa: E402
-from hessiankit.formulas.typesetting import align  # noqa: E402
+from hessiankit.theory.formulas.chapters import CHAPTERS  # noqa: E402
+from hessiankit.theory.formulas.derive import derive  # noqa: E402
+from hessiankit.theory.formulas.result import Derivation  # noqa: E402
+from hessiankit.theory.formulas.typesetting import align  # noqa: E402
 
 PAGE = ROOT / "docs" / "derivations.md"
 _MADE = re.compile(r"(<!-- (\w+) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)

@@ -20,9 +20,9 @@ import torch  # noqa: E402
 from formula_page import as_math  # noqa: E402
 
 from derivations.matrix import Matrix, dimensions  # noqa: E402
-from hessiankit.formulas.result import Derivation  # noqa: E402
-from hessiankit.formulas.symbols import SizeName  # noqa: E402
-from hessiankit.formulas.theorems import find  # noqa: E402
+from hessiankit.theory.formulas.result import Derivation  # noqa: E402
+from hessiankit.theory.formulas.symbols import SizeName  # noqa: E402
+from hessiankit.theory.formulas.theorems import find  # noqa: E402
 from papers import PAPERS, Claim, claims  # noqa: E402
 from papers.pages import markdown_text  # noqa: E402
 

@@ -35,7 +35,7 @@ def run(
     sizes: Sizes = Sizes(),
     loss: Loss = "mse",
     device: Device = "cpu",
-    list_bounds: Annotated[bool, listing("hessiankit.bounding.bounds:BOUNDS")] = False,
+    list_bounds: Annotated[bool, listing("hessiankit.theory.bounding.bounds:BOUNDS")] = False,
     output: Output = Output(),
 ) -> int:
     """Print the norms of a block's Hessian beside every bound on them.
@@ -51,8 +51,8 @@ def run(
 
     import torch
 
-    from hessiankit.bounding.bounds import bounds
     from hessiankit.cli.loss_problem import block_of
+    from hessiankit.theory.bounding.bounds import bounds
 
     torch.manual_seed(sizes.seed)
     module = block_of(block, sizes.d_model, sizes.d_ff)

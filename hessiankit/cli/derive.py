@@ -6,10 +6,10 @@ from typing import Literal
 
 from hessiankit.cli.options import BlockOptions, File, Flag, Json, Loss, Names, refuse
 from hessiankit.cli.program import command
-from hessiankit.formulas.theorems import CHAPTER_NAMES, THEOREMS, statement
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import write_json, write_text
 from hessiankit.support.tables import as_text, say
+from hessiankit.theory.formulas.theorems import CHAPTER_NAMES, THEOREMS, statement
 
 EXAMPLES = (
     ("hessiankit derive curvature-gap/thm3", "a paper's theorem, corrected, with the ledger's verdict on its print"),
@@ -49,7 +49,7 @@ def run(
         out: Write to this file in place of printing.
     """
     if list:
-        from hessiankit.formulas.chapters import CHAPTERS
+        from hessiankit.theory.formulas.chapters import CHAPTERS
 
         say(*(f"{name:<28}{', '.join(chapter.shapes)}" for name, chapter in CHAPTERS.items()))
         rows = {f"{paper}/{number}": row for paper, of_paper in THEOREMS.items() for number, row in of_paper.items()}
@@ -66,7 +66,7 @@ def run(
     import torch
 
     from hessiankit.cli.loss_problem import block_of
-    from hessiankit.formulas.derive import derive
+    from hessiankit.theory.formulas.derive import derive
 
     torch.manual_seed(0)
     derivation = derive(block_of(block, 4 * block.heads, 5) if what is None else what, wrt=wrt, loss=loss)

@@ -31,7 +31,7 @@ def run(file: Path, /, *, plot: File | None = None, output: Output = Output()) -
         why = "it is a folder" if file.is_dir() else "No such file"
         raise InputError(f"cannot read {file}: {why}; name a file that a Monitor wrote")
 
-    from hessiankit.diagnostics.monitoring.log import MonitorLog
+    from hessiankit.training.monitoring.log import MonitorLog
 
     log = MonitorLog.read(file)
     output.finish(log)

@@ -13,7 +13,7 @@ from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.tables import Table, say, table
 
 if TYPE_CHECKING:
-    from hessiankit.diagnostics.sharpness.sharpness_report import SharpnessReport
+    from hessiankit.training.sharpness.sharpness_report import SharpnessReport
 
 EXAMPLES = (
     ("hessiankit sharpness", "a tiny model on Python's standard library"),
@@ -75,10 +75,10 @@ def run(
     from hessiankit.cli.loading import load_model, text_batch
     from hessiankit.cli.loss_problem import run_on_text
     from hessiankit.cli.text import load_text
-    from hessiankit.diagnostics.sharpness.measure import sharpness
-    from hessiankit.partition import model_parts
     from hessiankit.support.environment import environment
     from hessiankit.support.progress import progress_bar
+    from hessiankit.training.partition import model_parts
+    from hessiankit.training.sharpness.measure import sharpness
 
     loaded = load_model(model, seed=seed, device=device, dtype=getattr(torch, dtype))
     size = sum(p.numel() for p in loaded.model.parameters())

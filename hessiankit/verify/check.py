@@ -23,9 +23,9 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
+from hessiankit.theory.exact.check import ExactRow, check_exact_blocks
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import CLOSED, CheckRow, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
-from hessiankit.verify.exact import ExactRow, check_exact_blocks
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import identities
 from hessiankit.verify.in_place import converted, preserved

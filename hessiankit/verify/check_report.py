@@ -13,8 +13,8 @@ from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, Table, table
+from hessiankit.theory.exact.check import ExactRow
 from hessiankit.verify.comparison import FORMULAS, SAME_CALL, CheckRow
-from hessiankit.verify.exact import ExactRow
 from hessiankit.verify.health import Health
 from hessiankit.verify.identities import IdentityReport
 

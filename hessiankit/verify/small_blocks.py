@@ -13,8 +13,8 @@ from derivations.transformer import PostNormBlockAt
 from hessiankit.blocks import TransformerBlock
 from hessiankit.curvature.dense import hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.formulas.symbols import symbol_of
-from hessiankit.verify.block_structure import structure_of
+from hessiankit.theory.exact.block_structure import structure_of
+from hessiankit.theory.formulas.symbols import symbol_of
 from hessiankit.verify.comparison import FORMULAS, CheckRow, Judge, Layout, cells_of_labels, closed_form
 from hessiankit.verify.health import rounding_noise
 from hessiankit.verify.probes import normal, probe_directions

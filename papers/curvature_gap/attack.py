@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from hessiankit.bounding.a_priori import a_priori
-from hessiankit.bounding.bounds import BOUNDS, Bound, UndefinedBound
-from hessiankit.bounding.certified import frobenius_upper, gershgorin_upper, schatten_upper, verified_upper
 from hessiankit.curvature.dense import Hessian
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.progress import Tell
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.theory.bounding.a_priori import a_priori
+from hessiankit.theory.bounding.bounds import BOUNDS, Bound, UndefinedBound
+from hessiankit.theory.bounding.certified import frobenius_upper, gershgorin_upper, schatten_upper, verified_upper
 from papers.curvature_gap.high_precision import norm_from_below
 from papers.curvature_gap.loss_surface import loss_surface_bound
 from papers.curvature_gap.problems import BoundProblem, draw_problem

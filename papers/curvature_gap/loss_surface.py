@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import a_priori, in_float64
 from hessiankit.engine.problem.own_call import make_task, own_gradient, own_value
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.theory.bounding.a_priori import a_priori, in_float64
 from papers.curvature_gap.attention_printed import theorem_7_corrected
 
 WHO = "loss_surface_bound"

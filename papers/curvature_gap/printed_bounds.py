@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.bounding.a_priori import in_float64
-from hessiankit.bounding.bounds import BOUNDS, Bound, BoundsReport, LossAt, Norms, UndefinedBound, loss_at, report
-from hessiankit.bounding.closed_forms import Pairs, has_bare_layernorms
-from hessiankit.formulas.block_at import is_the_papers
 from hessiankit.support.arguments import checked
 from hessiankit.support.torch_state import one_at_a_time
+from hessiankit.theory.bounding.a_priori import in_float64
+from hessiankit.theory.bounding.bounds import BOUNDS, Bound, BoundsReport, LossAt, Norms, UndefinedBound, loss_at, report
+from hessiankit.theory.bounding.closed_forms import Pairs, has_bare_layernorms
+from hessiankit.theory.formulas.block_at import is_the_papers
 from papers.curvature_gap.attention_printed import theorem_1_appendix_printed, theorem_1_printed
 from papers.curvature_gap.block_printed import phi_printed, sigma_min_printed, theorem_6_factors_printed, theorem_6_printed
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import PLACEMENTS, Attention, TransformerBlock
-from hessiankit.bounding.bounds import LossAt
 from hessiankit.curvature.dense import Hessian, hessian
+from hessiankit.theory.bounding.bounds import LossAt
 
 KINKED = ("relu", "leaky_relu")
 """Activations across whose kinks no second derivative bounds a change."""

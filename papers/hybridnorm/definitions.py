@@ -17,7 +17,7 @@ from derivations.attention import AttentionAt
 from derivations.normalization import RMSNormAt
 from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
-from hessiankit.formulas.block_at import BlockAt, attention_stage
+from hessiankit.theory.formulas.block_at import BlockAt, attention_stage
 from papers.drawing import Draw
 from papers.notation import rms_norm
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from derivations.loss import CrossEntropyAt
 from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.optim import block_types
+from hessiankit.training.optim import block_types
 from papers.autodiff import hessian_of, jacobian_of
 from papers.claim import Evidence
 from papers.drawing import Draw

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer
-from hessiankit.optim import block_types
-from hessiankit.partition.fused import named_slices
+from hessiankit.training.optim import block_types
+from hessiankit.training.partition.fused import named_slices
 from papers.claim import Evidence
 from papers.drawing import Draw
 from papers.evidence import agrees, assumed, counts, relative_error, small, violated, wrong

@@ -14,8 +14,8 @@ from torch import Tensor
 from derivations.normalization import LayerNormAt
 from hessiankit.blocks import Transformer
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.diagnostics.sharpness import sharpness
-from hessiankit.optim import PRESETS, block_types
+from hessiankit.training.optim import PRESETS, block_types
+from hessiankit.training.sharpness import sharpness
 from papers import second as again
 from papers.claim import Evidence
 from papers.drawing import Draw

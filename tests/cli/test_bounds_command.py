@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from hessiankit.bounding.bounds import BOUNDS, Bound
 from hessiankit.cli.main import main
+from hessiankit.theory.bounding.bounds import BOUNDS, Bound
 
 
 def test_table_and_json(capsys, tmp_path):

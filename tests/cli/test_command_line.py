@@ -26,9 +26,9 @@ from hessiankit.cli import program as exit_codes
 from hessiankit.cli.main import COMMANDS, app, main
 from hessiankit.cli.options import Activation, Norm
 from hessiankit.cli.program import with_dashes
-from hessiankit.diagnostics.monitoring.lines import Lines
-from hessiankit.formulas.chapters import CHAPTERS
-from hessiankit.formulas.theorems import CHAPTER_NAMES
+from hessiankit.theory.formulas.chapters import CHAPTERS
+from hessiankit.theory.formulas.theorems import CHAPTER_NAMES
+from hessiankit.training.monitoring.lines import Lines
 from hessiankit.verify.check import check
 from hessiankit.verify.check_report import CheckReport
 from hessiankit.verify.comparison import CheckRow
@@ -165,7 +165,7 @@ def test_json_alone_on_standard_output(command: str, here: Path, capfd: pytest.C
 
 
 def test_files_are_refused_before_anything_is_computed(here: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(sys.modules["hessiankit.bounding.bounds"], "bounds", lambda *_, **__: pytest.fail("computed"))
+    monkeypatch.setattr(sys.modules["hessiankit.theory.bounding.bounds"], "bounds", lambda *_, **__: pytest.fail("computed"))
     (here / "folder").mkdir()
     (here / "locked").write_text("")
     for path, why in (("no/such/x.json", "there is no folder no/such"), ("folder", "it is a folder")):
@@ -301,7 +301,7 @@ def test_interrupted(here: Path, monkeypatch, capsys) -> None:
     def stopped(_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hessiankit.diagnostics.monitoring.log.MonitorLog.read", stopped)
+    monkeypatch.setattr("hessiankit.training.monitoring.log.MonitorLog.read", stopped)
     assert main(["monitor", "run.jsonl"]) == exit_codes.INTERRUPTED == 130
     assert capsys.readouterr().err == "hessiankit: interrupted\n"
 

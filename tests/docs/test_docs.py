@@ -20,7 +20,7 @@ PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
 BLOCKS = {page: re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL) for page in PAGES}
 WITH_CODE = [
     page for page, blocks in BLOCKS.items() if blocks and page.name != "depth.md"
-]  # which tests/diagnostics/test_depth.py runs
+]  # which tests/training/test_depth.py runs
 
 
 def name(page: Path) -> str:

@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 PACKAGES = (
-    "hessiankit", "hessiankit.blocks", "hessiankit.diagnostics.depth", "hessiankit.diagnostics.distributed", "hessiankit.diagnostics.sharpness", "hessiankit.landscape", "papers",
-    "hessiankit.diagnostics.monitoring", "hessiankit.optim", "hessiankit.partition", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
+    "hessiankit", "hessiankit.blocks", "hessiankit.training.depth", "hessiankit.training.distributed", "hessiankit.training.sharpness", "hessiankit.landscape", "papers",
+    "hessiankit.training.monitoring", "hessiankit.training.optim", "hessiankit.training.partition", "hessiankit.verify", "derivations.bounds", "derivations.matrix",
 )  # fmt: skip
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
 

@@ -27,8 +27,8 @@ from figures import (
 )
 from figures._digits import ImageSpec, block_norms
 from figures.vec_r_pictures import Layers, block, data, sites
-from hessiankit.diagnostics.monitoring import Monitor
-from hessiankit.diagnostics.sharpness import sharpness
+from hessiankit.training.monitoring import Monitor
+from hessiankit.training.sharpness import sharpness
 
 DOCS = Path(__file__).parents[2] / "docs"
 NANO, SMOOTH = (ImageSpec(patch=4, d_model=4, d_ff=6, activation=name) for name in ("relu", "gelu"))

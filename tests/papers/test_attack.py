@@ -8,7 +8,7 @@ from curvature_reference import mse, reverse_over_reverse
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS, Attention
-from hessiankit.bounding.bounds import BOUNDS, Bound
+from hessiankit.theory.bounding.bounds import BOUNDS, Bound
 from papers.curvature_gap.attack import attack
 from papers.curvature_gap.high_precision import norm_from_below
 from papers.curvature_gap.problems import BoundProblem, draw_problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hessiankit.formulas.theorems import find
+from hessiankit.theory.formulas.theorems import find
 from papers import PAPERS, claims
 
 ROOT = Path(__file__).parents[2]

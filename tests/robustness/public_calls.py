@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import hessiankit as hk
-from hessiankit import optim
-from hessiankit import partition as parts
-from hessiankit.diagnostics import depth, monitoring
-from hessiankit.diagnostics.monitoring import MonitorLog
+from hessiankit.training import depth, monitoring, optim
+from hessiankit.training import partition as parts
+from hessiankit.training.monitoring import MonitorLog
 from hessiankit.verify import testing
 
 

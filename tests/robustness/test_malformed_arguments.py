@@ -10,9 +10,8 @@ from malformed import complaint, plainly_wrong, pool
 from public_calls import CALLS, PATIENT
 
 import hessiankit as hk
-from hessiankit import optim
-from hessiankit import partition as parts
-from hessiankit.diagnostics import depth, distributed, monitoring
+from hessiankit.training import depth, distributed, monitoring, optim
+from hessiankit.training import partition as parts
 
 RESULTS = {
     "BlockTypes", "BoundsReport", "CheckReport", "CheckRow", "ConvergenceError", "CurvatureDiagonal", "DepthReport", "Derivation", "Estimate", "Forecast",
@@ -83,4 +82,4 @@ def test_every_public_function_is_called():
     assert set(hk.__all__) - RESULTS - called == set()
     functions = {n for room in (optim, depth, monitoring, parts) for n in room.__all__ if n[0].islower()}
     assert functions - called == set()
-    assert distributed.__all__  # needs processes: tests/diagnostics/test_distributed.py
+    assert distributed.__all__  # needs processes: tests/training/test_distributed.py

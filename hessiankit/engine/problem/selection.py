@@ -58,7 +58,7 @@ def check_unsharded(who: str, module: nn.Module) -> None:
         if kind is not None:
             raise InputError(
                 f"{who}: {repr(name) if name else 'the module'} is sharded ({kind}), and only part of its values is here; pass a "
-                "whole copy of the module, or use hessiankit.diagnostics.distributed: hessian_operator(..., replica=) for "
+                "whole copy of the module, or use hessiankit.training.distributed: hessian_operator(..., replica=) for "
                 "products, sharpness for block types"
             )
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hessiankit.diagnostics.sharpness import sharpness
-from hessiankit.optim import measured_ratios
+from hessiankit.training.optim import measured_ratios
+from hessiankit.training.sharpness import sharpness
 from papers.experiments.tuning.experiment import (
     PAPER,
     Ratios,

@@ -13,11 +13,11 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 
 from hessiankit.curvature.plot_frame import FAINT, INK, OKABE_ITO, STYLE, Picture, check_suffix, dress, write_picture
-from hessiankit.optim.ratios import CAP, POWER
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import fill, write_text
 from hessiankit.support.tables import Detail, Piece, Printed, as_markdown, table
+from hessiankit.training.optim.ratios import CAP, POWER
 from papers.experiments.tuning.comparison import TuningComparison
 from papers.experiments.tuning.experiment import BETAS, CLIP, PAPER, WEIGHT_DECAY, Setting, model_of, texts
 from papers.experiments.tuning.sweep import SearchResult

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from hessiankit.blocks import Transformer
 from hessiankit.blocks.initialisation import initialise
 from hessiankit.cli.text import VOCAB_SIZE, TextDataset, load_text
-from hessiankit.optim import PRESETS, blockwise_lr, blockwise_schedule
-from hessiankit.partition import model_parts
 from hessiankit.support.errors import InputError
+from hessiankit.training.optim import PRESETS, blockwise_lr, blockwise_schedule
+from hessiankit.training.partition import model_parts
 from papers.experiments.training import updates
 
 Ratios: TypeAlias = tuple[tuple[str, float], ...]

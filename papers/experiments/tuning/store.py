@@ -15,7 +15,7 @@ from papers.experiments.resumable import Resumable
 from papers.experiments.tuning.experiment import RunResult, RunSpec, Setting, run
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/optim", "hessiankit/partition", "hessiankit/cli/text.py",
+    "hessiankit/blocks", "hessiankit/training/optim", "hessiankit/training/partition", "hessiankit/cli/text.py",
     "papers/experiments/training.py", "papers/experiments/tuning/experiment.py",
 )  # fmt: skip
 """What the digits of a run depend on."""

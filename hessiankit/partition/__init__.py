@@ -1,7 +1,0 @@
-"""Parts of a model: parameters, and slices of fused ones, each with one block type."""
-
-from hessiankit.partition.fused import named_slices
-from hessiankit.partition.part import TYPES, BlockTypes, Part
-from hessiankit.partition.types import block_types, model_parts
-
-__all__ = ["TYPES", "BlockTypes", "Part", "block_types", "model_parts", "named_slices"]

@@ -1,0 +1,1 @@
+"""Closed forms read as formulas, as bounds and in exact arithmetic."""

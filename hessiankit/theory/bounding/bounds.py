@@ -1,0 +1,311 @@
+"""``bounds``: the norms of a Hessian's blocks beside every valid bound. A bound is one function under ``@bound``."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from derivations.bounds.block_norms import BlockNorms
+from hessiankit.blocks import Attention, TransformerBlock
+from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
+from hessiankit.engine.problem.calling import known_count
+from hessiankit.engine.problem.own_call import make_task
+from hessiankit.support.arguments import checked
+from hessiankit.support.containers import check_dense
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Piece, Printed, table
+from hessiankit.support.torch_state import one_at_a_time
+from hessiankit.theory.bounding.a_priori import a_priori, in_float64
+from hessiankit.theory.bounding.certified import Certificate, certify
+from hessiankit.theory.bounding.closed_forms import sharpened_a_priori, sharpened_structured
+from hessiankit.theory.bounding.structured import structured
+
+if TYPE_CHECKING:
+    from hessiankit.curvature.plot_frame import Picture
+
+WHO = "bounds"
+WHOLE = "whole"
+DRAWN = 30  # rows of a picture
+
+
+@dataclass(frozen=True)
+class LossAt:
+    """The loss of a module at a point, in float64, which bounds are computed for."""
+
+    module: nn.Module
+    x: Tensor  # B x L x d
+    t: Tensor  # of the output's shape, or labels
+    loss: str  # "mse" or "cross_entropy"
+
+    @cached_property
+    def hessian(self) -> Hessian:
+        """The exact Hessian."""
+        return hessian(self.module, self.x, self.t, loss=self.loss)
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The norms of the Hessian and of its blocks, with intervals that hold despite rounding."""
+        return certify(self.hessian.matrix, self.hessian.slices)
+
+    @cached_property
+    def noise(self) -> float:
+        """The largest norm that rounding can give a zero block of the Hessian: P eps times the summed norms of its two parts."""
+        H, outer = self.hessian.matrix, self.hessian.outer()
+        parts = spectral_norm(outer, symmetric=True) + spectral_norm(H - outer, symmetric=True)
+        return len(H) * torch.finfo(H.dtype).eps * parts
+
+
+Norms: TypeAlias = "tuple[float, Mapping[tuple[str, str], float]]"
+"""Bound on the whole Hessian, and bounds on blocks by their two parameters, in either order."""
+
+
+class UndefinedBound(Exception):
+    """A bound is not defined for a problem; the report shows the message, if any, as a note."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A bound that ``bounds`` reports; its description is the first line of its function.
+
+    Attributes:
+        name: The key in reports and JSON; with spaces for underscores the column's head.
+        norms: (problem) -> the bounds.
+        of_matrix: Whether it is a statement on the float64 matrix alone.
+        caveat: What a reader of its numbers must know.
+    """
+
+    name: str
+    norms: Callable[[LossAt], Norms]
+    of_matrix: bool = False
+    caveat: str = ""
+
+    @property
+    def title(self) -> str:
+        """The name in words."""
+        return self.name.replace("_", " ")
+
+    def __str__(self) -> str:
+        description, _, _ = (self.norms.__doc__ or "").partition("\n")
+        return f"{self.title}: {description}"
+
+
+BOUNDS: dict[str, Bound] = {}
+"""Every bound by its name, in the order of a report's columns; ``bounds`` and ``hessiankit bounds`` read it."""
+
+
+def bound(name: str, **options: Any) -> Callable[[Callable[[LossAt], Norms]], Callable[[LossAt], Norms]]:
+    """Register a function as the bound of this name; the options are the attributes of ``Bound``."""
+
+    def register(norms: Callable[[LossAt], Norms]) -> Callable[[LossAt], Norms]:
+        BOUNDS[name] = Bound(name, norms, **options)
+        return norms
+
+    return register
+
+
+@bound("certified", of_matrix=True)
+def from_matrix(at: LossAt) -> Norms:
+    """From the float64 matrix, with an outward error for rounding."""
+    certificate = at.certificate
+    return certificate.whole.upper, {pair: interval.upper for pair, interval in certificate.pairs.items()}
+
+
+@bound("structured")
+def from_values(at: LossAt) -> Norms:
+    """From the intermediate values, each site of curvature kept with its sign."""
+    own = structured(make_task(WHO, at.module, at.x, at.t, at.loss))
+    own = sharpened_structured(at.module, at.x, at.t, own) if at.loss == "mse" else own
+    return own.whole, own.pairs
+
+
+@bound("a_priori")
+def from_norms(at: LossAt) -> Norms:
+    """From norms of the input, the weights and the target, the smallest row scales and the sizes."""
+    if not isinstance(at.module, TransformerBlock | Attention):
+        name = type(at.module).__name__
+        raise UndefinedBound(f"a_priori: not defined for {name}, whose parts have no rules; pass a TransformerBlock")
+    each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
+    counts = [known_count(at.loss, t) or 0.0 for t in at.t]
+    shares = [count / sum(counts) for count in counts]  # the Hessian of a mean is the mean of the Hessians
+    norms = torch.stack([share * one.matrix for share, one in zip(shares, each, strict=True)]).sum(0)
+    prior = BlockNorms(each[0].names, norms)
+    prior = sharpened_a_priori(at.module, at.x, at.t, prior) if at.loss == "mse" else prior
+    return prior.whole, {(i, j): prior.block(i, j) for i in prior.names for j in prior.names}
+
+
+@dataclass(frozen=True, repr=False)
+class BoundsReport(Printed):
+    """The spectral norms of a Hessian and of its blocks, and the bounds on them.
+
+    Attributes:
+        values: "whole" or "i x j" -> kind -> value. The kinds: "true" (of the float64 matrix), "lower" (certified from below),
+            and the names of the bounds.
+        names: The parameters.
+        notes: Caveats of the bounds, and why a bound is not defined here.
+        noise: What the rounding of float64 can leave of a block that vanishes: a norm of at most that prints as 0 to rounding.
+    """
+
+    values: Mapping[str, Mapping[str, float]]
+    names: tuple[str, ...]
+    notes: tuple[str, ...]
+    noise: float = 0.0
+
+    @property
+    def violated(self) -> tuple[tuple[str, str, float], ...]:
+        """(block, kind, true / bound) of every bound that the true norm exceeds."""
+        return tuple(
+            (name, kind, row["true"] / limit if limit else math.inf)
+            for name, row in self.values.items()
+            for kind, limit in row.items()
+            if kind not in ("true", "lower") and self._exceeds(row["true"], limit)
+        )
+
+    def _exceeds(self, true: float, bound: float) -> bool:
+        return true > bound * (1 + 1e-9) + self.noise
+
+    def ratio(self, kind: str, name: str = WHOLE) -> float:
+        """Return bound / true norm, the slack of a bound."""
+        row = self.values[name]
+        return row[kind] / row["true"] if row["true"] else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain Python data: "whole", and "pairs" by "i x j"."""
+        pairs = {name: dict(row) for name, row in self.values.items() if name != WHOLE}
+        return {
+            "whole": dict(self.values[WHOLE]),
+            "pairs": pairs,
+            "names": list(self.names),
+            "violated": [list(row) for row in self.violated],
+            "notes": list(self.notes),
+        }
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of bounds that this report has."""
+        return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
+
+    def plot(self, path: Path | str | None = None) -> Picture:
+        """Draw bound / norm, the slack, of every kind of bound: of the whole, of violated blocks and of those of largest norm.
+
+        A line marks 1, which no valid bound lies below. Blocks that are 0 to rounding have no slack. The picture is written to
+        ``path``, as ``.png``, ``.svg`` or ``.pdf``, with the numbers beside it as CSV; an InputError says why it cannot be.
+        """
+        from hessiankit.curvature.plots import pair_labels, row_chart  # only here: Matplotlib
+
+        ranks = self._ranks()
+        blocks = sorted((name for name in ranks if self.values[name]["true"] > self.noise), key=ranks.__getitem__, reverse=True)
+        shown = blocks[:DRAWN]
+        slack = {kind.replace("_", " "): [self._slack(kind, name) for name in shown] for kind in self.kinds}
+        title = "Bounds on spectral norms" + ("" if shown == blocks else f"; {len(shown) - 1} of {len(blocks) - 1} blocks")
+        labels = pair_labels(shown, self.names)
+        return row_chart("BoundsReport.plot", labels, slack, axis="bound / norm", title=title, path=path, line=(1.0, "the norm"))
+
+    def _slack(self, kind: str, name: str) -> float:
+        return self.ratio(kind, name) if kind in self.values[name] else math.nan
+
+    def _ranks(self) -> dict[str, float]:
+        """The norm of each block, with the whole and those that exceed a bound first."""
+        exceeded = {name for name, _, _ in self.violated}
+        return {n: math.inf if n == WHOLE or n in exceeded else row["true"] for n, row in self.values.items()}
+
+    def _cell(self, row: Mapping[str, float], kind: str) -> str:
+        true, limit = row["true"], row.get(kind)
+        if limit is None:
+            return ""
+        if self._exceeds(true, limit):
+            return f"{limit:.3g} VIOLATED"
+        return f"{limit:.3g} ({limit / true:.3g} x)" if true > self.noise else f"{limit:.3g}"
+
+    def _headline(self) -> str:
+        whole = self.values[WHOLE]
+        limits = ", ".join(f"{kind.replace('_', ' ')} {whole[kind]:.4g}" for kind in self.kinds)
+        return f"Spectral norms and their bounds (and bound / norm); whole: norm {whole['true']:.4g}, {limits}"
+
+    def _parts(self) -> Iterator[Piece]:
+        kinds = {kind for _, kind, _ in self.violated}
+        titles = {kind: kind.replace("_", " ") for kind in self.kinds}
+        cells = {name: [self._cell(row, kind) for kind in titles] for name, row in self.values.items()}
+        norms = {n: f"{row['true']:.4g}" if row["true"] > self.noise else "0 to rounding" for n, row in self.values.items()}
+        rows = [(name, norms[name], *cells[name]) for name in self.values]
+        drop = [title for kind, title in reversed(titles.items()) if kind not in kinds]
+        rank, ranked = [*self._ranks().values()], "the whole, violated and largest norms"
+        yield self._headline()
+        yield table(("block", "norm", *titles.values()), rows, names=self.names, drop=drop, rank=rank, ranked=ranked)
+        yield from self.notes
+
+
+@checked("bounds")
+@one_at_a_time
+def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse") -> BoundsReport:
+    r"""Return the spectral norms of a block's loss Hessian beside every bound that is registered in ``BOUNDS``.
+
+    *certified*: from the matrix, with an outward error for rounding. *structured*: from the intermediate values, each site of
+    curvature kept with its sign. *a_priori*: from norms of the input, the weights and the target, the smallest row scales
+    and the sizes.
+
+    Norms and bounds are computed in float64 in every dtype. The numbers of a module in float32, float16 or bfloat16, of its
+    inputs and of its target are numbers of float64, so the report is on the exact function of these numbers, and what it promises
+    is the same: a norm above a valid bound by more than 1e-9 of it and the ``noise`` of the report is an error. What
+    :func:`hessiankit.hessian` returns in float32 differs from that Hessian by its own rounding, about 1e-6 of its norm.
+
+    Args:
+        block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.
+        inputs: ``(L, d_model)`` or ``(B, L, d_model)``, floating point.
+        target: Of the output's shape, or labels.
+        loss: ``"mse"`` or ``"cross_entropy"``.
+
+    Raises:
+        InputError: If inputs and target do not fit, or are not finite.
+
+    >>> import hessiankit as hk
+    >>> block = hk.TransformerBlock(4, 5, placement="pre").double()
+    >>> x = torch.randn(3, 4, dtype=torch.float64)
+    >>> report = hk.bounds(block, x, torch.zeros_like(x))
+    >>> report.ratio("certified") < 1 + 1e-6 < report.ratio("structured") < report.ratio("a_priori")
+    True
+    """
+    return report(loss_at(block, inputs, target, loss), BOUNDS)
+
+
+def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
+    """Return the norms of a loss's Hessian and of its blocks beside these bounds, by name in the order of the columns."""
+    norms, lower = at.certificate.norms, {pair: interval.lower for pair, interval in at.certificate.pairs.items()}
+    values = {WHOLE: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
+    values |= {f"{i} x {j}": {"true": norms[i, j], "lower": lower[i, j]} for i, j in at.hessian.pairs()}
+    notes: list[str] = []
+    for name, one in limits.items():
+        try:
+            whole, pairs = one.norms(at)
+        except UndefinedBound as reason:
+            notes.append(str(reason))
+            continue
+        values[WHOLE][name] = whole
+        for i, j in at.hessian.pairs():
+            limit = pairs.get((i, j), pairs.get((j, i)))
+            values[f"{i} x {j}"] |= {} if limit is None else {name: limit}
+        notes.append(f"{one.title}: {one.caveat}" if one.caveat else "")
+    return BoundsReport(values, at.hessian.names, tuple(dict.fromkeys(filter(None, notes))), at.noise)
+
+
+def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> LossAt:
+    """Return a loss in float64; arguments and errors are those of ``bounds``.
+
+    The module is first called as it is, so that what its own call refuses is refused.
+    """
+    if not isinstance(inputs, Tensor) or not inputs.is_floating_point() or inputs.ndim not in (2, 3):
+        got = f"{inputs.dtype} {tuple(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+        raise InputError(f"bounds: inputs are {got}; expected floating point (L, d_model) or (B, L, d_model)")
+    if loss not in ("mse", "cross_entropy"):
+        raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
+    for name, x in (("inputs", inputs), ("target", target)):
+        check_dense(WHO, name, x)
+    x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
+    make_task(WHO, module, x, t, loss, handshake=False)
+    return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)

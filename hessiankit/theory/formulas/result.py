@@ -1,0 +1,139 @@
+"""``Derivation``: a derivative as an expression in vec_r, with its renderings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import sympy
+from torch import Tensor
+
+from derivations.matrix import Inequality, Matrix, inequalities
+from hessiankit.support.errors import InputError
+from hessiankit.support.tables import Detail, Piece, Printed
+from hessiankit.theory.formulas.typesetting import Story, align, explained, html_of, latex_file, plain, text_lines
+
+SYMBOLIC_ENTRIES = 2000
+"""Entries beyond which ``sympy()`` refuses: of a whole block each takes about 0.1 s."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Derivation(Printed):
+    r"""A derivative of a block, a layer or a loss with respect to one or two of its arguments.
+
+    ``matrix`` is the expression at the point; its rows and columns are in the order of vec_r, which for the parameters of
+    ``hessiankit`` is that of ``reshape(-1)``. One parameter: the Jacobian dZ/dW_i of shape (L d) x n_i. Two: the second
+    derivative, (L d n_i) x n_j, or for a loss the n_i x n_j block of its Hessian.
+
+    Formulas print the sizes by their letters, for any block of this structure; numbers are those of this block.
+
+    Args:
+        wrt: dotted names of the parameters, "X" for the input.
+        loss: ``"mse"``, ``"cross_entropy"`` or None.
+        matrix: the expression.
+        title: what it is of, in words.
+        claims: for a theorem, the rows of the ledger that judge its print (``papers.claims(id=...)``).
+    """
+
+    wrt: tuple[str, ...]
+    loss: str | None
+    matrix: Matrix
+    _make_story: Callable[[], Story]
+    _symbolic: Callable[[], Matrix]
+    title: str = "of a transformer block"
+    claims: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return self.matrix.shape
+
+    def dense(self) -> Tensor:
+        """Return the matrix of numbers at the point."""
+        result: Tensor = self.matrix.dense()
+        return result
+
+    def norm_bound(self) -> float:
+        """Return an upper bound on the spectral norm, from the norms of the factors."""
+        return self.matrix.norm_bound()
+
+    def inequalities(self) -> list[Inequality]:
+        """Return the tree of inequalities behind ``norm_bound()``: the result's first, then each object's that it refers to."""
+        return inequalities(self.matrix, self.story.lines[0].symbol)
+
+    def explain_bound(self) -> str:
+        """Return the tree of inequalities as text, with its numbers at this point and sizes in digits."""
+        return "\n".join(f"‖{plain(line.symbol)}‖ ≤ {plain(line.rule)} = {line.bound:.6g}" for line in self.inequalities())
+
+    def sympy(self) -> sympy.ImmutableDenseMatrix:
+        """Return the matrix in SymPy symbols for every entry of the input and the parameters.
+
+        The entry of W_Q in row 1 and column 2 is the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``; the factor of a placement
+        keeps its letter. ``subs`` and ``lambdify`` take minutes beyond one token of two features.
+
+        Raises:
+            InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries: for tiny sizes only.
+        """
+        rows, columns = self.shape
+        if rows * columns > SYMBOLIC_ENTRIES:
+            why = f"{rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}"
+            smaller = "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
+            raise InputError(f"Derivation.sympy: {why}; {smaller}")
+        return self._symbolic().sympy()
+
+    @cached_property
+    def story(self) -> Story:
+        """The block's values, the lines of the derivation with their rules, and the meaning of the symbols."""
+        return self._make_story()
+
+    def latex(self, *, document: bool = False) -> str:
+        r"""Return the derivation in LaTeX: the block's values, the result, then each object that it refers to.
+
+        Args:
+            document: whether to return a file that compiles, with the meaning of the symbols, in place of an ``align*``
+                environment.
+        """
+        return latex_file(self.story, self.title) if document else align([*self.story.values, *self.story.rows])
+
+    def explain(self) -> str:
+        """Return the derivation as text: the block's values, each line with the rule that made it, and the symbols."""
+        return explained(self.story)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all that is printed, in LaTeX, with the shape and the norm bound, ready for JSON."""
+        story = self.story
+        return {
+            "wrt": list(self.wrt),
+            "loss": self.loss,
+            "shape": list(self.shape),
+            "norm_bound": self.norm_bound(),
+            "claims": list(self.claims),
+            "values": [{"symbol": symbol, "rule": rule} for symbol, rule in story.values],
+            "lines": [asdict(line) for line in story.lines],
+            "terms": [{"formula": formula, "meaning": meaning} for formula, meaning in story.terms],
+            "legend": [{"symbol": symbol, "meaning": meaning} for symbol, meaning in story.legend],
+        }
+
+    def json(self) -> str:
+        """Return ``to_dict()`` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+    def _headline(self) -> str:
+        rows, columns = self.shape
+        return f"{text_lines(self.story.rows)[0]}      ({rows} x {columns})"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
+        yield from (Detail(f"    {line}") for line in text_lines(self.story.rows)[1:])
+        if self.claims:
+            yield f"{self.title}; its print is judged in the ledger: {', '.join(self.claims)}"
+
+    def _repr_latex_(self) -> str:
+        return f"$$\n{align([*self.story.values, *self.story.rows], 'aligned')}$$"
+
+    def _repr_html_(self) -> str:
+        judged = f"<p>{self.title}: {', '.join(self.claims)}</p>" if self.claims else ""
+        return html_of(self.story, self.shape) + judged

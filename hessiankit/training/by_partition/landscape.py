@@ -1,0 +1,35 @@
+"""Spectra and steps by layer and by block type: the calls of the landscape, with words for these partitions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from hessiankit.landscape import critical, spectra
+from hessiankit.landscape.groups import BY
+from hessiankit.support.errors import check_name
+from hessiankit.training.by_partition.partitions import layers, members, translated, types
+
+WORDS = {"layer": layers, "type": types}
+
+
+def partition_of(who: str, by: Any) -> Any:
+    """Return the partition of a word or of block types; anything else as it is."""
+    if isinstance(by, str) and by not in BY:
+        check_name(who, "by", by, (*BY, *WORDS))
+        return WORDS[by]
+    if isinstance(by, Mapping):
+        from hessiankit.training.partition import BlockTypes
+
+        if isinstance(by, BlockTypes):  # of the whole model, where the operator may have only some of its parameters
+            return lambda _, names: members(by.parts, names, lambda part: part.type)
+    return by
+
+
+if TYPE_CHECKING:  # checkers and the reference show the calls of the core
+    from hessiankit.landscape.critical import critical_sharpness as critical_sharpness
+    from hessiankit.landscape.spectra import spectrum as spectrum
+else:
+    critical_sharpness = translated(__name__, critical.critical_sharpness, "by", partial(partition_of, critical.WHO))
+    spectrum = translated(__name__, spectra.spectrum, "by", partial(partition_of, spectra.WHO))

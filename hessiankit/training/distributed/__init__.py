@@ -1,0 +1,13 @@
+"""Curvature of a model whose data, or whose parameters, are spread over several processes (torch.distributed)."""
+
+from hessiankit.training.distributed.measure import sharpness
+from hessiankit.training.distributed.operator import DistributedOperator, hessian_operator, top_eigenvalues
+from hessiankit.training.distributed.ranks import RankError
+
+__all__ = [
+    "DistributedOperator",
+    "RankError",
+    "hessian_operator",
+    "sharpness",
+    "top_eigenvalues",
+]

@@ -1,0 +1,275 @@
+"""A monitor of one training run: it measures the model at some steps and writes a line of JSON each time."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hessiankit.engine.problem.batches import on_device_of
+from hessiankit.landscape.optimizer_states import listed, name_of
+from hessiankit.support.arguments import checked
+from hessiankit.support.environment import environment
+from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.torch_state import ordinary_path, preserved_random_states, preserved_state
+from hessiankit.training.digest import digest
+from hessiankit.training.monitoring.lines import Lines
+from hessiankit.training.monitoring.log import MonitorLog
+from hessiankit.training.monitoring.measurements import MEASUREMENTS, OF_OPTIMIZERS, MonitoredRun, Section, batches_of, scalars
+from hessiankit.training.partition import Part
+from hessiankit.training.sharpness.options import parts_by_flow
+
+
+def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
+    """Return whether a step is measured: multiples of ``every``, and with ``log_spaced`` also 1, 2, 5, 10, 20, 50, ... below it.
+
+    >>> [step for step in range(101) if due(step, 50, log_spaced=True)]
+    [0, 1, 2, 5, 10, 20, 50, 100]
+    """
+    if every < 1:
+        raise InputError(f"monitor: every={every} measures at no step; pass 1 or more")
+    if step < 0:
+        raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
+    early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
+    return step % every == 0 or early
+
+
+WHO = "monitor"
+ON_ERROR = ("raise", "record")
+LONG = 10.0
+"""Seconds of a measurement from which a line on standard error says what took them."""
+TAKEN = ("step", "seconds", "extra", "errors", "seed", "optimizer")
+"""Names in a line or a header that are not those of sections."""
+
+
+class Monitor:
+    """Measures a model on fixed data while it is trained, and writes a line of JSON each time.
+
+    Random states, modes, gradients and buffers are restored after a measurement, so that training is bitwise the same with and
+    without a monitor.
+
+    A run that resumes from a checkpoint makes its monitor with the same arguments and file. Its first line says at which step:
+    readers drop measurements at and after that step, made before the interruption, so that they see one trajectory.
+
+    Attributes:
+        path: The file.
+        parts: The model's parts, as norms and sharpness count them.
+
+    >>> import tempfile
+    >>> import torch
+    >>> from hessiankit import Transformer
+    >>> model = Transformer(11, 4, 5, 1)
+    >>> tokens = torch.randint(11, (2, 6))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     monitor = Monitor(model, (tokens[:, :-1], tokens[:, 1:]), f"{folder}/run.jsonl", every=10, what=["norms"])
+    ...     record = monitor.step(0)
+    ...     monitor.step(1) is None, sorted(record)
+    (True, ['loss', 'norms', 'seconds', 'step'])
+    """
+
+    @staticmethod
+    def read(path: Path | str) -> MonitorLog:
+        """Read the file that a monitor writes, also while it is being written; ``.plot()`` of the result draws it."""
+        return MonitorLog.read(path)
+
+    @checked("Monitor")
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Any,
+        path: Path | str,
+        *,
+        every: int = 100,
+        log_spaced: bool = False,
+        what: Iterable[str] | Mapping[str, Mapping[str, Any]] = ("norms", "sharpness"),
+        own: Mapping[str, Callable[[nn.Module, list[Any], int], Any]] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        parts: Sequence[Part] | None = None,
+        seed: int = 0,
+        log: Callable[..., Any] | None = None,
+        on_error: str = "raise",
+    ) -> None:
+        """Check the arguments, and write the header of the file or compare with the one that is there.
+
+        Args:
+            model: Model that is trained; in the wrappers of torch.compile and DistributedDataParallel too.
+            data: Batches to measure on, fixed for the run: a pair (inputs, labels), a Hugging Face batch with ``labels``, or an
+                iterable of these, which is read once, here.
+            path: File for a header and one line of JSON a measurement.
+            every: Steps from one measurement to the next.
+            log_spaced: Whether to measure at steps 1, 2, 5, 10, 20, 50, ... below ``every`` too.
+            what: Measurements beside the loss, by name, or a mapping from names to options, e.g.
+                ``{"norms": {}, "sharpness": {"draws": 8}}``. Names and options are those of the functions of
+                :mod:`hessiankit.training.monitoring.measurements`: ``"norms"`` of the parameters; ``"sharpness"`` of every
+                block type, with intervals; ``"eigenvalue"``, the largest of the Hessian; ``"preconditioned"``, the largest in the
+                optimizer's metric, beside its threshold; ``"critical"``, the curvature along the optimizer's next step;
+                ``"depth"``, diagnostics of the layers.
+            own: Measurements of your own by name: functions of the model in evaluation mode, its batches (arguments and labels)
+                and the step, which return plain numbers, or lists or dicts of them.
+            optimizer: Optimizer that trains the model, or several; for ``"preconditioned"`` and ``"critical"``.
+            parts: Parts of the model, for norms and sharpness; by default as :func:`hessiankit.sharpness` reads them.
+            seed: Seed of label draws, which differ from step to step, and of start vectors.
+            log: Function called as ``log(numbers, step=step)`` after every measurement, such as ``wandb.log``; the numbers are
+                floats by name.
+            on_error: ``"raise"`` stops at a section that fails, after writing the other sections; ``"record"`` writes the error
+                into the line and goes on, and only warns where the file cannot be written.
+
+        Raises:
+            InputError: An argument does not fit, the file is of another run, or it cannot be written.
+        """
+        due(0, every)
+        check_name(WHO, "on_error", on_error, ON_ERROR)
+        self._model, self._every, self._log_spaced, self._on_error = bare(model), every, log_spaced, on_error
+        with preserved_random_states(self._model):  # a DataLoader draws from torch's generator
+            self._batches = batches_of(self._model, data)
+        inputs, labels = on_device_of(self._model, self._batches[0])
+        self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
+        optimizers = () if optimizer is None else listed(optimizer)
+        run = MonitoredRun(self._model, self.parts, seed, optimizers)
+        options: dict[str, Any] = {"seed": seed, **({"optimizer": name_of(optimizers)} if optimizers else {})}
+        self._sections: dict[str, Section] = {}
+        wanted = what if isinstance(what, Mapping) else {name: {} for name in what}
+        for name, given in {"loss": {}, **wanted}.items():
+            check_name(WHO, "what", name, MEASUREMENTS)
+            if not isinstance(given, Mapping):
+                raise InputError(f"{WHO}: what={{{name!r}: {given!r}}}; expected a dict of options, such as {{}}")
+            self._sections[name] = MEASUREMENTS[name](run, **given)
+            options[name] = {**_defaults(MEASUREMENTS[name]), **given}
+        if bool(optimizers) != any(name in self._sections for name in OF_OPTIMIZERS):
+            seen = "an optimizer, which no measurement reads" if optimizers else "no optimizer"
+            raise InputError(f"{WHO}: {seen}; pass optimizer= together with 'preconditioned' or 'critical' in what=")
+        self._own = dict(own or {})
+        for name, measure in self._own.items():
+            if name in (*self._sections, *TAKEN):
+                raise InputError(f"{WHO}: own={name!r} is the name of another part of a line; choose another")
+            self._sections[name], options[name] = partial(measure, self._model), "own"
+        self._log = log
+        header = {
+            "model": type(self._model).__name__,
+            "entries": sum(part.size for part in self.parts),
+            "parts": [{"name": p.name, "type": p.type, "role": p.role, "layer": p.layer, "size": p.size} for p in self.parts],
+            "data": digest(self._batches),
+            "sections": list(self._sections),
+            "options": options,
+            "environment": environment(),
+        }
+        self._lines = Lines(path, header)
+        self.path = self._lines.path
+        self._at: int | None = None
+        self._measured: int | None = None
+
+    def __repr__(self) -> str:
+        return f"<Monitor: {', '.join(self._sections)} every {self._every} steps, into {self.path}>"
+
+    def step(self, step: int, *, force: bool = False, **extra: Any) -> dict[str, Any] | None:
+        """Measure and write if the step is scheduled; call it after every update, and with 0 before the first.
+
+        Args:
+            step: Updates done so far.
+            force: Measure in any case, e.g. at the end of training.
+            **extra: Numbers to write beside, e.g. ``learning_rate=...``; not read where nothing is measured.
+
+        Raises:
+            InputError: A section failed or the file cannot be written, and ``on_error="raise"``.
+
+        Returns:
+            What was measured, or None.
+        """
+        wanted = force or due(step, self._every, log_spaced=self._log_spaced)
+        if self._at is None or step < self._at:  # training starts or goes on here
+            self._lines.rewind(step)
+        repeated = step == self._at == self._measured
+        self._at = step
+        if not wanted or repeated:
+            return None
+        return self._measure(step, extra)
+
+    def measure(self, step: int, **extra: Any) -> dict[str, Any]:
+        """Measure and write now: :meth:`step` with ``force=True``, except that a step measured already is measured anew."""
+        self._lines.rewind(step)
+        self._at = step
+        return self._measure(step, extra)
+
+    def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
+        """Measure all sections, write the line and log the numbers; say what took the time if it was long."""
+        _check_whole(self._model)
+        record, failed, seconds = self._values(step)
+        if sum(seconds.values()) > LONG:
+            each = ", ".join(f"{name} {taken:.1f}" for name, taken in seconds.items())
+            print(f"monitor: step {step} took {sum(seconds.values()):.1f} s ({each})", file=sys.stderr, flush=True)
+        record["seconds"] = seconds
+        record |= {"extra": extra} if extra else {}
+        record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failed.items()}} if failed else {}
+        self._write(record)
+        if self._log is not None:
+            self._log(scalars(record), step=step)
+        if failed and self._on_error == "raise":
+            name, error = next(iter(failed.items()))
+            raise InputError(
+                f"{WHO}: {name} at step {step} failed: {record['errors'][name]}. The rest of the measurement is in {self.path}; "
+                f"{'mend your function' if name in self._own else 'leave it out of what='}, or pass on_error='record' to go on"
+            ) from error
+        return record
+
+    def _values(self, step: int) -> tuple[dict[str, Any], dict[str, Exception], dict[str, float]]:
+        """Return what the sections measure, the errors of those that failed, and the seconds of each."""
+        record: dict[str, Any] = {"step": step}
+        failed: dict[str, Exception] = {}
+        seconds: dict[str, float] = {}
+        batches: list[Any] = []
+        with preserved_state(self._model), ordinary_path():
+            for name, section in self._sections.items():
+                start = time.perf_counter()
+                try:
+                    batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
+                    record[name] = section(batches, step)
+                except Exception as error:
+                    failed[name] = error
+                seconds[name] = round(time.perf_counter() - start, 4)
+        self._measured = step
+        return record, failed, seconds
+
+    def _write(self, record: dict[str, Any]) -> None:
+        try:
+            self._lines.append(record)
+        except InputError as error:
+            if self._on_error == "raise":
+                raise
+            warnings.warn(str(error), stacklevel=4)
+
+
+def _defaults(make: Callable[..., Section]) -> dict[str, Any]:
+    """Return the options of a measurement with their defaults."""
+    return {p.name: p.default for p in inspect.signature(make).parameters.values() if p.kind is p.KEYWORD_ONLY}
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile, DataParallel and DistributedDataParallel.
+
+    >>> layer = nn.Linear(1, 1)
+    >>> bare(nn.DataParallel(layer)) is layer
+    True
+    """
+    inner: Any = model
+    while isinstance(inner, nn.Module):
+        model = inner
+        parallel = isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel))
+        inner = model.module if parallel else getattr(model, "_orig_mod", None)
+    return model
+
+
+def _check_whole(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        if hasattr(p, "device_mesh"):
+            raise InputError(
+                f"{WHO}: {name!r} is sharded over several processes, and one of them does not see all of it; "
+                "measure with hessiankit.training.distributed, or on a gathered copy"
+            )

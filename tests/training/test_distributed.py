@@ -1,0 +1,149 @@
+"""Several processes against one: the same numbers, on every rank the same bits, and errors that all ranks raise alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import distributed_worker as worker
+import pytest
+import torch
+
+import hessiankit as hk
+from hessiankit.training.sharpness import sharpness
+
+ROOT = Path(__file__).parents[2]
+EXACT = 1e-12
+SIZE = 4  # one rank holds nothing, and a mesh has two axes
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")]
+
+
+def run(*command: str) -> str:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+LOST = {"first": (1, 0.0), "stuck": (0, worker.STUCK), "tokens": (0, 0.0)}
+"""Way -> the rank that is left, and how many seconds it waits at least."""
+
+
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Return what every rank of every way that was not lost has measured; see distributed_worker."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip("fully_shard of this torch (2.6) needs a GPU")
+    folder, ways = tmp_path_factory.mktemp("distributed"), ["all", *LOST]
+    run("-W", "ignore", str(ROOT / "tests" / "training" / "distributed_worker.py"), str(folder), str(SIZE), *ways)
+    return {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def found(by_rank: dict[str, Any]) -> dict[str, Any]:
+    """Return what rank 0 found; the others found the same bits."""
+    everywhere = {name: one for name, one in by_rank.items() if name.startswith("all-")}
+    assert len(everywhere) == SIZE
+    assert all(other == everywhere["all-0"] for other in everywhere.values())
+    return everywhere["all-0"]
+
+
+def micro_batches() -> list[list[tuple[int, ...]]]:
+    """Return the numbers of the sequences in each rank's micro-batches."""
+    made, first = [], 0
+    for held in worker.SHARES[SIZE]:
+        own = range(first, first + held)
+        made.append([tuple(own[k : k + worker.MICRO_BATCH]) for k in range(0, held, worker.MICRO_BATCH)])
+        first += held
+    return made
+
+
+def one_process(groups: list[tuple[int, ...]], *, made: torch.nn.Module, **options: Any) -> dict[str, Any]:
+    """Measure what ranks do together, in this process, with the sequences grouped into the same micro-batches."""
+    tokens, labels = worker.sequences()
+    data = [(tokens[list(group)], labels[list(group)]) for group in groups]
+    numbers = [number for group in groups for number in group]
+    return worker.own(sharpness(made, data, numbers=numbers, **worker.OPTIONS, **options))
+
+
+def joint() -> list[tuple[int, ...]]:
+    """Return the unions of the ranks' micro-batches, step by step."""
+    own = micro_batches()
+    return [tuple(number for its in own if k < len(its) for number in its[k]) for k in range(max(map(len, own)))]
+
+
+EVERY = [group for its in micro_batches() for group in its]
+CUT = {"parts": worker.some_cut(worker.model())}
+WAYS: dict[str, tuple[list[tuple[int, ...]], dict[str, Any]]] = {
+    # the micro-batches of one process that measures the same, and its options
+    "plain": (EVERY, {}),
+    "ddp": (EVERY, {}),
+    "fsdp": (joint(), CUT),
+    "hsdp": (joint(), CUT),
+    "numbers": ([tuple(range(rank, 7, SIZE)) for rank in range(SIZE)], {}),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_measure_what_one_process_does(found: dict[str, Any], way: str) -> None:
+    groups, options = WAYS[way]
+    here, expected, compared = found["sharpness"][way], one_process(groups, **{"made": worker.model(), **options}), 0
+    for group in ("types", "layers", "tensors", "scale_free", "mean_of_tensors"):
+        assert here[group].keys() == expected[group].keys()
+        for name, one in expected[group].items():
+            for field, value in one.items():
+                if field not in ("low", "high"):  # exponentials of the standard error, which enlarge its rounding
+                    close = pytest.approx(value, rel=EXACT, abs=EXACT * one["value"])
+                    assert here[group][name][field] == close, (group, name, field)
+                    compared += 1
+    for mine, theirs in zip(here["type_layers"], expected["type_layers"], strict=True):
+        assert mine["value"] == pytest.approx(theirs["value"], rel=EXACT)
+    assert here["seen_rows"]["value"] == pytest.approx(expected["seen_rows"]["value"], rel=EXACT)
+    for name in ("terms", "sequences", "micro_batches", "draws", "order", "seed", "frozen", "unused", "histograms"):
+        assert here[name] == expected[name], name
+    assert compared > 200
+    assert found["sharpness"]["gradients kept"]
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+def test_operator_equals_that_of_one_process(found: dict[str, Any], kind: str) -> None:
+    operator = hk.hessian_operator(worker.model().eval(), worker.sequences(), loss="cross_entropy", kind=kind)
+    here, V = found["operator"][kind], worker.vectors(operator.shape[0])
+    for value, expected in ((here["product"], operator @ V), (here["gradient"], operator.gradient)):
+        difference = (torch.tensor(value, dtype=torch.float64) - expected).abs().max()
+        assert float(difference) <= EXACT * float(expected.abs().max())
+    assert here["loss"] == pytest.approx(operator.loss, rel=EXACT)
+
+
+def test_eigenvalues_are_those_of_the_dense_hessian(found: dict[str, Any]) -> None:
+    dense = hk.hessian(worker.model().eval(), worker.sequences(), loss="cross_entropy", params=["embedding.P", "final_norm.*"])
+    top = found["operator"]["lanczos"]
+    assert top["values"] == pytest.approx(dense.eigvalsh().flip(0)[:2].tolist(), rel=1e-12)
+    assert max(top["residuals"]) <= 1e-12 * top["values"][0]
+    assert found["operator"]["no convergence"].startswith("InputError: top_eigenvalues: ")
+    assert "the block of vectors is '(" in found["operator"]["other vectors"]
+    for expected, line in found["operator"]["other options"]:
+        assert line.startswith(f"InputError: top_eigenvalues: {expected}; expected the same on every rank")
+
+
+def test_a_mistake_on_one_rank_is_the_same_line_on_all(found: dict[str, Any]) -> None:
+    for call, lines in found["errors"].items():
+        for expected, line in lines:
+            assert line.startswith(f"InputError: {call}: {expected}")
+            assert "\n" not in line
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_the_rank_that_is_left_stops(by_rank: dict[str, Any], how: str) -> None:
+    """At once where a rank is killed or fails, in the middle of a measurement; after its time-out where it is stuck."""
+    left, least = LOST[how]
+    found = by_rank[f"{how}-{left}"]
+    assert found["said"].startswith(f"RankError: sharpness: rank {left} of 2 lost the others after ")
+    assert "\n" not in found["said"]
+    assert least <= found["seconds"] < 30  # the group's time-out is 60
