@@ -43,8 +43,8 @@ from papers.experiments.tuning.experiment import (
 )  # fmt: skip
 
 CODE = (
-    "hessiankit/blocks", "hessiankit/training/optim", "hessiankit/training/partition", "hessiankit/training", "hessiankit/cli/text.py",
-    "papers/experiments/training.py", "papers/experiments/tuning/experiment.py", "figures/_runs.py",
+    "hessiankit/blocks", "hessiankit/training", "hessiankit/cli/text.py", "papers/experiments/training.py",
+    "papers/experiments/tuning/experiment.py", "figures/_runs.py",
 )  # fmt: skip
 """What the digits of a run depend on."""
 MONITORED = "monitor.jsonl"

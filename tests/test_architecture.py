@@ -125,6 +125,17 @@ def test_no_circles() -> None:
         pytest.fail(" -> ".join(error.args[1]))
 
 
+@pytest.mark.parametrize("wing", ["theory", "training"])
+def test_parts_of_a_wing_form_no_circle(wing: str) -> None:
+    graph: dict[str, set[str]] = defaultdict(set)
+    for name in FILES:
+        if name.startswith(f"hessiankit.{wing}."):
+            inside = {other.split(".")[2] for other in modules()[name].imports if other.startswith(f"hessiankit.{wing}.")}
+            graph[name.split(".")[2]] |= inside - {name.split(".")[2]}
+    assert sum(map(len, graph.values())) > 1
+    TopologicalSorter(graph).prepare()  # raises a CycleError that names them
+
+
 def test_a_class_name_means_one_thing() -> None:
     homes = defaultdict(set)
     for name in FILES:

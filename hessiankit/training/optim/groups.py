@@ -118,8 +118,9 @@ class ParameterGroups(Printed, list[dict[str, Any]]):
 
     Keys of a group: ``params`` and ``param_names``; ``lr`` and ``weight_decay``; ``block_type`` (``"QK+VO"`` for fused
     parameters) and ``ratio``, with ``ratio_low`` and ``ratio_high`` where it was measured; ``base_lr``, the rate at ratio 1;
-    ``expected_lr`` and ``guard``, for :func:`~hessiankit.training.optim.check_groups`; ``slices`` for fused parameters; ``use_muon`` for
-    Muon; ``name`` for Adam-mini. All are numbers, strings and lists, which ``torch.load(weights_only=True)`` takes.
+    ``expected_lr`` and ``guard``, for :func:`~hessiankit.training.optim.check_groups`; ``slices`` for fused parameters;
+    ``use_muon`` for Muon; ``name`` for Adam-mini. All are numbers, strings and lists, which
+    ``torch.load(weights_only=True)`` takes.
 
     Attributes:
         title: Source of the ratios.
@@ -259,8 +260,9 @@ def blockwise_lr(
     Args:
         model: The model; its type of parameter by :func:`hessiankit.training.partition.model_parts`.
         lr: The base rate: that of the norms.
-        ratios: A preset's name (``hessiankit.training.optim.PRESETS``; ``"paper"`` is Eq. 5, for Adam-mini that of Sec. 6.3), a mapping
-            from block type to ratio (1 where it has none), or ``"measured"``. With Muon, names concern AdamW's groups only.
+        ratios: A preset's name (``hessiankit.training.optim.PRESETS``; ``"paper"`` is Eq. 5, for Adam-mini that of Sec. 6.3), a
+            mapping from block type to ratio (1 where it has none), or ``"measured"``. With Muon, names concern AdamW's groups
+            only.
         optimizer: The optimizer of the groups: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"adam_mini"`` (one group a
             parameter, with its ``name``), ``"muon"`` (``groups.muon`` and ``groups.adamw``).
         muon_lr: The rate of Muon's groups; by default ``lr``.

@@ -198,8 +198,8 @@ def check_groups(optimizer: Optimizer) -> None:
     """Check an optimizer's groups now; every step of it does the same.
 
     The rates must be in the proportion that :func:`~hessiankit.training.optim.blockwise_lr` or
-    :func:`~hessiankit.training.optim.blockwise_schedule` gave them, to 1e-6; and the names must be those of the parameters, which a
-    state dict of other groups changes. A rate that is a tensor on an accelerator is not read: that would synchronise with
+    :func:`~hessiankit.training.optim.blockwise_schedule` gave them, to 1e-6; and the names must be those of the parameters, which
+    a state dict of other groups changes. A rate that is a tensor on an accelerator is not read: that would synchronise with
     the device at every step.
 
     Raises:
