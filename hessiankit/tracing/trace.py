@@ -32,8 +32,8 @@ from hessiankit.tracing.fallback import AutomaticDifferentiation
 from hessiankit.tracing.graph import Node, Recording, Unseen, map_nodes
 from hessiankit.tracing.in_place import WRITTEN_OUT, readers, without_writing, written
 from hessiankit.tracing.one_dtype import converted, widest
-from hessiankit.tracing.primitives import RULES
 from hessiankit.tracing.recording import may_draw, record
+from hessiankit.tracing.rules import RULES
 from hessiankit.tracing.segment import segment
 from hessiankit.tracing.source_line import at_line, first_line
 

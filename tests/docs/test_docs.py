@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hessiankit.blocks import PLACEMENTS
-from hessiankit.tracing.primitives.registry import RULES
+from hessiankit.tracing.rules.registry import RULES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
-from hessiankit.tracing.primitives.registry import axes_of
+from hessiankit.tracing.rules.registry import axes_of
 
 LONGEST_PRODUCT = 64
 """More factors than this are left to automatic differentiation, as each would be an operation."""

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from hessiankit.primitives.axis_maps import AxisMaps
 from hessiankit.primitives.linear import Reshape
 from hessiankit.tracing.one_dtype import widest
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, aten, rule
+from hessiankit.tracing.rules.registry import RULES, Match, Rule, aten, rule
 
 
 @rule(aten.cumsum.default)

@@ -5,7 +5,7 @@ ask for the operation's ``result``, and where there are several outputs for the 
 no rule, or whose rule declines by returning None, falls back on automatic differentiation of that one operation.
 """
 
-from hessiankit.tracing.primitives import axes, choosing, functions, layers, linear, shapes
-from hessiankit.tracing.primitives.registry import RULES, rule
+from hessiankit.tracing.rules import axes, choosing, functions, layers, linear, shapes
+from hessiankit.tracing.rules.registry import RULES, rule
 
 __all__ = ["RULES", "axes", "choosing", "functions", "layers", "linear", "rule", "shapes"]

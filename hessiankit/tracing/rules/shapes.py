@@ -12,7 +12,7 @@ from hessiankit.primitives.cast import Cast
 from hessiankit.primitives.indexing import Concatenate, Select, Slice, Stack, Take
 from hessiankit.primitives.linear import Expand, Permute, Reshape
 from hessiankit.support.errors import TraceError
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
+from hessiankit.tracing.rules.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
 @rule(aten.transpose.int)

@@ -17,7 +17,7 @@ from hessiankit.primitives.normalization import LayerNorm, RMSNorm
 from hessiankit.primitives.pooling import Mean, SumOver
 from hessiankit.primitives.softmax import LogSoftmax, Softmax
 from hessiankit.tracing.one_dtype import widest
-from hessiankit.tracing.primitives.registry import RULES, Match, aten, axes_of, rule
+from hessiankit.tracing.rules.registry import RULES, Match, aten, axes_of, rule
 
 
 @rule(aten.layer_norm.default)

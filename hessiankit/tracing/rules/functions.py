@@ -13,7 +13,7 @@ from hessiankit.primitives.activation import Activation
 from hessiankit.primitives.binary import Binary
 from hessiankit.primitives.elementwise import Elementwise
 from hessiankit.primitives.linear import Multiple, Reshape
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, rule
+from hessiankit.tracing.rules.registry import RULES, Match, Rule, are_real, aten, rule
 
 
 def _activation(kind: str) -> Rule:

@@ -12,7 +12,7 @@ from hessiankit.primitives.indexing import Take, Where
 from hessiankit.primitives.linear import MaskedFill, Reshape
 from hessiankit.primitives.pooling import Extreme
 from hessiankit.primitives.scattering import AddAt, TakeAmong
-from hessiankit.tracing.primitives.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
+from hessiankit.tracing.rules.registry import RULES, Match, Rule, are_real, aten, axes_of, positions, rule
 
 
 @rule(aten.masked_fill.Scalar)

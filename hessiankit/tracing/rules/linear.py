@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hessiankit.primitives.elementwise import Divide
 from hessiankit.primitives.linear import Add, Linear, MatMul, Multiple, Multiply, Shift
-from hessiankit.tracing.primitives.registry import RULES, Match, aten, rule
+from hessiankit.tracing.rules.registry import RULES, Match, aten, rule
 
 
 @rule(aten.matmul.default, aten.mm.default, aten.bmm.default)
