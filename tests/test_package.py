@@ -30,7 +30,7 @@ def test_errors_and_pages_name_extras_that_exist(project: dict[str, Any]) -> Non
         for found in re.findall(r"hessiankit\[(\w+(?:,\w+)*)\]", file.read_text(encoding="utf-8"))
         for extra in found.split(",")
     }
-    assert {"models", "training"} <= named
+    assert {"models", "study"} & named
     assert named <= set(project["optional-dependencies"])
 
 

@@ -176,7 +176,7 @@ def along_step(
     """
     if passes < 2:
         raise InputError(f"{who}: passes={passes}; the loss at the parameters and at one step take 2")
-    optimizers = listed(optimizer)
+    optimizers = listed(who, optimizer)
     name, step = name_of(optimizers), next_steps(who, optimizers, parameters, gradient)
     if not bool(step.any()) or not bool(torch.isfinite(step).all()):
         what = "zero" if not bool(step.any()) else "NaN or infinite"

@@ -116,7 +116,7 @@ def waits(optimizers: Sequence[Optimizer], *, for_state: bool = True) -> str:
     return ""
 
 
-def listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+def listed(who: str, optimizers: Optimizers) -> tuple[Optimizer, ...]:
     """Return one optimizer or several as a tuple, each without the wrapper of Accelerate.
 
     Raises:
@@ -128,7 +128,7 @@ def listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
             optimizer = inner
         unwrapped.append(optimizer)
     if not unwrapped:
-        raise InputError("the list of optimizers is empty; pass the optimizers that train the module")
+        raise InputError(f"{who}: the list of optimizers is empty; pass the optimizers that train the module")
     return tuple(unwrapped)
 
 

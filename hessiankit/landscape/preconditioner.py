@@ -131,7 +131,7 @@ def optimizer_preconditioner(
     >>> P.root.to_matrix().tolist(), round(P.threshold, 6), P.rule
     ([[1.0, 0.0], [0.0, 1.0]], 7.6, '2 (1 + momentum) / ((1 - dampening) lr)')
     """
-    optimizers = listed(optimizer)
+    optimizers = listed(who, optimizer)
     names, readers = name_of(optimizers), {id(one): reader_of(who, one) for one in optimizers}
     metrics: list[tuple[Metric, float, Tensor]] = []  # with lr K / 2, and the factors of slices with rates of their own
     largest, decays = 0.0, dict[tuple[float, bool], None]()

@@ -50,6 +50,11 @@ def _is_in_function() -> bool:
     return frame is not None
 
 
+def _version(x: Any) -> int:
+    """Return how often a tensor has been written into; 0 for what does not count it: numbers and tensors of inference mode."""
+    return x._version if isinstance(x, Tensor) and not x.is_inference() else 0
+
+
 class StoppedValues(TorchFunctionMode):
     """The values that torch holds constant in a call, so that the call at other parameters has the same ones.
 
@@ -87,7 +92,7 @@ class StoppedValues(TorchFunctionMode):
         super().__exit__(kind, error, trace)
         if not self._is_recorded:
             for k, (result, version) in enumerate(self._recorded):
-                if isinstance(result, Tensor) and result._version != version:
+                if _version(result) != version:
                     self._values[k] = (self._values[k][0], WRITTEN)
             self._recorded.clear()
         self._is_recorded = True
@@ -103,7 +108,7 @@ class StoppedValues(TorchFunctionMode):
             return result
         if self._later is None:
             self._values.append((stop, result.detach().clone() if isinstance(result, Tensor) else result))
-            self._recorded.append((result, result._version if isinstance(result, Tensor) else 0))
+            self._recorded.append((result, _version(result)))
             return result
         name, value = next(self._later, ("", None))
         if name == stop and value is WRITTEN:

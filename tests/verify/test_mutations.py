@@ -12,7 +12,7 @@ from derivations.matrix import Commutation
 from hessiankit.primitives import activation
 from hessiankit.primitives.linear import Multiple
 from hessiankit.primitives.linearised_norms import LinearisedNorm
-from hessiankit.tracing import primitives
+from hessiankit.tracing import rules
 from hessiankit.verify.check_report import CheckReport
 
 
@@ -27,7 +27,7 @@ def failed_names(report: CheckReport) -> set[str]:
 
 
 def test_dropped_scale_of_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(primitives.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Multiple(1.0), (a,)))
+    monkeypatch.setitem(rules.RULES, torch.ops.aten.div.Tensor, lambda a, b: (Multiple(1.0), (a,)))
     report = verdict(formulas=False)
     assert not report
     assert "attention.W_Q x attention.W_K" in failed_names(report)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch  # noqa: F401  # names of the examples in the docstring of the core's call
+from torch import nn  # noqa: F401
+
 from hessiankit.training.by_partition.partitions import blocks, translated, types
 
 PARTITIONS = {"layer": blocks, "type": types}

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch  # noqa: F401  # names of the examples in the docstrings of the core's calls
+from torch import nn  # noqa: F401
+
 from hessiankit.landscape import critical, spectra
 from hessiankit.landscape.groups import BY
 from hessiankit.support.errors import check_name

@@ -132,7 +132,7 @@ class Monitor:
             self._batches = batches_of(self._model, data)
         inputs, labels = on_device_of(self._model, self._batches[0])
         self.parts = tuple(parts_by_flow(self._model, inputs, len(labels)) if parts is None else parts)
-        optimizers = () if optimizer is None else listed(optimizer)
+        optimizers = () if optimizer is None else listed(WHO, optimizer)
         run = MonitoredRun(self._model, self.parts, seed, optimizers)
         options: dict[str, Any] = {"seed": seed, **({"optimizer": name_of(optimizers)} if optimizers else {})}
         self._sections: dict[str, Section] = {}
@@ -150,6 +150,8 @@ class Monitor:
         for name, measure in self._own.items():
             if name in (*self._sections, *TAKEN):
                 raise InputError(f"{WHO}: own={name!r} is the name of another part of a line; choose another")
+            if not callable(measure):
+                raise InputError(f"{WHO}: own={name!r} is a {type(measure).__name__}; pass a function of model, batches and step")
             self._sections[name], options[name] = partial(measure, self._model), "own"
         self._log = log
         header = {
