@@ -177,7 +177,7 @@ def sections(paths: Paths, *, cut: bool | None = None, alone: bool = False) -> l
         if alive == 1 and step.output in reads:
             cuts.append(n)
     if cut is None:
-        cuts = _that_pay(paths, cuts, where, alone=alone)
+        cuts = _worthwhile(paths, cuts, where, alone=alone)
     unplanned, end = list[Section](), len(paths.steps) - 1
     for n in [*(reversed(cuts) if cut is not False else ()), -1]:
         entry = None if n < 0 else Place(-1, paths.steps[n].output, paths.value(paths.steps[n].output).shape)
@@ -208,40 +208,52 @@ def _planned(paths: Paths, unplanned: Sequence[Section], *, alone: bool) -> list
     return planned
 
 
-def _that_pay(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone: bool) -> list[int]:
-    """Return the cuts after which places before them take fewer multiply-adds than the cut itself."""
-    chosen, end, behind, size = [], len(paths.steps), 0.0, 0
-    later = sorted(paths.places, key=lambda place: -where[place.at])
-    counted, back, seen = 0, 0.0, set[tuple[str, int]]()
-    before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
+def _worthwhile(paths: Paths, cuts: Sequence[int], where: dict[int, int], *, alone: bool) -> list[int]:
+    """Return the cuts after which places before them take fewer multiply-adds than the cut itself.
+
+    Without a cut at x, every column of the places before pushes and pulls through all that follows x. With it, unit directions of
+    one row of x do that, and each column is multiplied once with the curvature that they leave at x.
+    """
+    chosen, end = list[int](), len(paths.steps)
+    tail_work = 0.0  # of a direction, in the cut after this one
+    pull_work = 0.0  # of a direction, to the parameters between the two
+    columns, seen = 0, set[tuple[str, int]]()  # of the parameters that enter after the cut
+    places = sorted(paths.places, key=lambda place: -where[place.at])
+    passed = 0  # places after the cut
+    columns_before = sum(min(place.size, place.shape[1:].numel()) for place in paths.places)
     entries = sum(place.size for place in paths.places)
     level = finest = max((paths.value(step.output).ndim for step in paths.steps), default=0)
-    below, ahead = len(paths.steps), list[int]()
-    for step in paths.steps:  # the level of all steps so far: where rows meet, curvature behind them is between all of these
+    levels_before = list[int]()  # of all steps up to one: where rows meet, curvature after them is between all of these
+    for step in paths.steps:
         finest = paths.level_below(finest, [step])
-        ahead.append(finest)
+        levels_before.append(finest)
     works = [0.0, *accumulate(paths.work([step], alone=alone)[1] for step in paths.steps)]
+    last_step = len(paths.steps)
     for n in reversed(cuts):
         x = paths.value(paths.steps[n].output)
-        level = paths.level_below(min(level, max(x.ndim - 1, 0)), paths.steps[n + 1 : below])
-        below = n + 1
-        while counted < len(later) and where[later[counted].at] > n:
-            place, counted = later[counted], counted + 1
-            before -= min(place.size, place.shape[1:].numel())
+        level = paths.level_below(min(level, max(x.ndim - 1, 0)), paths.steps[n + 1 : last_step])
+        last_step = n + 1
+        while passed < len(places) and where[places[passed].at] > n:
+            place = places[passed]
+            passed += 1
+            columns_before -= min(place.size, place.shape[1:].numel())
             if not alone:
-                back += place.rows * place.size
-                size += sum(u.size for u in place.jacobians if key(u) not in seen)
+                pull_work += place.rows * place.size
+                columns += sum(u.size for u in place.jacobians if key(u) not in seen)
                 seen |= {key(u) for u in place.jacobians}
-        row = x.shape[min(level, ahead[n]) if alone else min(1, x.ndim - 1) :].numel()
-        on = works[end] - works[n + 1] + back + behind  # for each direction that reaches x
-        through = (x.numel() + PASS * x.numel() // row) * (size + row)
-        if not alone and level == ahead[n] == x.ndim - 1:  # sums over rows for each pair of parameters need no rows of the matrix
-            through += PASS * x.numel() // row * entries
+        row_axis = min(level, levels_before[n]) if alone else min(1, x.ndim - 1)
+        row_size = x.shape[row_axis:].numel()
+        rows = x.numel() // row_size
+        work_after = works[end] - works[n + 1] + pull_work + tail_work
+        cut_work = (x.numel() + PASS * rows) * (columns + row_size)
+        if not alone and level == levels_before[n] == x.ndim - 1:  # sums over rows of each pair of parameters, without the matrix
+            cut_work += PASS * rows * entries
         if alone:  # directions of the places before, if their rows are apart where those of x are
-            before = sum(min(place.size, place.shape[min(level, place.axes) :].numel()) for place in later[counted:])
-        if x.numel() * max(size, row) < KEPT and 3 * row * on + (before + row * alone) * through < before * on:
+            columns_before = sum(min(place.size, place.shape[min(level, place.axes) :].numel()) for place in places[passed:])
+        work_with = 3 * row_size * work_after + (columns_before + row_size * alone) * cut_work
+        if x.numel() * max(columns, row_size) < KEPT and work_with < columns_before * work_after:
             chosen.append(n)
-            end, behind, back = n, float(through), 0.0
+            end, tail_work, pull_work = n, float(cut_work), 0.0
     return chosen[::-1]
 
 
