@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hessiankit.blocks import TransformerBlock
 from hessiankit.engine.problem.batches import FORMS
 from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
+from hessiankit.engine.problem.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, check_name
@@ -226,6 +227,7 @@ def depth_diagnostics(
     >>> found.laws.best, [round(s.value, 12) for s in found.jacobians.spectral], found.jacobians.gain.value
     ('exponential', [0.5, 0.5, 0.5], 3.375)
     """
+    check_unsharded(WHO, model)
     chosen = _quantities(what)
     check_name(WHO, "tokens", tokens, ("all", "last"))
     check_name(WHO, "curvature", curvature, METHODS)
