@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -14,12 +15,11 @@ from hessiankit.curvature.dense import Hessian
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
-from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, STEPS, central_differences, generic
+from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, STEPS, estimates, generic
 from hessiankit.verify.comparison import (
     CLOSED,
     DIFFERENCES,
     MODULE,
-    RESOLVED,
     ULPS,
     CheckRow,
     Gaps,
@@ -124,13 +124,13 @@ class SameCall:
         point, tangents = tuple(problem.params.values()), tuple(along.values())
         terms = (problem.flat_gradient() * torch.cat([t.reshape(-1) for t in tangents])).double().cpu()
         size, rounding = float(terms.abs().sum()), ULPS * torch.finfo(seen.precision).eps * abs(problem.value)
-        kept = ([step for step in STEPS if rounding / step <= share * size] for share in (self.rtol / 10, RESOLVED))
-        steps = next((steps for steps in kept if len(steps) > 2), [])  # at smaller ones rounding hides the slope
-        slopes, unsure = central_differences(loss, point, tangents, steps, FEWER_WEIGHTS)
-        if not slopes or slopes[0] is None:
+        values = [(step, estimates(loss, point, tangents, (step,), FEWER_WEIGHTS)) for step in STEPS]
+        slopes = [(step, float(found[0][0])) for step, found in values if found and found[0][0] is not None]
+        known = [(abs(y - x) + rounding / step, y) for (_, x), (step, y) in pairwise(slopes)]  # truncation, and rounding
+        if not known or not size:
             return
-        error = float((terms.sum() - slopes[0]).abs()) / size
-        unsure = (unsure * float(slopes[0].abs()) + rounding / min(steps)) / size
+        unsure, slope = min(known)
+        error, unsure = abs(float(terms.sum()) - slope) / size, unsure / size
         passed = not error > max(self.rtol, 3 * unsure)
         self.rows.append(CheckRow("slope", DIFFERENCES, error, passed, time.perf_counter() - start, method_of(seen.precision)))
         if not passed:
