@@ -17,6 +17,8 @@ if DEVICE != "pretended":
     pytest.skip("only the pretended device counts", allow_module_level=True)
 import pretended
 
+pytestmark = pytest.mark.first_order  # the costs of the default
+
 
 def deep(layers: int = 6, dtype: torch.dtype = torch.float64) -> Case:
     """Return a language model with more than a hundred parameters."""

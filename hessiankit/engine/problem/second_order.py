@@ -18,6 +18,7 @@ from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import own_gradient, own_loss
 from hessiankit.engine.problem.task import Task
 from hessiankit.support.errors import InputError, TraceError
+from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, rounding
 from hessiankit.tracing.segment_probe import generic_direction
 from hessiankit.tracing.stopped import held_values
@@ -116,7 +117,7 @@ def _first_call(task: Task, stopped: AbstractContextManager[Any]) -> None:
 def _steepest(task: Task) -> float:
     """Return the largest entry of the gradient that the module's own call had."""
     slopes = [] if task.reference is None else task.reference.gradient.values()
-    return max((float(x.abs().max()) for x in slopes if x is not None), default=0.0)
+    return max(read_numbers(x.abs().max() for x in slopes if x is not None), default=0.0)
 
 
 def _rounding(tasks: Sequence[Task], weights: Sequence[float], tangents: Mapping[str, Tensor]) -> tuple[float, float]:
@@ -135,10 +136,11 @@ def _largest_gap(pairs: dict[str, tuple[Tensor, Tensor | None]], noise: float) -
 
     A parameter whose entries are far below those of the whole is measured by these, as its rounding errors are.
     """
-    sizes = {n: max(float(x.abs().max()) for x in pair if x is not None) for n, pair in pairs.items()}
-    floor = torch.finfo(next(iter(pairs.values()))[0].dtype).eps ** 0.25 * max(sizes.values())
-    gaps = []
-    for name, (ours, theirs) in pairs.items():
-        apart = float((ours if theirs is None else ours - theirs).abs().max()) - noise
-        gaps.append((apart / (sizes[name] + floor) if apart > 0 else 0.0, name))
+    terms: list[Tensor] = []
+    for ours, theirs in pairs.values():
+        terms += [ours, ours, ours] if theirs is None else [ours, theirs, ours - theirs]
+    numbers = iter(read_numbers(x.abs().max() for x in terms))
+    rows = {name: (max(next(numbers), next(numbers)), next(numbers)) for name in pairs}
+    floor = torch.finfo(terms[0].dtype).eps ** 0.25 * max(size for size, _ in rows.values())
+    gaps = [(max(gap - noise, 0.0) / (size + floor or 1.0), name) for name, (size, gap) in rows.items()]
     return max(gaps)
