@@ -122,6 +122,20 @@ def test_every_change_of_a_shared_parameter_is_seen(options: dict[str, Any], dty
             operator @ v
 
 
+def test_an_exchange_of_distant_parts_of_a_large_parameter_is_seen() -> None:
+    """Parts of 2^16 words are hashed one after the other."""
+    module = nn.Linear(2**9, 2**9, bias=False).double()
+    operator = hessian_operator(module, draw(2, 2**9), draw(2, 2**9, seed=1), snapshot=False)
+    v = torch.ones(operator.shape[0], dtype=torch.float64)
+    operator @ v
+    halves = module.weight.data.view(-1).split(2**16)
+    kept = halves[0].clone()
+    halves[0].copy_(halves[2])
+    halves[2].copy_(kept)
+    with pytest.raises(InputError, match="'weight' has been given other values since"):
+        operator @ v
+
+
 def test_parts_that_depend_on_each_other_are_refused() -> None:
     module = Formula(lambda m, x: torch.tanh((z := m.lin(x)) - z.mean(0)), lin=nn.Linear(4, 3))
     x, t = draw(6, 4), draw(6, 3, seed=2)

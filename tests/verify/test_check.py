@@ -404,3 +404,11 @@ def test_a_gradient_that_is_not_the_derivative_of_the_loss_does_not_pass(module:
     if not right:
         assert slope.max_rel_error > 1e-2
         assert "torch's own gradient is" in report.verdict
+
+
+def test_a_reversed_gradient_fails_in_single_precision() -> None:
+    report = hk.check(REVERSED, draw(5, 2), draw(5, 3, seed=3), dtype=torch.float32)
+    (slope,) = (row for row in report.rows if row.name == "slope")
+    assert not report, report
+    assert not slope.passed
+    assert 1.0 < slope.max_rel_error < 3.0
