@@ -21,10 +21,10 @@ import hessiankit as hk
 from figures._kit import FAINT, INK, METHOD_COLOURS, page, save, style, write_rows
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.sections import Directions, sections
 from hessiankit.primitives.linear import Permute, Reshape
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import make_task
 
 NAME = Path(__file__).stem
 BATCH, TOKENS, WIDTH, HIDDEN, HEADS = 2, 4, 8, 16, 2

@@ -29,7 +29,7 @@ from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, sav
 from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.own_call import make_task
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table

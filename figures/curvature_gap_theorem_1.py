@@ -29,7 +29,7 @@ import hessiankit as hk
 from figures._kit import DASHES, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import Attention
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.own_call import make_task
 from hessiankit.theory.bounding.a_priori import a_priori
 from hessiankit.theory.bounding.structured import structured
 from papers.curvature_gap.printed_bounds import theorem_1

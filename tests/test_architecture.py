@@ -71,7 +71,7 @@ def floors() -> dict[str, int]:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     found, floor = {}, 0
     for line in page[page.index("```text") : page.index("textbook")].splitlines():
-        floor = int(line[6]) if line.startswith("floor") else floor
+        floor = int(line[6:8]) if line.startswith("floor") else floor
         found |= dict.fromkeys(re.findall(r"(?:^|\s{2,})([a-z_]+)\s{2,}(?=\S)", line[8:]), floor)
     return found
 
@@ -98,7 +98,7 @@ def test_imports_go_down() -> None:
     ] == []
 
 
-CORE = "support primitives tracing blocks functions engine curvature landscape"
+CORE = "support primitives tracing request blocks functions engine curvature landscape"
 
 
 def test_no_number_needs_a_matrix_in_vec_r() -> None:

@@ -1,6 +1,6 @@
 """The lists of mutants: one text file a room.
 
-    @ derivations/softmax.py | tests/derivations/test_operations.py tests/engine/test_batches.py
+    @ derivations/softmax.py | tests/derivations/test_operations.py tests/request/test_batches.py
     - out = adjoint - a * total
     + out = adjoint + a * total
 

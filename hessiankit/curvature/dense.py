@@ -18,11 +18,11 @@ from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.streaming import check_out, write_matrix
 from hessiankit.engine.diagnosis import without_effect
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.second_order import Handshaking, is_second_order
-from hessiankit.engine.problem.selection import Params, locate
-from hessiankit.engine.problem.task import Loss, Task
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.handshake import UNCOMPARED
+from hessiankit.request.second_order import Handshaking, is_second_order
+from hessiankit.request.selection import Params, locate
+from hessiankit.request.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.lanczos import lanczos

@@ -17,11 +17,11 @@ from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.operator import HessianOperator, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.fisher import NAMES
-from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.selection import ByName, Params, locate
-from hessiankit.engine.problem.task import Loss, Task
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.fisher import NAMES
+from hessiankit.request.handshake import UNCOMPARED
+from hessiankit.request.selection import ByName, Params, locate
+from hessiankit.request.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.tables import Piece, Printed, sizes, table
@@ -194,7 +194,7 @@ def diagonal_of(
     progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
 ) -> CurvatureDiagonal:
-    """Return the diagonal of batches that :func:`~hessiankit.engine.problem.batches.gather` returned."""
+    """Return the diagonal of batches that :func:`~hessiankit.request.batches.gather` returned."""
     sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:

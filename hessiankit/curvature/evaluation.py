@@ -17,13 +17,13 @@ from hessiankit.engine.assembly import WORKSPACE, assemble
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.parts import CHUNK
-from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
-from hessiankit.engine.problem.fisher import check_fits
-from hessiankit.engine.problem.loss_trace import nearby
-from hessiankit.engine.problem.own_call import own_value, reached
-from hessiankit.engine.problem.second_order import compare_second_order
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.cancellation import ROUNDING, rounding_errors
+from hessiankit.request.fisher import check_fits
+from hessiankit.request.loss_trace import nearby
+from hessiankit.request.own_call import own_value, reached
+from hessiankit.request.second_order import compare_second_order
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.memory import available_memory, check_matrix
 from hessiankit.support.torch_state import computed_later

@@ -14,8 +14,8 @@ from torch.utils.benchmark import Timer
 
 from hessiankit.curvature.planning import PANEL, make_plan
 from hessiankit.curvature.streaming import SLAB
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.storage import zeros
+from hessiankit.request.task import Task
 from hessiankit.support.files import WithDict
 from hessiankit.support.memory import available_memory, byte_size
 from hessiankit.support.tables import Piece, Printed, table

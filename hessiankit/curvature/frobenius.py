@@ -15,13 +15,13 @@ from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.operator import check_fallbacks
 from hessiankit.curvature.planning import PANEL, check_workspace, make_plan
 from hessiankit.engine.diagnosis import not_finite, without_effect
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.fisher import NAMES
-from hessiankit.engine.problem.handshake import UNCOMPARED
-from hessiankit.engine.problem.own_call import reached
-from hessiankit.engine.problem.selection import Params, locate
-from hessiankit.engine.problem.task import Loss, Task
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.fisher import NAMES
+from hessiankit.request.handshake import UNCOMPARED
+from hessiankit.request.own_call import reached
+from hessiankit.request.selection import Params, locate
+from hessiankit.request.task import Loss, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, OutOfMemoryError
 from hessiankit.support.memory import available_memory

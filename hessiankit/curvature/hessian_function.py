@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.engine.problem.batches import batches
-from hessiankit.engine.problem.selection import Params, repeatable
-from hessiankit.engine.problem.task import Loss
+from hessiankit.request.batches import batches
+from hessiankit.request.selection import Params, repeatable
+from hessiankit.request.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, sizes, table

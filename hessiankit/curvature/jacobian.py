@@ -15,12 +15,12 @@ from hessiankit.curvature.tensor_operator import TensorOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
-from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.problem.selection import Params
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, dense, pull, push, reads
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import make_task
+from hessiankit.request.selection import Params
+from hessiankit.request.task import Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import full_precision, one_at_a_time

@@ -13,11 +13,6 @@ from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
-from hessiankit.engine.problem.calling import IGNORE_INDEX, LOSSES, known_count
-from hessiankit.engine.problem.fisher import as_gauss_newton
-from hessiankit.engine.problem.loss_trace import loss_primitive, normalizer_of, samples_are_independent
-from hessiankit.engine.problem.own_call import own_target
-from hessiankit.engine.problem.task import Task
 from hessiankit.primitives.binary import Binary
 from hessiankit.primitives.directions import unbroadcast
 from hessiankit.primitives.elementwise import Divide
@@ -26,6 +21,11 @@ from hessiankit.primitives.linear import Multiply
 from hessiankit.primitives.loss import SampledLoss
 from hessiankit.primitives.primitive import Entrywise
 from hessiankit.primitives.softmax import LinearisedSoftmax
+from hessiankit.request.calling import IGNORE_INDEX, LOSSES, known_count
+from hessiankit.request.fisher import as_gauss_newton
+from hessiankit.request.loss_trace import loss_primitive, normalizer_of, samples_are_independent
+from hessiankit.request.own_call import own_target
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 

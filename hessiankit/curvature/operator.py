@@ -26,11 +26,11 @@ from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
-from hessiankit.engine.problem.batches import Weights, requests, shares
-from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
-from hessiankit.engine.problem.second_order import SECOND_ORDER, Handshaking, compare_second_order, is_second_order
-from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
+from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.cancellation import ROUNDING, rounding_errors
+from hessiankit.request.fisher import as_gauss_newton, check_kind
+from hessiankit.request.second_order import SECOND_ORDER, Handshaking, compare_second_order, is_second_order
+from hessiankit.request.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import silent
@@ -115,7 +115,7 @@ class HessianOperator(SymmetricOperator):
 
     @classmethod
     def of(cls, tasks: Sequence[Task], weights: Sequence[float], kind: str) -> HessianOperator:
-        """Return the operator of requests that :func:`~hessiankit.engine.problem.batches.gather` returned."""
+        """Return the operator of requests that :func:`~hessiankit.request.batches.gather` returned."""
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
         check_effect(tasks, batches)
@@ -439,7 +439,7 @@ def linearised(
     **options: Any,
 ) -> tuple[list[Task], list[Batch], list[float]]:
     """Return the requests, and every batch linearised with its count; arguments as in :func:`hessian_operator` and
-    :func:`~hessiankit.engine.problem.batches.requests`.
+    :func:`~hessiankit.request.batches.requests`.
     """
     tasks: list[Task] = []
     batches: list[Batch] = []

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.parts import is_cut, parts
-from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.own_call import reached
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import product_cost
+from hessiankit.request.loss_trace import normalizer_of
+from hessiankit.request.own_call import reached
+from hessiankit.request.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.support.memory import byte_size, check_room
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.engine.problem.selection import locate
+from hessiankit.request.selection import locate
 from hessiankit.support.errors import InputError
 
 Partition: TypeAlias = Callable[[nn.Module | None, Collection[str]], Mapping[str, Any]]

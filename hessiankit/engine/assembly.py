@@ -11,11 +11,11 @@ from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import BatchPart, is_cut, parts
-from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import normalizer_of
+from hessiankit.request.task import Task
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 

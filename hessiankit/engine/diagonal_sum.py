@@ -15,11 +15,11 @@ from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.parts import CHUNK, is_cut, parts
-from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.own_call import own_value, reached
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import product_cost
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import normalizer_of
+from hessiankit.request.own_call import own_value, reached
+from hessiankit.request.task import Task
 from hessiankit.support.errors import TraceError
 
 FASTER = 4.0

@@ -21,12 +21,12 @@ from torch import Tensor
 from hessiankit.engine.checkpoints import gather, size, split_at_checkpoints
 from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
-from hessiankit.engine.problem.handshake import Handshake
-from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
-from hessiankit.engine.problem.own_call import own_value, reached
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
+from hessiankit.request.handshake import Handshake
+from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
+from hessiankit.request.own_call import own_value, reached
+from hessiankit.request.task import Task
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention

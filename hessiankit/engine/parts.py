@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from hessiankit.engine.cost import SweepCost, sweep_cost
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, samples_are_independent
-from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import products_are_cheaper
 from hessiankit.engine.sections import Section, sections
+from hessiankit.request.loss_trace import LossTrace, loss_trace, samples_are_independent
+from hessiankit.request.task import Task
 
 CHUNK = 64 * 2**20
 """Bytes that the derivatives of some samples may take beside a small matrix."""

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.suboperators import Partition
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.optimizer_states import Optimizers, listed, name_of, places_of
 from hessiankit.landscape.slices import loss_around
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.task import Loss, Params
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict

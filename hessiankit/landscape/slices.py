@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.own_call import own_value
-from hessiankit.engine.problem.task import Loss, Params, Task
 from hessiankit.landscape.spectrum_result import Spectrum
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.own_call import own_value
+from hessiankit.request.task import Loss, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name, not_known
 from hessiankit.support.files import WithDict

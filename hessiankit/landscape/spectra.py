@@ -19,12 +19,12 @@ from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.suboperators import Partition, SubOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.engine.problem.batches import Weights
-from hessiankit.engine.problem.task import Loss, Params
 from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
+from hessiankit.request.batches import Weights
+from hessiankit.request.task import Loss, Params
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian
 from hessiankit.curvature.operator import HessianOperator, hessian_operator
-from hessiankit.engine.problem.batches import batches
-from hessiankit.engine.problem.calling import Loss, ordinary
-from hessiankit.engine.problem.selection import Params, check_surroundings, select
+from hessiankit.request.batches import batches
+from hessiankit.request.calling import Loss, ordinary
+from hessiankit.request.selection import Params, check_surroundings, select
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell, progress_bar

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree
 
-from hessiankit.engine.problem.state import Held
+from hessiankit.request.state import Held
 from hessiankit.support.torch_state import preserved_buffers, preserved_random_states
 
 

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.engine.problem.calling import (
+from hessiankit.request.calling import (
     IGNORE_INDEX,
     Loss,
     as_one_argument,
@@ -27,7 +27,7 @@ from hessiankit.engine.problem.calling import (
     one_kind,
     read_outputs,
 )
-from hessiankit.engine.problem.state import Held
+from hessiankit.request.state import Held
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path

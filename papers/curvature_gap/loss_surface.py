@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.engine.problem.own_call import make_task, own_gradient, own_value
+from hessiankit.request.own_call import make_task, own_gradient, own_value
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table

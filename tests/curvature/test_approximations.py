@@ -21,7 +21,7 @@ from hessiankit.curvature import kronecker
 from hessiankit.curvature.approximating.approximations import APPROXIMATIONS, Point
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
-from hessiankit.engine.problem.batches import gather
+from hessiankit.request.batches import gather
 
 AGREED = 1e-10
 X, Y, T = draw(6, 3), torch.tensor([0, 3, 1, 2, 2, 0]), draw(6, 4, seed=3)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import hessiankit as hk
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.engine.problem import fisher as labels
-from hessiankit.engine.problem.fisher import sample_labels, sample_residuals, uniforms
 from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError, SampledLoss
+from hessiankit.request import fisher as labels
+from hessiankit.request.fisher import sample_labels, sample_residuals, uniforms
 
 X, Y = draw(5, 3), torch.tensor([0, 3, 1, -100, 2])
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hessiankit.engine import block_rows, contractions, jacobians, matrix_rows, parts, sections
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import make_task
 
 
 class Choice(NamedTuple):

@@ -19,9 +19,9 @@ from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
 from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import parts
 from hessiankit.engine.paths import Paths, Reach
-from hessiankit.engine.problem.loss_trace import normalizer_of
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.loss_trace import normalizer_of
+from hessiankit.request.own_call import make_task
 
 
 def measured(paths: Paths, *, alone: bool) -> Meter:

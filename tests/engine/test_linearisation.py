@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.engine import linearisation
-from hessiankit.engine.problem.loss_trace import loss_trace
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.trace import ancestors_of_output
 

@@ -93,9 +93,9 @@ def test_the_choice_follows_shapes() -> None:
     """Short and wide networks are swept; long and narrow ones are not."""
     from hessiankit.engine.cost import sweep_cost
     from hessiankit.engine.paths import Paths
-    from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-    from hessiankit.engine.problem.own_call import make_task
     from hessiankit.engine.sections import sections
+    from hessiankit.request.loss_trace import loss_trace, normalizer_of
+    from hessiankit.request.own_call import make_task
 
     def chosen(net: nn.Module, x: Tensor, t: Tensor, *, alone: bool = False) -> bool:
         task = make_task("test", net, x, t, "mse")

@@ -13,7 +13,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.own_call import make_task
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding.a_priori import a_priori
 from hessiankit.theory.bounding.structured import sites, structured

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.own_call import make_task
 from hessiankit.theory.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.theory.bounding.rules import (
     Bounded,

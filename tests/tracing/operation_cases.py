@@ -9,9 +9,9 @@ import torch
 from curvature_reference import Formula, assert_exact, draw
 from torch import Tensor
 
-from hessiankit.engine.problem.loss_trace import loss_trace
-from hessiankit.engine.problem.own_call import make_task
 from hessiankit.primitives.primitive import Primitive
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.own_call import make_task
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 Operation: TypeAlias = Callable[[Tensor], Tensor]

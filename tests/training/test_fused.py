@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hessiankit as hk
-from hessiankit.engine.problem.selection import parse_part, rows_of_part, select
+from hessiankit.request.selection import parse_part, rows_of_part, select
 from hessiankit.training.partition.fused import named_slices
 
 Recorded = dict[str, Tensor]

@@ -23,9 +23,9 @@ from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import Partition, groups_by, positions
-from hessiankit.engine.problem.batches import Weights, gather
-from hessiankit.engine.problem.fisher import KINDS
-from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.request.batches import Weights, gather
+from hessiankit.request.fisher import KINDS
+from hessiankit.request.task import Loss, Params, Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import one_at_a_time

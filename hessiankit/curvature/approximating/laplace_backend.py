@@ -14,8 +14,8 @@ from torch import Tensor
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.engine.problem.batches import gather
-from hessiankit.engine.problem.calling import IGNORE_INDEX
+from hessiankit.request.batches import gather
+from hessiankit.request.calling import IGNORE_INDEX
 from hessiankit.support.errors import InputError
 
 WHO = "HessiankitGGN"

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import Structure, dense_block, diagonal, kronecker_block
-from hessiankit.engine.problem.fisher import counted_samples
-from hessiankit.engine.problem.own_call import own_loss
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.fisher import counted_samples
+from hessiankit.request.own_call import own_loss
+from hessiankit.request.task import Task
 
 
 def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from hessiankit.curvature.approximating.measure import Measures, Model
 from hessiankit.curvature.plot_frame import INK, Picture, picture
 from hessiankit.curvature.plots import block_norms_map, write_numbers
-from hessiankit.engine.problem.fisher import NAMES
+from hessiankit.request.fisher import NAMES
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.files import plain
 from hessiankit.support.tables import Piece, Printed, table

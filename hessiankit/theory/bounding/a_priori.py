@@ -26,7 +26,7 @@ from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
 from hessiankit.blocks.parts import BlockParts
-from hessiankit.engine.problem.calling import known_count
+from hessiankit.request.calling import known_count
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding import rules
 from hessiankit.theory.bounding.rules import Bounded, BoundedParameter, Sphere, ZeroScaleError

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from derivations.bounds.block_norms import BlockNorms
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.engine.problem.calling import known_count
-from hessiankit.engine.problem.own_call import make_task
+from hessiankit.request.calling import known_count
+from hessiankit.request.own_call import make_task
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError

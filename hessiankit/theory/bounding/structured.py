@@ -26,9 +26,9 @@ from scipy.sparse import bmat, csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.task import Task
 from hessiankit.primitives.linear import Linear, MatMul, Multiply
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding.certified import largest_eigenvalue, spectral_norm
 from hessiankit.tracing.trace import Application, Trace, accumulate

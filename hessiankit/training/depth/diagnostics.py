@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.engine.problem.batches import FORMS
-from hessiankit.engine.problem.calling import IGNORE_INDEX, check_module
-from hessiankit.engine.problem.selection import check_unsharded
+from hessiankit.request.batches import FORMS
+from hessiankit.request.calling import IGNORE_INDEX, check_module
+from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
 from hessiankit.support.errors import InputError, check_name

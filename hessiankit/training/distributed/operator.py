@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
-from hessiankit.engine.problem.batches import Weights, batches
-from hessiankit.engine.problem.calling import known_count, known_reduction, named_tensors
-from hessiankit.engine.problem.own_call import own_loss
-from hessiankit.engine.problem.selection import select
-from hessiankit.engine.problem.state import ModuleState
-from hessiankit.engine.problem.task import Loss, Params, Task
+from hessiankit.request.batches import Weights, batches
+from hessiankit.request.calling import known_count, known_reduction, named_tensors
+from hessiankit.request.own_call import own_loss
+from hessiankit.request.selection import select
+from hessiankit.request.state import ModuleState
+from hessiankit.request.task import Loss, Params, Task
 from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs

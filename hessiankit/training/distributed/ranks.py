@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hessiankit.engine.problem.calling import named_tensors
+from hessiankit.request.calling import named_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.package import __version__
 from hessiankit.training.digest import digest

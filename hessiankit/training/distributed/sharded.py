@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hessiankit.engine.problem.batches import on_device_of
-from hessiankit.engine.problem.calling import samples
-from hessiankit.engine.problem.labels import are_later, labels_of, with_a_label, with_decoder_inputs
+from hessiankit.request.batches import on_device_of
+from hessiankit.request.calling import samples
+from hessiankit.request.labels import are_later, labels_of, with_a_label, with_decoder_inputs
 from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, common

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.engine.problem.batches import on_device_of
-from hessiankit.engine.problem.calling import IGNORE_INDEX, named_tensors
 from hessiankit.landscape.critical import PASSES, along_step
 from hessiankit.landscape.optimizer_states import waits
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
+from hessiankit.request.batches import on_device_of
+from hessiankit.request.calling import IGNORE_INDEX, named_tensors
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError, check_name

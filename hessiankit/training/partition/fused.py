@@ -61,7 +61,7 @@ def named_slices(module: nn.Module, *, heads: bool = False) -> dict[str, str]:
     """Return readable names for the parts of a module's fused weights, each with the index string that selects the part.
 
     An index string is what ``params=`` and ``Hessian.block`` take; where a part is not one slice, it holds several, with
-    semicolons between (see :func:`hessiankit.engine.problem.selection.parse_part`). Recognised, by class, attributes and sizes,
+    semicolons between (see :func:`hessiankit.request.selection.parse_part`). Recognised, by class, attributes and sizes,
     names last:
 
     * ``nn.MultiheadAttention``: ``in_proj_weight``, ``in_proj_bias``;

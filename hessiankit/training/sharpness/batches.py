@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.batches import FORMS, batches
-from hessiankit.engine.problem.calling import (
+from hessiankit.request.batches import FORMS, batches
+from hessiankit.request.calling import (
     IGNORE_INDEX,
     call,
     check_labels,
@@ -25,7 +25,7 @@ from hessiankit.engine.problem.calling import (
     named_tensors,
     samples,
 )
-from hessiankit.engine.problem.labels import labels_of, with_decoder_inputs
+from hessiankit.request.labels import labels_of, with_decoder_inputs
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.engine.problem.calling import IGNORE_INDEX
-from hessiankit.engine.problem.selection import check_unsharded
+from hessiankit.request.calling import IGNORE_INDEX
+from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.progress import Tell

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX
-from hessiankit.engine.problem.fisher import sample_labels, sample_residuals
-from hessiankit.engine.problem.non_finite import spoiled_at
+from hessiankit.request.calling import IGNORE_INDEX
+from hessiankit.request.fisher import sample_labels, sample_residuals
+from hessiankit.request.non_finite import spoiled_at
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import wide
 from hessiankit.training.partition import Part

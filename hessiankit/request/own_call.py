@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import (
+from hessiankit.request.calling import (
     ELEMENTWISE,
     IGNORE_INDEX,
     SAMPLED,
@@ -32,10 +32,10 @@ from hessiankit.engine.problem.calling import (
     read_outputs,
     same_as,
 )
-from hessiankit.engine.problem.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module
-from hessiankit.engine.problem.selection import select
-from hessiankit.engine.problem.state import Held, ModuleState
-from hessiankit.engine.problem.task import Loss, OwnGradient, Params, Task
+from hessiankit.request.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module
+from hessiankit.request.selection import select
+from hessiankit.request.state import Held, ModuleState
+from hessiankit.request.task import Loss, OwnGradient, Params, Task
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers

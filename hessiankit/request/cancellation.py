@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.task import Task
 from hessiankit.tracing.segment_probe import products
 from hessiankit.tracing.trace import LinearMap
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from hessiankit.engine.problem.non_finite import are_finite, spoiled_at
+from hessiankit.request.non_finite import are_finite, spoiled_at
 from hessiankit.support.containers import arguments, check_values, map_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.torch_state import strided_parts

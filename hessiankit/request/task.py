@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import Loss, named_tensors, read_outputs, samples
-from hessiankit.engine.problem.selection import ByName, Params
-from hessiankit.engine.problem.state import ModuleState
+from hessiankit.request.calling import Loss, named_tensors, read_outputs, samples
+from hessiankit.request.selection import ByName, Params
+from hessiankit.request.state import ModuleState
 from hessiankit.support.containers import arguments
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.engine.problem.calling import (
+from hessiankit.request.calling import (
     Loss,
     known_count,
     known_reduction,
@@ -21,11 +21,11 @@ from hessiankit.engine.problem.calling import (
     samples,
     trained_parameters,
 )
-from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind
-from hessiankit.engine.problem.labels import are_later, labels_of, one_later, with_a_label, with_decoder_inputs
-from hessiankit.engine.problem.own_call import make_task, own_loss
-from hessiankit.engine.problem.selection import Params, repeatable
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.fisher import as_gauss_newton, check_kind
+from hessiankit.request.labels import are_later, labels_of, one_later, with_a_label, with_decoder_inputs
+from hessiankit.request.own_call import make_task, own_loss
+from hessiankit.request.selection import Params, repeatable
+from hessiankit.request.task import Task
 from hessiankit.support.containers import map_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.support.memory import available_memory, byte_size
@@ -359,7 +359,7 @@ def gather(
 
     Args:
         module: As in :func:`hessiankit.hessian`, like all arguments that are not explained here.
-        kind: One of :data:`hessiankit.engine.problem.fisher.KINDS`; all but ``"hessian"`` are Gauss-Newton matrices, of the
+        kind: One of :data:`hessiankit.request.fisher.KINDS`; all but ``"hessian"`` are Gauss-Newton matrices, of the
             requests that are returned.
         seed: Of drawn labels.
         draws: Labels drawn for each term.

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED
-from hessiankit.engine.problem.own_call import own_target
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.calling import IGNORE_INDEX, SAMPLED
+from hessiankit.request.own_call import own_target
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.torch_state import wide
 

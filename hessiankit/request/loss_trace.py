@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, SAMPLED, known_count, member, read_outputs
-from hessiankit.engine.problem.task import Task
 from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError, SampledLoss
+from hessiankit.request.calling import IGNORE_INDEX, SAMPLED, known_count, member, read_outputs
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.tracing.dead_entries import without_dead_entries
 from hessiankit.tracing.derivative_tests import generic

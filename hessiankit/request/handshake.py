@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
-from hessiankit.engine.problem.loss_trace import call_and_loss
-from hessiankit.engine.problem.own_call import OwnGradient, own_gradient
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.cancellation import ROUNDING, rounding_errors
+from hessiankit.request.loss_trace import call_and_loss
+from hessiankit.request.own_call import OwnGradient, own_gradient
+from hessiankit.request.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import read_numbers

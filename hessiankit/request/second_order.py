@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
-from hessiankit.engine.problem.handshake import scale_of_gradient
-from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
-from hessiankit.engine.problem.own_call import own_gradient, own_loss
-from hessiankit.engine.problem.task import Task
+from hessiankit.request.cancellation import ROUNDING, rounding_errors
+from hessiankit.request.handshake import scale_of_gradient
+from hessiankit.request.loss_trace import loss_trace, normalizer_of
+from hessiankit.request.own_call import own_gradient, own_loss
+from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, rounding

@@ -10,7 +10,7 @@ import torch
 from curvature_reference import assert_one_clear_error
 from torch import nn
 
-from hessiankit.engine.problem.selection import locate, parse_part, rows_of_part, select
+from hessiankit.request.selection import locate, parse_part, rows_of_part, select
 
 
 class Tied(nn.Module):

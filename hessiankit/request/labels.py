@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.engine.problem.calling import IGNORE_INDEX, call, member
+from hessiankit.request.calling import IGNORE_INDEX, call, member
 from hessiankit.support.errors import InputError
 
 SAME = 1e-4

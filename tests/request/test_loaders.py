@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hessiankit as hk
-from hessiankit.engine.problem import batches
+from hessiankit.request import batches
 
 EXACT = 1e-10
 SPECIAL = {"vocab_size": 7, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
