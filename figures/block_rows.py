@@ -23,8 +23,8 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.sections import Directions, sections
 from hessiankit.primitives.linear import Permute, Reshape
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.own_call import make_task
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.read import read_request
 
 NAME = Path(__file__).stem
 BATCH, TOKENS, WIDTH, HIDDEN, HEADS = 2, 4, 8, 16, 2
@@ -82,9 +82,9 @@ def paths() -> Paths:
     torch.manual_seed(0)
     block = hk.TransformerBlock(WIDTH, HIDDEN, n_heads=HEADS, placement="sandwich", activation="gelu").double()
     X, T = torch.randn(2, BATCH, TOKENS, WIDTH).double()
-    task = make_task("figures", block, X, T, "mse")
+    task = read_request(block, X, T).only()
     with task.at(), torch.no_grad():
-        return Paths(loss_trace(task, normalizer_of(task)).trace)
+        return Paths(loss_trace(task).trace)
 
 
 def diagram(ways: Paths) -> Diagram:

@@ -29,7 +29,7 @@ from figures._kit import FAINT, INK, MACHINE, METHOD_COLOURS, heading, page, sav
 from figures._store import put
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 from hessiankit.support.environment import environment
 from hessiankit.support.progress import progress_bar
 from hessiankit.support.tables import as_markdown, as_text, table
@@ -94,7 +94,7 @@ def ratios(module: Module, x: Tensor, t: Tensor) -> Ratios:
         with contextlib.suppress(UndefinedBound):
             limits[one.title], _ = one.norms(at)
     limits |= {"a priori": a_priori(module, x, t).whole}
-    limits |= {"structured": structured(make_task(NAME, module, at.x, at.t, "mse")).whole}
+    limits |= {"structured": structured(read_request(module, at.x, at.t).only()).whole}
     certified = {**certify(H, found.slices).bounds, "schatten": schatten_upper(H)}
     limits |= {f"certified, {way}": value for way, value in certified.items() if value is not None}
     return {kind: limit / true for kind, limit in limits.items()}

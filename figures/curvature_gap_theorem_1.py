@@ -29,7 +29,7 @@ import hessiankit as hk
 from figures._kit import DASHES, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
 from figures._verdicts import Verdict, in_every
 from hessiankit.blocks import Attention
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 from hessiankit.theory.bounding.a_priori import a_priori
 from hessiankit.theory.bounding.structured import structured
 from papers.curvature_gap.printed_bounds import theorem_1
@@ -70,7 +70,7 @@ def row(part: Attention, X: Tensor, T: Tensor) -> dict[str, float]:
     found = {"norm": float(torch.linalg.eigvalsh(H).abs().max())}
     found |= {name: theorem_1(part, X, T, appendix=name == "appendix")[0] for name in ("text", "appendix")}
     found["a priori"] = float(a_priori(part, X, T).whole)
-    found["structured"] = float(structured(make_task(NAME, part, X[None], T[None], "mse")).whole)
+    found["structured"] = float(structured(read_request(part, X[None], T[None]).only()).whole)
     return found
 
 

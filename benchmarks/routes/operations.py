@@ -15,7 +15,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hessiankit.verify.problem import mean_square
+from hessiankit.request.loss import mean_square
 
 
 class Cubed(torch.autograd.Function):

@@ -28,11 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from benchmarks.routes.torch_routes import ROUTES, Scalar, gradient
 from hessiankit.curvature.dense import hessian
+from hessiankit.request.loss import mean_square
 from hessiankit.support.errors import HessiankitError, InputError, unknown
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Detail, Piece, Printed, as_markdown, table
 from hessiankit.support.torch_state import one_thread
-from hessiankit.verify.problem import Problem, mean_square
+from hessiankit.verify.problem import Problem
 from hessiankit.verify.reference_base import Unsupported, typed_line
 from hessiankit.verify.references import REFERENCES
 

@@ -18,13 +18,13 @@ from hessiankit.curvature.evaluation import Evaluation, automatic
 from hessiankit.curvature.forecast import forecast
 from hessiankit.curvature.streaming import check_out, write_matrix
 from hessiankit.engine.diagnosis import without_effect
-from hessiankit.request.batches import Weights, gather
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import UNCOMPARED
-from hessiankit.request.second_order import Handshaking, is_second_order
-from hessiankit.request.selection import Params, locate
-from hessiankit.request.task import Loss, Task
+from hessiankit.request.read import read_request
+from hessiankit.request.selection import locate
+from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError
+from hessiankit.support.errors import InputError, check_count
 from hessiankit.support.lanczos import lanczos
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
@@ -32,6 +32,9 @@ from hessiankit.support.torch_state import one_at_a_time
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LARGE = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
 
@@ -222,23 +225,20 @@ _HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
 
 @checked("hessian")
 @one_at_a_time
+@asks(RequestArguments)
 def hessian(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
-    params: Params = None,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
     lazy: bool = False,
     out: str | os.PathLike[str] | Tensor | None = None,
     overwrite: bool = False,
     resume: bool = False,
-    handshake: Handshaking = True,
     dry_run: bool = False,
+    **asked: Unpack[RequestArguments],
 ) -> Hessian:
     """Return the exact Hessian of ``loss(module(inputs), target)`` with respect to the module's parameters.
 
@@ -256,22 +256,9 @@ def hessian(
             for "cross_entropy". No label is shifted: labels[:, t] is compared with logits[:, t]. Without a target, the
             ``"labels"`` of a mapping are it for a named loss: for "cross_entropy" they are compared with the logits that the
             model's own loss compares them with, of a causal language model those of the place before.
-        loss: ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
-            ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output, as torch's own losses do,
-            such as ``nn.CrossEntropyLoss(label_smoothing=0.1)``: one tensor, the ``logits`` of an object or dict, or the only
-            tensor of a tuple that is no scalar. Another callable ``(outputs, target) -> scalar`` is given exactly what the module
-            returns. None: the module returns the loss: a scalar, ``loss`` of an object or dict, or the only scalar of a tuple.
-        params: What to take: a name, a pattern such as ``"*.attn.*"``, a parameter of the module, ``"name[index]"`` (the
-            whole parameter, of which :meth:`Hessian.block` can return the part), or several of them. All that require
-            grad by default; those that do not are constants.
+        **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         batch_size: Samples treated at once; chosen by available work space by default.
         progress: Called with (samples done, samples in all).
-        weights: For several batches and a loss that is a mean over an unknown number of terms (loss=None, a callable of
-            your own): the number of terms of each batch, in a list or as a callable (inputs, target) -> number. A causal
-            language model that shifts its labels counts ``(labels[:, 1:] != -100).sum()``. The named losses and torch's
-            own loss modules are weighted by what they average over.
-        reduction: ``"mean"`` or ``"sum"`` over all terms; by default what the loss does itself. With a callable or
-            loss=None, "sum" adds up the losses of the batches.
         lazy: Check everything, compute nothing yet: ``.block(i, j)`` computes one pair of parameters, ``.matrix`` all.
         out: Where the matrix goes: a contiguous (P, P) tensor; or the path of a file (``.npy``), in which it is written, about
             256 MiB of rows at a time, at least those of one parameter, instead of being kept in memory. In a file that is not
@@ -279,9 +266,6 @@ def hessian(
         overwrite: Replace a file that exists at ``out``.
         resume: Keep the finished rows of a file that exists at ``out`` and compute the others. A random combination of the
             finished rows of each parameter is compared with a product with this Hessian first.
-        handshake: Compare loss and gradient of the trace with those of the module's own call first: one forward and one backward
-            of torch. False leaves it out, and the result says so. ``"second order"``: compare H v too, along one generic vector
-            v, with central differences of the module's own gradient: two gradients more.
         dry_run: Compute nothing; return a forecast of memory, disk and time.
 
     Returns:
@@ -309,29 +293,42 @@ def hessian(
         raise InputError(f"hessian: {'overwrite' if overwrite else 'resume'}=True is for out=..., which is missing")
     if overwrite and resume:
         raise InputError("hessian: overwrite=True loses what resume=True keeps; pass one of the two")
-    second_order = is_second_order(handshake)
-    options: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": bool(handshake) and not dry_run}
-    tasks, factors = gather(module, inputs, target, loss, params, batch_size=batch_size, **options)
+    check_count("batch_size", batch_size, "sample")
+    if dry_run:
+        asked["handshake"] = False
+    request = read_request(module, inputs, target, compares=True, **asked)
+    tasks = request.together()
     if dry_run:
         return forecast(tasks, batch_size, path)  # type: ignore[return-value]
-    evaluation = Evaluation(tasks, factors, batch_size, progress, second_order=second_order)
-    shapes = tasks[0].shapes
-    result = Hessian(tuple(shapes), tasks[0].slices, shapes, evaluation)
+    evaluation = Evaluation(tasks, batch_size, progress, second_order=request.second_order)
+    if isinstance(out, Tensor):
+        _check_tensor(out, tasks[0])
+    if path is not None:
+        with torch.no_grad():
+            write_matrix(path, evaluation, overwrite=overwrite, resume=resume)
+    result = hessian_of(evaluation, out if isinstance(out, Tensor) else None, lazy=lazy)
     if not lazy:
-        if isinstance(out, Tensor):
-            _check_tensor(out, tasks[0])
-        if path is not None:
-            with torch.no_grad():
-                write_matrix(path, evaluation, overwrite=overwrite, resume=resume)
-        evaluation.whole(out if isinstance(out, Tensor) else None)
-        if len(evaluation.unused) == len(shapes):
-            raise without_effect("hessian", shapes)
         evaluation.seconds = time.perf_counter() - start
     evaluation.seal()
     return result
 
 
-def _check_tensor(out: Tensor, task: Task) -> None:
+def hessian_of(evaluation: Evaluation, into: Tensor | None = None, *, lazy: bool = False) -> Hessian:
+    """Return the Hessian of some batches; with ``lazy=True`` nothing is computed yet.
+
+    Raises:
+        InputError: No parameter has an effect on the loss, or an entry is not finite.
+    """
+    first = evaluation.tasks[0]
+    shapes = first.shapes
+    if not lazy:
+        evaluation.whole(into)
+        if len(evaluation.unused) == len(shapes):
+            raise without_effect("hessian", shapes)
+    return Hessian(tuple(shapes), first.slices, shapes, evaluation)
+
+
+def _check_tensor(out: Tensor, task: BatchLoss) -> None:
     n, dtype, device = task.size, task.dtype, task.device
     if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
         raise InputError(

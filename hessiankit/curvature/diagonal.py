@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.operator import HessianOperator, check_fallbacks
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.request.batches import Weights, gather
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.fisher import NAMES
 from hessiankit.request.handshake import UNCOMPARED
-from hessiankit.request.selection import ByName, Params, locate
-from hessiankit.request.task import Loss, Task
+from hessiankit.request.read import read_request
+from hessiankit.request.selection import ByName, locate
+from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.errors import InputError, check_count, check_name
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time, read_numbers
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "hessian_diagonal"
 METHODS = ("exact", "auto", "estimate")
@@ -128,23 +132,17 @@ _HEADERS = ("parameter", "shape", "trace", "smallest", "largest")
 
 @checked("hessian_diagonal")
 @one_at_a_time
+@asks(CurvatureArguments)
 def hessian_diagonal(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
-    params: Params = None,
     batch_size: int | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    kind: str = "hessian",
-    seed: int = 0,
-    draws: int = 1,
-    progress: Callable[[int, int], None] | None = None,
-    handshake: bool = True,
     method: str = "exact",
     max_products: int | None = 1000,
+    progress: Callable[[int, int], None] | None = None,
+    **asked: Unpack[CurvatureArguments],
 ) -> CurvatureDiagonal:
     """Return the diagonal of the Hessian of ``loss(module(inputs), target)``, without forming the P x P matrix.
 
@@ -153,14 +151,19 @@ def hessian_diagonal(
     Behind attention, time grows with the cube of the tokens of a sample; it is forecast from the shapes before that work, to a
     factor of about 2, and what would take longer than ``max_products`` products with the Hessian is refused, or estimated.
 
-    ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
-    :func:`hessiankit.hessian`, with whole parameters. ``seed`` is that of the random signs of an estimate too.
+    ``seed`` is that of the random signs of an estimate too.
 
     Args:
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.CurvatureArguments`.
+        batch_size: Samples treated at once; chosen by available work space by default.
         method: ``"exact"``; ``"estimate"``, from 100 products with the operator, with 95 % intervals, see
             :func:`hessiankit.scalar_estimates`; ``"auto"``: an estimate where the exact diagonal would be refused. An estimate
             says so in print, in ``is_estimate`` and in ``estimate``.
         max_products: Limit for the exact diagonal, in products with the Hessian of a batch that take as long; None: no limit.
+        progress: Function that is called with (samples done, samples in all).
 
     Raises:
         InputError: If an argument cannot be used, an entry of the result is not finite, or the exact diagonal takes too long.
@@ -178,15 +181,15 @@ def hessian_diagonal(
     check_name(WHO, "method", method, METHODS)
     if max_products is not None and max_products < 0:
         raise InputError(f"{WHO}: max_products={max_products} is negative; pass 0 or more, or None")
-    options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
-    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    result = diagonal_of(tasks, factors, kind, method, batch_size, max_products, progress, seed)
+    check_count("batch_size", batch_size, "sample")
+    request = read_request(module, inputs, target, **asked)
+    curvature = request.curvature
+    result = diagonal_of(request.together(), curvature.kind, method, batch_size, max_products, progress, curvature.seed)
     return replace(result, seconds=time.perf_counter() - start)
 
 
 def diagonal_of(
-    tasks: Sequence[Task],
-    factors: Sequence[float],
+    tasks: Sequence[BatchLoss],
     kind: str,
     method: str = "auto",
     batch_size: int | None = None,
@@ -194,8 +197,8 @@ def diagonal_of(
     progress: Callable[[int, int], None] | None = None,
     seed: int = 0,
 ) -> CurvatureDiagonal:
-    """Return the diagonal of batches that :func:`~hessiankit.request.batches.gather` returned."""
-    sums = DiagonalSum(WHO, tasks, factors, batch_size, progress, math.inf if max_products is None else max_products)
+    """Return the diagonal of the matrix of some batches."""
+    sums = DiagonalSum(WHO, tasks, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
@@ -211,11 +214,11 @@ def diagonal_of(
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
     if method == "estimate" or cost > sums.most:
-        operator = HessianOperator.of(tasks, factors, kind)
+        operator = HessianOperator.of(tasks, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS, seed=seed)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:
-        check_fallbacks(tasks, factors, kind, flat)
+        check_fallbacks(tasks, kind, flat)
     shapes, slices = tasks[0].shapes, tasks[0].slices
     values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
     for name, x in values.items():

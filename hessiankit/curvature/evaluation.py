@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -18,12 +18,11 @@ from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
 from hessiankit.engine.parts import CHUNK
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.fisher import check_fits
 from hessiankit.request.loss_trace import nearby
-from hessiankit.request.own_call import own_value, reached
 from hessiankit.request.second_order import compare_second_order
-from hessiankit.request.task import Task
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.memory import available_memory, check_matrix
 from hessiankit.support.torch_state import computed_later
@@ -34,18 +33,17 @@ NEARBY = (0.1, 1e-3)  # distances of generic parameters from the given ones; the
 
 
 class Evaluation:
-    """A weighted sum of the losses of batches at fixed parameters; its matrices are computed on demand and cached."""
+    """The sum of the losses of batches, each times its share, at fixed parameters; matrices are computed on demand and cached."""
 
     def __init__(
         self,
-        tasks: Sequence[Task],
-        weights: Sequence[float],
+        tasks: Sequence[BatchLoss],
         batch_size: int | None,
         progress: Progress | None,
         *,
         second_order: bool = False,
     ) -> None:
-        self.tasks, self.weights, self.batch_size, self.progress = tuple(tasks), tuple(weights), batch_size, progress
+        self.tasks, self.batch_size, self.progress = tuple(tasks), batch_size, progress
         self.second_order = second_order
         self.asymmetry = math.nan
         self.fallbacks: tuple[str, ...] = ()
@@ -53,7 +51,7 @@ class Evaluation:
         self._whole: Tensor | None = None
         self._loss: float | None = None
         self._blocks: dict[tuple[str, str], Tensor] = {}
-        self._of_panels: Sequence[Task] = self.tasks
+        self._of_panels: Sequence[BatchLoss] = self.tasks
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
@@ -65,11 +63,9 @@ class Evaluation:
         self._nearby = self._generic_losses() if self.handshake else None
 
     def _generic_losses(self) -> list[float]:
-        losses = []
-        for task in self.tasks:
-            at_sizes = (_value_nearby(task, size) for size in NEARBY)
-            losses.append(next(filter(math.isfinite, at_sizes), math.nan))
-        return losses
+        points = [nearby(self.tasks[0], size) for size in NEARBY]
+        at_points = ((_value_at(task, point) for point in points) for task in self.tasks)
+        return [next(filter(math.isfinite, values), math.nan) for values in at_points]
 
     def _check_unchanged(self) -> None:
         """Raise TraceError if the module or the loss computes something else than when the result was made."""
@@ -99,8 +95,8 @@ class Evaluation:
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
-            values = [own_value(task) if task.reference is None else task.reference.loss for task in self.tasks]
-            self._loss = math.fsum(w * value for w, value in zip(self.weights, values, strict=True))
+            values = [task.own_value() if task.reference is None else task.reference.loss for task in self.tasks]
+            self._loss = math.fsum(task.share * value for task, value in zip(self.tasks, values, strict=True))
         return self._loss
 
     @computed_later
@@ -167,19 +163,19 @@ class Evaluation:
         keep, along = keep.to(device), along.to(device)
         total = torch.zeros(len(along), len(keep), dtype=tasks[0].dtype, device=device)
         with torch.no_grad():
-            for task, weight in zip(tasks, self.weights, strict=True):
+            for task in tasks:
                 batch = linearise(task, gauss_newton=False)
                 step = max(1, WORKSPACE // batch.bytes_per_vector)
                 for positions, out in zip(along.split(step), total.split(step), strict=True):
                     units = total.new_zeros(len(positions), size).scatter_(1, positions.unsqueeze(1), 1.0)
-                    out.add_(batch.product(units)[:, keep], alpha=weight)
+                    out.add_(batch.product(units)[:, keep], alpha=task.share)
                 self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
         if not bool(torch.isfinite(total).all()):
             raise not_finite("hessian", i, j, tasks)
         self.seconds += time.perf_counter() - start
         return total.T
 
-    def _only(self, *names: str) -> list[Task]:
+    def _only(self, *names: str) -> list[BatchLoss]:
         return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
 
     @cached_property
@@ -193,10 +189,12 @@ class Evaluation:
             names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
         if names:
             self._check_unchanged()
-        reaching: set[str] = set().union(*(reached(task) for task in self.tasks)) if names else set()
+        reaching: set[str] = set().union(*(task.reached() for task in self.tasks)) if names else set()
         return tuple(name for name in names if name not in reaching)
 
-    def _matrix(self, tasks: Sequence[Task], progress: Progress | None, *, outer: bool, into: Tensor | None = None) -> Tensor:
+    def _matrix(
+        self, tasks: Sequence[BatchLoss], progress: Progress | None, *, outer: bool, into: Tensor | None = None
+    ) -> Tensor:
         start = time.perf_counter()
         first = tasks[0]
         if into is None:
@@ -221,9 +219,9 @@ class Evaluation:
         kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
         return max(torch.finfo(kind).eps for kind in (self.tasks[0].dtype, *kinds))
 
-    def _compare(self, tasks: Sequence[Task], matrix: Tensor) -> None:
+    def _compare(self, tasks: Sequence[BatchLoss], matrix: Tensor) -> None:
         if self.second_order:
-            compare_second_order(tasks, self.weights, self._eps, lambda v: matrix @ v)
+            compare_second_order(tasks, self._eps, lambda v: matrix @ v)
 
     def check_symmetric(
         self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...], *, outer: bool = False
@@ -256,8 +254,8 @@ class Evaluation:
         for task in self.tasks:
             direction = {name: 2 * drawn[name].to(x) - 1 for name, x in task.parameters.items()}
             _, errors = rounding_errors(task, direction, gauss_newton=outer)
-            largest.append(max(float(x.abs().max()) for x in errors.values()))
-        return math.fsum(w * size for w, size in zip(self.weights, largest, strict=True))
+            largest.append(task.share * max(float(x.abs().max()) for x in errors.values()))
+        return math.fsum(largest)
 
     def panel(
         self, parts: Sequence[tuple[range, range]], n: int, *, outer: bool = False, look: Look | None = None
@@ -271,48 +269,48 @@ class Evaluation:
         panel = SymmetricStorage(first.slices, first.dtype, first.device, rows=rows, columns=columns)
         tell = None if self.progress is None else _shifted(self.progress, n * samples, len(parts) * samples)
         loss, fallbacks = self._add_all(panel, self._of_panels, tell, look, outer=outer)
-        self._of_panels = [replace(task, reference=None) for task in self.tasks]
+        self._of_panels = [task.unchecked() for task in self.tasks]
         return panel, loss, fallbacks
 
     def _add_all(
-        self, matrix: SymmetricStorage, tasks: Sequence[Task], progress: Progress | None, look: Look | None, *, outer: bool
+        self, matrix: SymmetricStorage, tasks: Sequence[BatchLoss], progress: Progress | None, look: Look | None, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
         """Add all batches to a matrix or a panel of it; return the loss and the fallbacks."""
         samples, done = sum(task.batch for task in tasks), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
-        for task, weight in zip(tasks, self.weights, strict=True):
+        for task in tasks:
             tell = None if progress is None else _shifted(progress, done, samples)
             try:
-                value, names = assemble(task, matrix, share=weight, progress=tell, **options)
+                value, names = assemble(task, matrix, progress=tell, **options)
             except TraceError:
-                if reached(task):
+                if task.reached():
                     raise
-                value, names = own_value(task), ()  # no parameter has an effect on it
-            values.append(weight * value)
+                value, names = task.own_value(), ()  # no parameter has an effect on it
+            values.append(task.share * value)
             fallbacks += names
             done += task.batch
         return math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     @staticmethod
-    def look(first: Task) -> Look:
+    def look(first: BatchLoss) -> Look:
         """Return a check that the derivatives of a chunk fit beside the matrix."""
         matrix, free = first.size * first.size * first.dtype.itemsize, available_memory(first.device)
         return lambda taken: check_workspace(taken, matrix, first.device, free)
 
 
-def _value_nearby(task: Task, size: float) -> float:
-    """Return the loss at generic parameters; NaN where the module raises, as a Cholesky factorisation may."""
+def _value_at(task: BatchLoss, point: Mapping[str, Tensor]) -> float:
+    """Return the loss at some parameters; NaN where the module raises, as a Cholesky factorisation may."""
     try:
-        return own_value(task, nearby(task, size))
+        return task.own_value(point)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a module may raise outside its domain
         return math.nan
 
 
-def check_finite(matrix: SymmetricStorage, tasks: Sequence[Task]) -> None:
+def check_finite(matrix: SymmetricStorage, tasks: Sequence[BatchLoss]) -> None:
     """Raise the error for the first block of a mirrored matrix, or of a panel of it, that is not finite, if one is."""
     names = list(matrix.slices)
     pairs = ((names[i], names[j]) for i in matrix.rows for j in matrix.columns) if not matrix.is_finite else ()

@@ -15,7 +15,7 @@ from torch.utils.benchmark import Timer
 from hessiankit.curvature.planning import PANEL, make_plan
 from hessiankit.curvature.streaming import SLAB
 from hessiankit.engine.storage import zeros
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.support.files import WithDict
 from hessiankit.support.memory import available_memory, byte_size
 from hessiankit.support.tables import Piece, Printed, table
@@ -107,7 +107,7 @@ class Forecast(Printed, WithDict):
         yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
 
 
-def forecast(tasks: Sequence[Task], batch_size: int | None, out: Path | None) -> Forecast:
+def forecast(tasks: Sequence[BatchLoss], batch_size: int | None, out: Path | None) -> Forecast:
     """Return the memory, disk and time that the Hessian of some batches takes, in a file if there is a path of one."""
     first = tasks[0]
     plan = make_plan(tasks, batch_size, math.inf if out is None else PANEL)

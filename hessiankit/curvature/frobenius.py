@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,20 @@ from hessiankit.curvature.operator import check_fallbacks
 from hessiankit.curvature.planning import PANEL, check_workspace, make_plan
 from hessiankit.engine.diagnosis import not_finite, without_effect
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.request.batches import Weights, gather
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.fisher import NAMES
 from hessiankit.request.handshake import UNCOMPARED
-from hessiankit.request.own_call import reached
-from hessiankit.request.selection import Params, locate
-from hessiankit.request.task import Loss, Task
+from hessiankit.request.read import read_request
+from hessiankit.request.selection import locate
+from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, OutOfMemoryError
+from hessiankit.support.errors import InputError, OutOfMemoryError, check_count
 from hessiankit.support.memory import available_memory
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "frobenius_norms"
 SHARE = 4  # times the matrix that has to be free for all of it to be made at once
@@ -124,22 +127,16 @@ _HEADERS = ("parameter i", "shape", "||H_ii||_F", "all its rows", "largest with"
 
 @checked("frobenius_norms")
 @one_at_a_time
+@asks(CurvatureArguments)
 def frobenius_norms(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
-    params: Params = None,
     batch_size: int | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    kind: str = "hessian",
-    seed: int = 0,
-    draws: int = 1,
     panel_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
-    handshake: bool = True,
+    **asked: Unpack[CurvatureArguments],
 ) -> FrobeniusNorms:
     """Return the exact Frobenius norm of every block of the Hessian of ``loss(module(inputs), target)``, and of all of it.
 
@@ -150,10 +147,12 @@ def frobenius_norms(
     By panels, memory is one panel of rows (see ``panel_bytes``) and the derivatives of one chunk of samples. Panels take up to
     half of the free memory, because each traces every chunk anew. The module is not changed, so Ctrl-C is safe at any time.
 
-    ``kind``, ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all other arguments those of
-    :func:`hessiankit.hessian`, with whole parameters.
-
     Args:
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.CurvatureArguments`.
+        batch_size: Samples treated at once; chosen by available work space by default.
         panel_bytes: Bytes of a panel of rows; None: the matrix at once, or 256 MiB and more, as above. A block of
             two parameters, m n numbers, is held in one piece, even where it takes more than that.
         progress: Called with (samples done, in all), each sample counted once for each panel.
@@ -175,19 +174,20 @@ def frobenius_norms(
     start = time.perf_counter()
     if panel_bytes is not None and panel_bytes < 1:
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
-    options: dict[str, Any] = {"batch_size": batch_size, "weights": weights, "reduction": reduction, "handshake": handshake}
-    tasks, factors = gather(module, inputs, target, loss, params, kind=kind, seed=seed, draws=draws, **options)
-    evaluation, outer = Evaluation(tasks, factors, batch_size, progress), kind != "hessian"
+    check_count("batch_size", batch_size, "sample")
+    request = read_request(module, inputs, target, **asked)
+    tasks, kind = request.together(), request.curvature.kind
+    evaluation, outer = Evaluation(tasks, batch_size, progress), kind != "hessian"
     with torch.no_grad():
         found = _at_once(evaluation, outer=outer) if panel_bytes is None else None
         norms, value, fallbacks = found or _by_panels(evaluation, panel_bytes, outer=outer)
     shapes = tasks[0].shapes
-    if not any(norms.values()) and not any(reached(task) for task in tasks):
+    if not any(norms.values()) and not any(task.reached() for task in tasks):
         raise without_effect(WHO, shapes)
     if fallbacks and found is None:
-        check_fallbacks(tasks, factors, kind)
+        check_fallbacks(tasks, kind)
     blocks = {(i, j): norms[i, j] for i in shapes for j in shapes if (i, j) in norms}
-    return FrobeniusNorms(blocks, shapes, kind, value, fallbacks, time.perf_counter() - start, handshake)
+    return FrobeniusNorms(blocks, shapes, kind, value, fallbacks, time.perf_counter() - start, request.handshake)
 
 
 Found: TypeAlias = tuple[dict[tuple[str, str], float], float, tuple[str, ...]]
@@ -225,7 +225,7 @@ def _by_panels(evaluation: Evaluation, limit: int | None, *, outer: bool) -> Fou
     return norms, value, fallbacks
 
 
-def _norms(panel: SymmetricStorage, tasks: Sequence[Task]) -> dict[tuple[str, str], float]:
+def _norms(panel: SymmetricStorage, tasks: Sequence[BatchLoss]) -> dict[tuple[str, str], float]:
     """Return the norms of the blocks of a panel, all of which have to be finite."""
     names = list(panel.order)
     norms = {(names[i], names[j]): _norm(panel.block(names[i], names[j])) for i in panel.rows for j in panel.columns if i <= j}

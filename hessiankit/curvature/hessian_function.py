@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.request.batches import batches
+from hessiankit.request.data import read_data
+from hessiankit.request.loss import LossArgument
 from hessiankit.request.selection import Params, repeatable
-from hessiankit.request.task import Loss
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Piece, Printed, sizes, table
@@ -26,7 +26,9 @@ class HessianFunction(Printed):
     call to the next but the arguments.
     """
 
-    def __init__(self, module: nn.Module, inputs: Any, target: Any, loss: Loss, params: Params, batch_size: int | None) -> None:
+    def __init__(
+        self, module: nn.Module, inputs: Any, target: Any, loss: LossArgument, params: Params, batch_size: int | None
+    ) -> None:
         self.module = module
         self._data = (inputs, target)
         self._options: dict[str, Any] = {"loss": loss, "params": repeatable(params), "batch_size": batch_size}
@@ -63,7 +65,7 @@ def hessian_function(
     inputs: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
+    loss: LossArgument = "mse",
     params: Params = None,
     batch_size: int | None = None,
 ) -> HessianFunction:
@@ -92,7 +94,7 @@ def hessian_function(
     >>> f().matrix.item(), f(torch.tensor([1.0], dtype=torch.float64)).matrix.item()
     (15.0, 30.0)
     """
-    several, _ = batches(WHO, inputs, target, loss)
+    several, _ = read_data(inputs, target, loss)
     if several:
         raise InputError(f"{WHO}: inputs are several batches; pass one, and call the function with each of them")
     if target is None and isinstance(inputs, (tuple, list)) and loss is not None:

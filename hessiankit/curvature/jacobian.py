@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,11 +15,11 @@ from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.sweep import Along, dense, pull, push, reads
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.own_call import make_task
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params
-from hessiankit.request.task import Task
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import full_precision, one_at_a_time
@@ -45,8 +44,8 @@ class JacobianOperator(TensorOperator):
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
     """
 
-    def __init__(self, task: Task) -> None:
-        traced = loss_trace(task, normalizer_of(task), later=True)
+    def __init__(self, task: BatchLoss) -> None:
+        traced = loss_trace(task, later=True)
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output
@@ -61,11 +60,11 @@ class JacobianOperator(TensorOperator):
         self.names, self.slices, self.fallbacks = tuple(task.parameters), task.slices, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
         self._shapes = {name: trace.values[at].shape for name, at in self._ids.items()}
-        self._task = replace(task, reference=None)
+        self._task = task.unchecked()
         widest = sum(trace.values[a.output].numel() for a in trace.applications) + task.size
         self.block_size = max(1, WORKSPACE // (widest * task.dtype.itemsize))
 
-    def _prepare(self, task: Task, trace: Any) -> None:
+    def _prepare(self, task: BatchLoss, trace: Any) -> None:
         """Linearise the applications on the way to the output."""
         needed, self._steps = {self._output}, list[Step]()
         for a in reversed(trace.applications):
@@ -195,5 +194,4 @@ def jacobian_operator(module: nn.Module, inputs: Any, *, params: Params = None, 
     >>> J.to_matrix().tolist(), (J.T @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     ([[1.0, 0.0], [1.0, 2.0]], [2.0, 2.0])
     """
-    task = make_task(WHO, module, inputs, 0, _along_a_cotangent, params, handshake=handshake)
-    return JacobianOperator(task)
+    return JacobianOperator(read_request(module, inputs, 0, loss=_along_a_cotangent, params=params, handshake=handshake).only())

@@ -21,11 +21,10 @@ from hessiankit.primitives.linear import Multiply
 from hessiankit.primitives.loss import SampledLoss
 from hessiankit.primitives.primitive import Entrywise
 from hessiankit.primitives.softmax import LinearisedSoftmax
-from hessiankit.request.calling import IGNORE_INDEX, LOSSES, known_count
-from hessiankit.request.fisher import as_gauss_newton
-from hessiankit.request.loss_trace import loss_primitive, normalizer_of, samples_are_independent
-from hessiankit.request.own_call import own_target
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.fisher import Curvature
+from hessiankit.request.loss import IGNORE_INDEX, NAMES
+from hessiankit.request.loss_trace import samples_are_independent
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
@@ -35,18 +34,16 @@ PULLED, DRAWS = 4096, 16
 are more."""
 
 
-def columns(task: Task, Z: Tensor, share: float) -> Tensor:
-    """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative of ``share`` times the loss in each row.
+def columns(task: BatchLoss, Z: Tensor) -> Tensor:
+    """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative in each row of the loss, times its share.
 
     Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients. Z is the output.
     """
-    sampled = loss_primitive(task, normalizer_of(task))
+    sampled, share, count = task.loss.primitive(task.normalizer), task.share, task.normalizer
     if isinstance(sampled, SampledLoss):
         G = torch.stack(list(sampled.terms(Z, task.target)))
         return share**0.5 * G.reshape(*G.shape[:2], -1, G.shape[-1])
-    count = known_count(task.loss, task.target)
-    assert count is not None
-    if task.loss == "mse":
+    if task.loss.name == "mse":
         rows = Z.reshape(-1, 1, 1) if Z.ndim < 2 else Z.reshape(len(Z), -1, Z.shape[-1])
         eye = torch.eye(rows.shape[-1], dtype=Z.dtype, device=Z.device)
         return (2 * share / count) ** 0.5 * eye[:, None, None, :].expand(-1, *rows.shape)
@@ -56,12 +53,11 @@ def columns(task: Task, Z: Tensor, share: float) -> Tensor:
     return (share / count) ** 0.5 * s * has_label(task, Z).reshape(1, *rows.shape)
 
 
-def has_label(task: Task, Z: Tensor) -> Tensor:
+def has_label(task: BatchLoss, Z: Tensor) -> Tensor:
     """Return the entries of the output that a term of the loss reads: those of rows whose label is not ignored."""
-    loss, target = own_target(task)
-    if loss == "mse":
+    if task.loss.plain == "mse":
         return torch.ones_like(Z, dtype=torch.bool)
-    return (target != IGNORE_INDEX).reshape(Z.shape[:-1]).unsqueeze(-1).expand(Z.shape)
+    return (task.own_target != IGNORE_INDEX).reshape(Z.shape[:-1]).unsqueeze(-1).expand(Z.shape)
 
 
 def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
@@ -120,7 +116,7 @@ class FactoredBatch(JacobianOperator):
     pulled back at once. ``held`` are the weights and biases whose whole gradient comes from one site, by the id of its value.
     """
 
-    def __init__(self, task: Task, share: float, seed: int) -> None:
+    def __init__(self, task: BatchLoss, seed: int) -> None:
         super().__init__(task)
         Z = self.output
         together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
@@ -128,11 +124,11 @@ class FactoredBatch(JacobianOperator):
         labelled, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
         self.reached, self.samples = self._reached(labelled), task.batch
         sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
-        self.drawn = sweeps > PULLED and classes > 1 and task.loss in LOSSES
-        self.columns = columns(as_gauss_newton(task, "fisher-mc", seed=seed, draws=DRAWS) if self.drawn else task, Z, share)
+        self.drawn = sweeps > PULLED and classes > 1 and task.loss.name in NAMES
+        self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(task) if self.drawn else task, Z)
         self.held = self._used_once()
 
-    def _prepare(self, task: Task, trace: Trace) -> None:
+    def _prepare(self, task: BatchLoss, trace: Trace) -> None:
         super()._prepare(task, trace)
         reached = {step.output for step in self._steps}
         self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
@@ -208,12 +204,12 @@ class KroneckerFactors:
     other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
     """
 
-    def __init__(self, tasks: Sequence[Task], shares: Sequence[float], *, seed: int = 0) -> None:
-        if not all(isinstance(task.loss, str) for task in tasks):
+    def __init__(self, tasks: Sequence[BatchLoss], *, seed: int = 0) -> None:
+        if not all(task.loss.name for task in tasks):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         self.slices = tasks[0].slices
         self.weights: list[LayerFactors] = []
-        self._batches = [FactoredBatch(task, share, seed) for task, share in zip(tasks, shares, strict=True)]
+        self._batches = [FactoredBatch(task, seed) for task in tasks]
         self.is_drawn = any(batch.drawn for batch in self._batches)
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:

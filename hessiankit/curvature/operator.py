@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +26,18 @@ from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
-from hessiankit.request.batches import Weights, requests, shares
+from hessiankit.request.batch_loss import BatchLoss, OwnGradient
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
-from hessiankit.request.fisher import as_gauss_newton, check_kind
-from hessiankit.request.second_order import SECOND_ORDER, Handshaking, compare_second_order, is_second_order
-from hessiankit.request.task import Loss, OwnGradient, Params, Task
+from hessiankit.request.read import Request, read_request
+from hessiankit.request.second_order import compare_second_order
+from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.errors import InputError, check_count, check_name
 from hessiankit.support.progress import silent
 from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "hessian_operator"
 Total: TypeAlias = Callable[[Iterable[Tensor], Sequence[float]], Tensor]
@@ -87,9 +90,8 @@ class HessianOperator(SymmetricOperator):
 
     def __init__(
         self,
-        tasks: Sequence[Task],
+        tasks: Sequence[BatchLoss],
         batches: list[Batch],
-        weights: list[float],
         kind: str,
         block_size: int | None,
         *,
@@ -100,13 +102,13 @@ class HessianOperator(SymmetricOperator):
         super().__init__((task.size, task.size), task.dtype, task.device)
         self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
         self.shapes = task.shapes
-        self._batches, self._weights, self.handshake = batches, weights, task.reference is not None
-        self._tasks = [replace(task, reference=None) for task in tasks]
+        self._batches, self._weights, self.handshake = batches, [task.share for task in tasks], task.reference is not None
+        self._tasks = [task.unchecked() for task in tasks]
         self._approximations: dict[str, StructuredOperator] = {}
         self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
         self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
         self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
-        self._total, self._block = total, partial(_product, batches, weights, total, progress)
+        self._total, self._block = total, partial(_product, batches, self._weights, total, progress)
         quiet = total is weighted_sum and progress is silent  # a graph tells nothing, nor speaks to other ranks
         self._replayed = Replayed(self._block) if quiet and task.device.type == "cuda" and not self.fallbacks else None
         self._symmetry: float | None = None
@@ -114,12 +116,12 @@ class HessianOperator(SymmetricOperator):
         self._pair: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, tasks: Sequence[Task], weights: Sequence[float], kind: str) -> HessianOperator:
-        """Return the operator of requests that :func:`~hessiankit.request.batches.gather` returned."""
+    def of(cls, tasks: Sequence[BatchLoss], kind: str = "hessian", block_size: int | None = None) -> HessianOperator:
+        """Return the operator of the losses of some batches."""
         with torch.no_grad():
             batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
         check_effect(tasks, batches)
-        return cls(tasks, batches, list(weights), kind, None)
+        return cls(tasks, batches, kind, block_size)
 
     @cached_property
     def gradient(self) -> Tensor:
@@ -251,14 +253,14 @@ class HessianOperator(SymmetricOperator):
         if name not in self._approximations:
             self._check_shared()
             tasks = list(map(_at_the_point, self._tasks, self._batches))
-            parts = [] if name == "diagonal" else getattr(KroneckerFactors(tasks, self._weights), name)()
+            parts = [] if name == "diagonal" else getattr(KroneckerFactors(tasks), name)()
             gauss_newton = self.kind != "hessian" or name != "diagonal"
             factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
             self._approximations[name] = factored.completed(lambda: self._diagonal(tasks, gauss_newton=gauss_newton))
         return self._approximations[name]
 
-    def _diagonal(self, tasks: list[Task], *, gauss_newton: bool) -> Tensor:
-        sums = DiagonalSum(WHO, tasks, self._weights, None, None, MOST)
+    def _diagonal(self, tasks: list[BatchLoss], *, gauss_newton: bool) -> Tensor:
+        sums = DiagonalSum(WHO, tasks, None, None, MOST)
         try:
             sums.run(gauss_newton=gauss_newton)
         except TooCostly as error:
@@ -327,7 +329,7 @@ def _is_parameters(x: Any) -> bool:
     return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
 
 
-def _at_the_point(task: Task, batch: Batch) -> Task:
+def _at_the_point(task: BatchLoss, batch: Batch) -> BatchLoss:
     """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
     if isinstance(batch, Constant):
         return replace(task, reference=OwnGradient(batch.loss, dict.fromkeys(task.parameters)))
@@ -339,24 +341,18 @@ def _at_the_point(task: Task, batch: Batch) -> Task:
 
 @checked("hessian_operator")
 @one_at_a_time
+@asks(CurvatureArguments)
 def hessian_operator(
     module: nn.Module,
     data: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
-    params: Params = None,
-    kind: str = "hessian",
-    seed: int = 0,
-    draws: int = 1,
     block_size: int | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
-    handshake: Handshaking = True,
     recompute: Recompute = None,
     micro_batch: int | None = None,
     snapshot: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **asked: Unpack[CurvatureArguments],
 ) -> HessianOperator:
     """Return the exact Hessian of ``loss(module(inputs), target)`` as a linear operator, by closed forms.
 
@@ -367,20 +363,10 @@ def hessian_operator(
     finite, and <u, H v> = <v, H u>. From 4 million parameters on nothing of their size is kept for that, nor for later training:
     only vectors that are multiplied together are tested, beside one operation of each kind here.
 
-    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
-
     Args:
-        data: The inputs, with ``target``, or several batches.
-        kind: ``"hessian"``. ``"ggn"``: the outer-product part J^T L'' J. ``"fisher"``: the Fisher information J^T E[g g^T] J, g
-            the gradient of a term of the loss in the outputs, with labels of the model's own distribution: for the two named
-            losses (a Gaussian of variance 1/2, the softmax's categorical distribution) it equals the GGN. ``"fisher-mc"``: the
-            mean over drawn labels in place of the expectation. ``"fisher-empirical"``: the data's labels in place of drawn
-            ones, which is no estimate of the Fisher information. A term is a label, or a row of the output under squared error:
-            of N rows with C entries, which are N samples where the output has two axes, the empirical matrix is
-            sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
-            g_n g_n^T with the gradients of the mean over a row.
-        seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
-        draws: Labels drawn for each term.
+        module: The function under study, as in :func:`hessiankit.hessian`.
+        data: The inputs, with ``target``, or several batches, as there.
+        target: What the loss compares with.
         block_size: Vectors of a block treated at once.
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
@@ -390,8 +376,8 @@ def hessian_operator(
             not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.
-        handshake: As in :func:`hessiankit.hessian`; ``"second order"`` is for ``kind="hessian"``.
         progress: Called with (batches done, batches in all) in every product.
+        **asked: Arguments of :class:`~hessiankit.request.signature.CurvatureArguments`.
 
     Raises:
         InputError: If an argument cannot be used, or if the module is not a function: it draws random numbers, or a call
@@ -406,20 +392,16 @@ def hessian_operator(
     >>> (operator @ torch.tensor([1.0, 1.0], dtype=torch.float64)).tolist()
     [4.0, 6.0]
     """
-    check_options(kind, block_size, seed, draws, recompute, micro_batch)
-    if handshake == SECOND_ORDER and kind != "hessian":
-        raise InputError(f"handshake={handshake!r} compares products with the Hessian; with kind={kind!r} pass handshake=True")
+    check_options(block_size, recompute, micro_batch)
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
-    share = lean if snapshot is None else not snapshot
-    of_requests: dict[str, Any] = {"weights": weights, "reduction": reduction, "handshake": bool(handshake), "share": share}
-    options: dict[str, Any] = {"kind": kind, "seed": seed, "draws": draws, "recompute": recompute, "micro_batch": micro_batch}
-    tasks, batches, counts = linearised(module, data, target, loss=loss, params=params, **options, **of_requests)
+    request = read_request(module, data, target, share=lean if snapshot is None else not snapshot, compares=True, **asked)
+    tasks, batches = linearised(request, recompute=recompute, micro_batch=micro_batch)
     check_effect(tasks, batches)
-    operator = HessianOperator(tasks, batches, shares(counts, loss, reduction), kind, block_size, progress=progress or silent)
-    if is_second_order(handshake) and kind == "hessian":
+    operator = HessianOperator(tasks, batches, request.curvature.kind, block_size, progress=progress or silent)
+    if request.second_order:
         eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in batches))
-        compare_second_order(tasks, shares(counts, loss, reduction), eps, operator.__matmul__)
+        compare_second_order(tasks, eps, operator.__matmul__)
     tasks.clear()  # with the module's own gradient
     hand_back_memory(operator.shape[0])
     return operator
@@ -427,41 +409,28 @@ def hessian_operator(
 
 @one_at_a_time
 def linearised(
-    module: nn.Module,
-    data: Any,
-    target: Any,
-    *,
-    kind: str,
-    seed: int = 0,
-    draws: int = 1,
-    recompute: Recompute = None,
-    micro_batch: int | None = None,
-    **options: Any,
-) -> tuple[list[Task], list[Batch], list[float]]:
-    """Return the requests, and every batch linearised with its count; arguments as in :func:`hessian_operator` and
-    :func:`~hessiankit.request.batches.requests`.
-    """
-    tasks: list[Task] = []
+    request: Request, *, recompute: Recompute = None, micro_batch: int | None = None
+) -> tuple[list[BatchLoss], list[Batch]]:
+    """Return the loss of every batch, and the same linearised; options as in :func:`hessian_operator`."""
+    tasks: list[BatchLoss] = []
     batches: list[Batch] = []
-    counts: list[float] = []
-    for request, count in requests(WHO, module, data, target, **options):
-        task = as_gauss_newton(request, kind, seed=seed, draws=draws)
+    gauss_newton = request.curvature.kind != "hessian"
+    for task in request.batches():
         with torch.no_grad():
-            batches.append(linearise(task, gauss_newton=kind != "hessian", recompute=recompute, micro_batch=micro_batch))
-        tasks.append(replace(task, reference=None) if tasks else task)  # one gradient, not one a batch
-        counts.append(count)
-    return tasks, batches, counts
+            batches.append(linearise(task, gauss_newton=gauss_newton, recompute=recompute, micro_batch=micro_batch))
+        tasks.append(task.unchecked() if tasks else task)  # one gradient, not one a batch
+    return request.shared(tasks), batches
 
 
-def check_effect(tasks: Sequence[Task], batches: Sequence[Batch]) -> None:
+def check_effect(tasks: Sequence[BatchLoss], batches: Sequence[Batch]) -> None:
     """Raise InputError if no batch's loss depends on the parameters."""
     if all(isinstance(batch, Constant) for batch in batches):
         raise without_effect(WHO, tasks[0].parameters)
 
 
-def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, diagonal: Tensor | None = None) -> None:
+def check_fallbacks(tasks: Sequence[BatchLoss], kind: str, diagonal: Tensor | None = None) -> None:
     """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits."""
-    operator = HessianOperator.of(tasks, weights, kind)
+    operator = HessianOperator.of(tasks, kind)
     _ = operator.symmetry_error
     if diagonal is None:
         return
@@ -478,13 +447,9 @@ def check_fallbacks(tasks: Sequence[Task], weights: Sequence[float], kind: str, 
         )
 
 
-def check_options(
-    kind: str, block_size: int | None, seed: int = 0, draws: int = 1, recompute: Recompute = None, micro_batch: int | None = None
-) -> None:
+def check_options(block_size: int | None, recompute: Recompute = None, micro_batch: int | None = None) -> None:
     """Raise InputError if the options of an operator cannot be used."""
-    check_kind(kind, seed, draws)
-    for name, size, what in (("block_size", block_size, "vector"), ("micro_batch", micro_batch, "sample")):
-        if size is not None and size < 1:
-            raise InputError(f"{WHO}: {name}={size} leaves no {what} to treat; pass 1 or more, or None")
+    check_count("block_size", block_size, "vector")
+    check_count("micro_batch", micro_batch, "sample")
     if recompute not in (None, "layers"):
         raise InputError(f"{WHO}: recompute={recompute!r} is not known; pass 'layers' or None")

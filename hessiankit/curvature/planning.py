@@ -13,9 +13,7 @@ from torch import Tensor
 
 from hessiankit.engine.parts import is_cut, parts
 from hessiankit.engine.product_rows import product_cost
-from hessiankit.request.loss_trace import normalizer_of
-from hessiankit.request.own_call import reached
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.support.errors import TraceError
 from hessiankit.support.memory import byte_size, check_room
 
@@ -101,7 +99,7 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ..
     return tuple(parts)
 
 
-def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math.inf) -> Plan:
+def make_plan(tasks: Sequence[BatchLoss], batch_size: int | None, limit: float = math.inf) -> Plan:
     """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
     known: dict[Any, Cost | None] = {}
     last: Cost | None = None
@@ -117,14 +115,14 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math
     return Plan(tuple(costs), sizes, tasks[0].dtype.itemsize, limit)
 
 
-def _measured(task: Task, batch_size: int | None) -> Cost | None:
+def _measured(task: BatchLoss, batch_size: int | None) -> Cost | None:
     """Return the cost of a chunk of a batch; None if the parameters have no effect."""
     cut = is_cut(task, batch_size)
     with task.at(), torch.no_grad():
         try:
-            part = next(parts(task, normalizer_of(task), batch_size, cut=cut))
+            part = next(parts(task, batch_size, cut=cut))
         except TraceError:
-            if reached(task):
+            if task.reached():
                 raise
             return None
     trace, cost, itemsize = part.paths.trace, part.cost, task.dtype.itemsize
@@ -144,10 +142,10 @@ def check_workspace(need: int, matrix: int, device: torch.device, free: int | No
     check_room("hessian", need + matrix, what, device, remedy, free=free)
 
 
-def _entries(task: Task) -> int:
-    return sum(x.numel() for x in torch.utils._pytree.tree_leaves(task.inputs) if isinstance(x, Tensor))
+def _entries(task: BatchLoss) -> int:
+    return sum(x.numel() for x in torch.utils._pytree.tree_leaves((task.args, task.kwargs)) if isinstance(x, Tensor))
 
 
-def _signature(task: Task) -> Any:
-    leaves = torch.utils._pytree.tree_leaves((task.inputs, task.target))
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves), normalizer_of(task) > 0
+def _signature(task: BatchLoss) -> Any:
+    leaves = torch.utils._pytree.tree_leaves((task.args, task.kwargs, task.target))
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves), task.normalizer > 0

@@ -152,9 +152,9 @@ def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
             chunk = slice(start, min(start + step, rows.stop))
             seen[k] += torch.from_numpy(along[k, chunk].numpy() @ matrix[chunk])
     expected = torch.zeros_like(along)
-    for task, weight in zip(evaluation.tasks, evaluation.weights, strict=True):
+    for task in evaluation.tasks:
         batch = linearise(task, gauss_newton=False)
-        expected += weight * batch.product(along.to(first.device, first.dtype)).cpu().double()
+        expected += task.share * batch.product(along.to(first.device, first.dtype)).cpu().double()
     eps, largest = torch.finfo(first.dtype).eps, float(expected.abs().max())
     for k, (name, _) in enumerate(finished):
         for other, columns in first.slices.items():

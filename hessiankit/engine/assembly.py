@@ -13,18 +13,16 @@ from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import BatchPart, is_cut, parts
 from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import normalizer_of
-from hessiankit.request.task import Task
 
 WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 
 
 def assemble(
-    task: Task,
+    task: BatchLoss,
     matrix: SymmetricStorage,
     *,
-    share: float = 1.0,
     batch_size: int | None = None,
     progress: Callable[[int, int], None] | None = None,
     gauss_newton: bool = False,
@@ -35,7 +33,6 @@ def assemble(
     Args:
         task: One batch.
         matrix: Its lower half is left alone.
-        share: What the loss is multiplied by.
         batch_size: As in :func:`parts`.
         progress: Called with (samples done, samples in all).
         on_memory: Called with about the bytes that the derivatives of a chunk take, before they are computed.
@@ -43,14 +40,13 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
-    handshake, normalizer = Handshake(task), normalizer_of(task)
-    cut = is_cut(task, batch_size)
+    handshake, cut = Handshake(task), is_cut(task, batch_size)
     losses, fallbacks = list[float](), tuple[str, ...]()
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        for part in parts(task, normalizer, batch_size, cut=cut, share=share, gauss_newton=gauss_newton):
+        for part in parts(task, batch_size, cut=cut, gauss_newton=gauss_newton):
             if on_memory is not None:
                 on_memory(part.bytes)
-            add_part(part, matrix, handshake, normalizer, share=share, gauss_newton=gauss_newton)
+            add_part(part, matrix, handshake, gauss_newton=gauss_newton)
             fallbacks = part.traced.trace.fallbacks
             losses.append(part.loss)
             if progress is not None:
@@ -59,16 +55,12 @@ def assemble(
     return math.fsum(losses), fallbacks
 
 
-def add_part(
-    part: BatchPart, matrix: SymmetricStorage, handshake: Handshake | None, normalizer: float, *, share: float, gauss_newton: bool
-) -> None:
+def add_part(part: BatchPart, matrix: SymmetricStorage, handshake: Handshake | None, *, gauss_newton: bool) -> None:
     """Add the Hessian of some samples to a matrix or a panel of it, by sweeps or by products with unit vectors."""
     if part.is_long:
-        linearised = Linearisation(
-            part.task, gauss_newton=gauss_newton, count=normalizer, handshake=handshake, traced=part.traced
-        )
-        add_products(linearised, share, matrix)
+        linearised = Linearisation(part.task, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+        add_products(linearised, part.task.share, matrix)
         return
     if handshake is not None:
-        handshake.add(part.paths.trace, part.paths.adjoints, share)
+        handshake.add(part.paths.trace, part.paths.adjoints, part.task.share)
     BlockRows(part.paths, part.sections).read(MatrixRows(matrix, part.paths.tied))

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Application, Trace
 
@@ -21,7 +21,7 @@ def without_effect(who: str, names: Iterable[str]) -> InputError:
     )
 
 
-def not_finite(who: str, i: str, j: str, tasks: Sequence[Task]) -> InputError:
+def not_finite(who: str, i: str, j: str, tasks: Sequence[BatchLoss]) -> InputError:
     """Return the error for a block that is not finite."""
     return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{origin_of_any(tasks)}. {REMEDY}")
 
@@ -47,11 +47,11 @@ def origin(traced: Trace) -> str | None:
     return None
 
 
-def origin_of_any(tasks: Sequence[Task]) -> str:
+def origin_of_any(tasks: Sequence[BatchLoss]) -> str:
     """Return a clause that names the first such operation of some requests, or ""."""
     with torch.no_grad():
         for task in tasks:
-            phrase = origin(loss_trace(task, normalizer_of(task)).trace)
+            phrase = origin(loss_trace(task).trace)
             if phrase is not None:
                 return f": the operation {phrase}"
     return ""

@@ -16,10 +16,8 @@ from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.parts import CHUNK, is_cut, parts
 from hessiankit.engine.product_rows import product_cost
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import normalizer_of
-from hessiankit.request.own_call import own_value, reached
-from hessiankit.request.task import Task
 from hessiankit.support.errors import TraceError
 
 FASTER = 4.0
@@ -42,7 +40,6 @@ class DiagonalSum:
     Args:
         who: Name that starts an error message.
         tasks: One request a batch, for the same parameters.
-        parts: What each batch's loss is multiplied by.
         batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
         most: Raise :class:`TooCostly` where a batch would take longer than so many products with its Hessian.
@@ -55,8 +52,7 @@ class DiagonalSum:
     """
 
     who: str
-    tasks: Sequence[Task]
-    parts: Sequence[float]
+    tasks: Sequence[BatchLoss]
     batch_size: int | None
     progress: Callable[[int, int], None] | None
     most: float = math.inf
@@ -70,38 +66,36 @@ class DiagonalSum:
     def run(self, *, gauss_newton: bool) -> None:
         """Add all batches."""
         has_effect = False
-        for task, share in zip(self.tasks, self.parts, strict=True):
+        for task in self.tasks:
             try:
                 handshake, cut = Handshake(task), is_cut(task, self.batch_size)
                 with task.at(), torch.no_grad():
-                    value = self._add(task, share, handshake, cut=cut, gauss_newton=gauss_newton)
+                    value = self._add(task, handshake, cut=cut, gauss_newton=gauss_newton)
                 handshake.close()
                 has_effect = True
             except TraceError:
-                if reached(task):
+                if task.reached():
                     raise
-                value = own_value(task)  # nothing that is asked for has an effect on this batch
-            self.loss += share * value
+                value = task.own_value()  # nothing that is asked for has an effect on this batch
+            self.loss += task.share * value
         if not has_effect:
             raise without_effect(self.who, self.tasks[0].parameters)
 
-    def _add(self, task: Task, share: float, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
+    def _add(self, task: BatchLoss, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
-        normalizer, value, before = normalizer_of(task), 0.0, self.done
-        for part in parts(task, normalizer, self.batch_size, cut=cut, share=share, gauss_newton=gauss_newton, alone=True):
+        value, before = 0.0, self.done
+        for part in parts(task, self.batch_size, cut=cut, gauss_newton=gauss_newton, alone=True):
             value += part.loss
             self.fallbacks += part.traced.trace.fallbacks
             products = product_cost(part.paths.trace, task.size, task.dtype.itemsize)
             estimate = task.size * part.cost.coupled / (FASTER * products.numbers)  # products that take as long
             if part.is_long or estimate > task.size:
                 self._announce(task.size)
-                linearised = Linearisation(
-                    part.task, gauss_newton=gauss_newton, count=normalizer, handshake=handshake, traced=part.traced
-                )
-                self._products(linearised, task, share)
+                linearised = Linearisation(part.task, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+                self._products(linearised, task)
             else:
                 self._announce(estimate)
-                handshake.add(part.paths.trace, part.paths.adjoints, share)
+                handshake.add(part.paths.trace, part.paths.adjoints, task.share)
                 read_diagonal(part.paths, part.sections, self._add_entries)
             self.done = before + part.stop
             if self.progress is not None:
@@ -118,10 +112,10 @@ class DiagonalSum:
         if self.cost > self.most:
             raise TooCostly(self.cost)
 
-    def _products(self, batch: Linearisation, task: Task, share: float) -> None:
+    def _products(self, batch: Linearisation, task: BatchLoss) -> None:
         """Add the diagonal of a linearised batch by products with unit vectors."""
         step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (task.size * task.dtype.itemsize)))
         for at in torch.arange(task.size, device=task.device).split(step):
             units = self.entries.new_zeros(at.numel(), task.size)
             units.diagonal(int(at[0])).fill_(1.0)
-            self.entries[at] += share * batch.product(units).diagonal(int(at[0]))
+            self.entries[at] += task.share * batch.product(units).diagonal(int(at[0]))

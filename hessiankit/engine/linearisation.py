@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial, reduce
 from typing import Literal, TypeAlias
 
@@ -23,10 +22,9 @@ from hessiankit.engine.diagnosis import origin
 from hessiankit.engine.entrywise_fusion import Step, asymmetry, fuse_entrywise
 from hessiankit.engine.sweep import Along, pull, push, reads, sums_of
 from hessiankit.primitives.primitive import CovectorSum, Linearised, Nowhere, hollow
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-from hessiankit.request.loss_trace import LossTrace, loss_trace, normalizer_of, samples_are_independent
-from hessiankit.request.own_call import own_value, reached
-from hessiankit.request.task import Task
+from hessiankit.request.loss_trace import LossTrace, loss_trace, samples_are_independent
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.torch_state import LARGE, read_numbers
 from hessiankit.tracing.attention_fusion import fuse_attention
@@ -67,16 +65,14 @@ class Linearisation:
 
     def __init__(
         self,
-        task: Task,
+        task: BatchLoss,
         *,
         gauss_newton: bool,
         recompute: Recompute = None,
-        count: float | None = None,
         handshake: Handshake | None = None,
         traced: LossTrace | None = None,
     ) -> None:
-        self.count = normalizer_of(task) if count is None else count
-        traced = traced or loss_trace(task, self.count, later=True)
+        traced = traced or loss_trace(task, later=True)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
         self._ids = {name: trace.parameters[name] for name in task.parameters}
@@ -107,7 +103,7 @@ class Linearisation:
         if handshake is None:
             compare.close()
         _, self._last_reads = reads(path if recompute else self._steps(0), own)
-        self._task = replace(task, reference=None)
+        self._task = task.unchecked()
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
@@ -135,7 +131,7 @@ class Linearisation:
     def origin(self) -> str | None:
         """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
         with torch.no_grad():
-            return origin(loss_trace(self._task, self.count).trace)
+            return origin(loss_trace(self._task).trace)
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
@@ -312,8 +308,8 @@ class Constant:
 
     eps, fallbacks = 0.0, ()
 
-    def __init__(self, task: Task) -> None:
-        self.loss = own_value(task)
+    def __init__(self, task: BatchLoss) -> None:
+        self.loss = task.own_value()
         self._zeros = torch.zeros((), dtype=task.dtype, device=task.device).expand(task.size)
         self.bytes_per_vector = size(self._zeros)
 
@@ -338,16 +334,14 @@ DEPENDENT = (
 class MicroBatched:
     """A batch in parts of some samples, each recomputed in every product, with the interface of :class:`Linearisation`."""
 
-    def __init__(self, task: Task, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
-        starts, count = range(0, task.batch, size), normalizer_of(task)
-        if not isinstance(task.loss, str):
+    def __init__(self, task: BatchLoss, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
+        starts = range(0, task.batch, size)
+        if not task.loss.name:
             raise InputError("micro_batch needs a loss whose sum over samples is known: 'mse' or 'cross_entropy', or torch's own")
         if task.reference is None and not samples_are_independent(task):
             raise TraceError(DEPENDENT)
         handshake = Handshake(task, len(starts))
-        linearised = partial(
-            Linearisation, gauss_newton=gauss_newton, recompute=recompute or "all", count=count, handshake=handshake
-        )
+        linearised = partial(Linearisation, gauss_newton=gauss_newton, recompute=recompute or "all", handshake=handshake)
         try:
             self._parts = [linearised(task.part(slice(start, start + size))) for start in starts]
         except HessiankitError:
@@ -378,7 +372,7 @@ class MicroBatched:
         return next((phrase for part in self._parts if (phrase := part.origin())), None)
 
 
-def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None) -> Batch:
+def linearise(task: BatchLoss, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None) -> Batch:
     """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
     Raises:
@@ -389,7 +383,7 @@ def linearise(task: Task, *, gauss_newton: bool, recompute: Recompute = None, mi
             return MicroBatched(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
         return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
     except TraceError:
-        if reached(task):
+        if task.reached():
             raise
     return Constant(task)
 

@@ -9,8 +9,8 @@ from hessiankit.engine.cost import SweepCost, sweep_cost
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.product_rows import products_are_cheaper
 from hessiankit.engine.sections import Section, sections
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.loss_trace import LossTrace, loss_trace, samples_are_independent
-from hessiankit.request.task import Task
 
 CHUNK = 64 * 2**20
 """Bytes that the derivatives of some samples may take beside a small matrix."""
@@ -39,7 +39,7 @@ class BatchPart:
         loss: Its share of the loss.
     """
 
-    task: Task
+    task: BatchLoss
     traced: LossTrace
     paths: Paths
     sections: list[Section]
@@ -59,12 +59,10 @@ class BatchPart:
 
 
 def parts(
-    task: Task,
-    normalizer: float,
+    task: BatchLoss,
     batch_size: int | None,
     *,
     cut: bool,
-    share: float = 1.0,
     gauss_newton: bool = False,
     alone: bool = False,
 ) -> Iterator[BatchPart]:
@@ -72,10 +70,8 @@ def parts(
 
     Args:
         task: One batch.
-        normalizer: What a named loss divides its sum by.
         batch_size: Samples of a part.
-        cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`Task.at`.
-        share: What the loss is multiplied by.
+        cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`BatchLoss.at`.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.
     """
@@ -83,8 +79,8 @@ def parts(
     while start < task.batch:
         stop = min(start + step, task.batch)
         samples = task.part(slice(start, stop)) if cut else task
-        traced = loss_trace(samples, normalizer)
-        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, share, by_column=alone)
+        traced = loss_trace(samples)
+        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, task.share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
         chosen, cost = cheapest(samples, paths, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
@@ -95,7 +91,7 @@ def parts(
         start = stop
 
 
-def cheapest(task: Task, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
+def cheapest(task: BatchLoss, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
     """Return the sections of a trace with the cheapest sweeps, and their cost: with the cuts that pay, all cuts, or none."""
     chosen = sections(paths, alone=alone)
     cost = sweep_cost(paths, chosen, alone=alone)
@@ -106,15 +102,15 @@ def cheapest(task: Task, paths: Paths, *, alone: bool = False) -> tuple[list[Sec
     return min(costs, key=lambda pair: pair[1].work)
 
 
-def is_cut(task: Task, batch_size: int | None) -> bool:
+def is_cut(task: BatchLoss, batch_size: int | None) -> bool:
     """Tell whether a batch is cut into parts of ``batch_size`` samples."""
     return batch_size is not None and batch_size < task.batch and _can_be_split(task)
 
 
-def _can_be_split(task: Task) -> bool:
+def _can_be_split(task: BatchLoss) -> bool:
     """Tell whether the loss of a batch is a known sum over its samples."""
-    return task.batch > 1 and isinstance(task.loss, str) and samples_are_independent(task)
+    return task.batch > 1 and bool(task.loss.name) and samples_are_independent(task)
 
 
-def _limit(task: Task) -> int:
+def _limit(task: BatchLoss) -> int:
     return min(MOST, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))

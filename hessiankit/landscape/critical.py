@@ -18,7 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,16 @@ from hessiankit.curvature.suboperators import Partition
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.optimizer_states import Optimizers, listed, name_of, places_of
 from hessiankit.landscape.slices import loss_around
-from hessiankit.request.batches import Weights, gather
-from hessiankit.request.task import Loss, Params
+from hessiankit.request.read import read_request
+from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
 from hessiankit.support.torch_state import one_at_a_time, preserved_random_states
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "critical_sharpness"
 PASSES = 10
@@ -105,18 +108,16 @@ def _over(a: float, b: float) -> float:
 
 @checked(WHO, leave=("module",))
 @one_at_a_time
+@asks(RequestArguments)
 def critical_sharpness(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
     optimizer: Optimizer | Sequence[Optimizer],
-    loss: Loss = "mse",
-    params: Params = None,
-    weights: Weights = None,
-    reduction: str | None = None,
     by: str | Mapping[str, Any] | Partition | None = None,
     passes: int = PASSES,
+    **asked: Unpack[RequestArguments],
 ) -> CriticalSharpness:
     """Return the curvature along the step that an optimizer takes next, and its largest multiple that does not raise the loss.
 
@@ -126,11 +127,14 @@ def critical_sharpness(
     positive): raised by 1.3 and then by 2 until the loss rises, or lowered until it does not; then the bracket is bisected in
     the logarithm, until its ends differ by 1 % or the passes run out. A loss that falls again beyond is not seen.
 
-    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+    Only the parameters ``params`` are moved.
 
     Args:
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         optimizer: The optimizer that trains the module, or several, each for parameters of its own.
-        params: Only these are moved.
         by: Groups to move alone as well, as in :func:`hessiankit.spectrum`; each takes a product and as many passes again.
         passes: Forward passes at most, that at the module's parameters included; 2 or more.
 
@@ -148,14 +152,12 @@ def critical_sharpness(
     (2.0, 4.0, 2.0, 'SGD')
     """
     start = time.perf_counter()
-    tasks, factors = gather(module, inputs, target, loss, params, weights=weights, reduction=reduction)
-    operator = HessianOperator.of(tasks, factors, "hessian")
+    tasks = read_request(module, inputs, target, **asked).together()
+    operator = HessianOperator.of(tasks, "hessian")
     groups = {} if by is None else groups_of(by, operator, module)
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        search = along_step(
-            WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(tasks, factors), groups, passes
-        )
+        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(tasks), groups, passes)
     return replace(search, seconds=time.perf_counter() - start)
 
 

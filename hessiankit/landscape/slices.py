@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.landscape.spectrum_result import Spectrum
-from hessiankit.request.batches import Weights, gather
-from hessiankit.request.own_call import own_value
-from hessiankit.request.task import Loss, Params, Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.read import read_request
+from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name, not_known
 from hessiankit.support.files import WithDict
@@ -34,6 +34,9 @@ from hessiankit.support.torch_state import one_at_a_time
 
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "loss_slices"
 NORMALISED = ("none", "unit", "filter")
@@ -178,31 +181,32 @@ class LossSlices(Printed, WithDict):
 
 @checked(WHO, leave=("along",))
 @one_at_a_time
+@asks(RequestArguments)
 def loss_slices(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
     along: Tensor | Spectrum | Mapping[str, Tensor] | Sequence[Mapping[str, Tensor]],
-    loss: Loss = "mse",
-    params: Params = None,
-    weights: Weights = None,
-    reduction: str | None = None,
     normalise: str = "none",
     span: tuple[float, float] | None = None,
     points: int = 41,
     tolerance: float = 0.1,
     plane: bool = False,
+    **asked: Unpack[RequestArguments],
 ) -> LossSlices:
     """Return the loss along directions through the module's parameters, and how far the exact quadratic model holds.
 
-    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
+    Only the parameters ``params`` are moved.
 
     Args:
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         along: Directions as columns (P, k) or one vector (P,), in the order of the rows of :attr:`hessiankit.Hessian.matrix`; a
             result of :func:`hessiankit.spectrum`, whose directions are taken; or the state dict of another checkpoint, which
             is at t = 1, or a list of them.
-        params: Only these are moved.
         normalise: ``"none"``; ``"unit"``: directions of length 1; ``"filter"``: each row of a matrix, each filter of a
             convolution as long as the module's, biases and gains unmoved (Li et al. 2018).
         span: First and last t, on both sides of 0; by default -1 to 1, to another checkpoint -0.5 to 1.5.
@@ -232,7 +236,7 @@ def loss_slices(
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
         raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
-    tasks, factors = gather(module, inputs, target, loss, params, weights=weights, reduction=reduction)
+    tasks = read_request(module, inputs, target, **asked).together()
     names, D, notes = _directions(along, tasks[0])
     D = _normalised(D, tasks[0], normalise)
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
@@ -241,14 +245,14 @@ def loss_slices(
         raise InputError(
             f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2, bottom=0"
         )
-    operator = HessianOperator.of(tasks, factors, "hessian")
+    operator = HessianOperator.of(tasks, "hessian")
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     least = 1e-9 * (high - low)  # 0 itself may come out as rounding
     steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
-    slices, loss_of = [], loss_around(tasks, factors)
+    slices, loss_of = [], loss_around(tasks)
     for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
         losses = _along(loss_of, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
@@ -276,14 +280,14 @@ def _span(span: Any) -> tuple[float, float]:
     return float(span[0]), float(span[1])
 
 
-def loss_around(tasks: list[Task], factors: list[float]) -> Callable[[Tensor], float]:
+def loss_around(tasks: Sequence[BatchLoss]) -> Callable[[Tensor], float]:
     """Return the function d (P,), float64 -> the loss at theta + d, by the module's own call."""
     first = tasks[0]
 
     def loss(d: Tensor) -> float:
         moved = {name: d[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
         at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
-        return math.fsum(w * own_value(task, at) for task, w in zip(tasks, factors, strict=True))
+        return math.fsum(task.share * task.own_value(at) for task in tasks)
 
     return loss
 
@@ -330,7 +334,7 @@ def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, 
     return abs(good), False
 
 
-def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def _directions(along: Any, task: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """Return names, columns (P, k), and notes."""
     like = {"device": task.device, "dtype": task.dtype}
     if isinstance(along, Spectrum):
@@ -357,7 +361,7 @@ def _directions(along: Any, task: Task) -> tuple[list[str], Tensor, tuple[str, .
     return [f"direction {k + 1}" for k in range(D.shape[1])], D, ()
 
 
-def _to_checkpoint(there: Mapping[str, Any], task: Task) -> tuple[Tensor, tuple[str, ...]]:
+def _to_checkpoint(there: Mapping[str, Any], task: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
     """Return there - here of the parameters that move, (P,), and what else differs."""
     here, parts = dict(task.module.state_dict()), []
     for name, x in there.items():
@@ -375,7 +379,7 @@ def _to_checkpoint(there: Mapping[str, Any], task: Task) -> tuple[Tensor, tuple[
     return torch.cat(parts).to(task.dtype), notes
 
 
-def _normalised(D: Tensor, task: Task, how: str) -> Tensor:
+def _normalised(D: Tensor, task: BatchLoss, how: str) -> Tensor:
     if how == "none":
         return D
     if how == "unit":

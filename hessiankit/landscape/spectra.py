@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,13 +23,15 @@ from hessiankit.landscape.density import SpectralMeasure
 from hessiankit.landscape.groups import groups_of
 from hessiankit.landscape.preconditioner import PreconditionedOperator, Preconditioner, preconditioner_of
 from hessiankit.landscape.spectrum_result import Spectrum
-from hessiankit.request.batches import Weights
-from hessiankit.request.task import Loss, Params
+from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs, quadrature
 from hessiankit.support.memory import check_room
 from hessiankit.support.progress import Tell, progress_bar, silent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "spectrum"
 METHODS = ("auto", "full", "lanczos")
@@ -86,17 +88,14 @@ class HessianMatrix(SymmetricOperator):
 
 
 @checked(WHO, leave=("module", "preconditioner"))
+@asks(RequestArguments)
 def spectrum(
     module: nn.Module | LinearOperator | Hessian,
     inputs: Any = None,
     target: Any = None,
     *,
-    loss: Loss = "mse",
-    params: Params = None,
     kind: str = "hessian",
     preconditioner: Any = None,
-    weights: Weights = None,
-    reduction: str | None = None,
     k: int = 10,
     bottom: int | None = None,
     directions: int = 10,
@@ -107,6 +106,7 @@ def spectrum(
     max_products: int | None = None,
     seed: int = 0,
     progress: bool = False,
+    **asked: Unpack[RequestArguments],
 ) -> Spectrum:
     """Return the extreme eigenpairs and the spectral density of the Hessian of ``loss(module(inputs), target)``.
 
@@ -115,11 +115,13 @@ def spectrum(
     exact in density, trace and ranks (formulas and sources: :mod:`hessiankit.landscape.density`). A matrix of no more rows than
     the quadrature would take products is formed, and all its eigenvalues are taken.
 
-    All arguments that are not explained here are those of :func:`hessiankit.hessian`, with whole parameters.
-
     Args:
-        module: As in :func:`hessiankit.hessian`; or in its place, without data, a computed :class:`hessiankit.Hessian`, or an
-            operator: of :func:`hessiankit.hessian_operator` or any symmetric ``scipy.sparse.linalg.LinearOperator``.
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two; or in its place, without data, a
+            computed :class:`hessiankit.Hessian`, or an operator: of :func:`hessiankit.hessian_operator` or any symmetric
+            ``scipy.sparse.linalg.LinearOperator``.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
         kind: ``"hessian"``, ``"ggn"`` or ``"fisher"``, as in :func:`hessiankit.hessian_operator`.
         preconditioner: A symmetric positive P, for the spectrum of P^(-1/2) H P^(-1/2): the torch optimizer that trains the
             module, or a list of several, with the metric read from their states and the threshold beside the eigenvalues (which
@@ -158,7 +160,7 @@ def spectrum(
     """
     start = time.perf_counter()
     _check(k, bottom, directions, steps, method, tol, max_products)
-    operator = _operator(module, inputs, target, loss=loss, params=params, kind=kind, weights=weights, reduction=reduction)
+    operator = _operator(module, inputs, target, kind=kind, **asked)
     kind = getattr(getattr(operator, "whole", operator), "kind", "operator")
     method = "full" if method == "auto" and isinstance(operator, HessianMatrix) else method
     if operator.shape[0] != operator.shape[1]:

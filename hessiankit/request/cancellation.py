@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.tracing.segment_probe import products
 from hessiankit.tracing.trace import LinearMap
 
@@ -25,7 +25,7 @@ SAMPLES = 3
 
 @torch.no_grad()
 def rounding_errors(
-    task: Task, direction: Mapping[str, Tensor], *, gauss_newton: bool = False
+    batch: BatchLoss, direction: Mapping[str, Tensor], *, gauss_newton: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return the size of rounding errors of gradient and product, by parameter, for a unit roundoff of 1: times the dtype's eps.
 
@@ -34,7 +34,7 @@ def rounding_errors(
 
     Source: Vignes, A stochastic arithmetic for reliable scientific computation, Math. Comput. Simul. 35 (1993).
     """
-    traced = loss_trace(task, normalizer_of(task))
+    traced = loss_trace(batch)
     bending = traced.loss_side() if gauss_newton else None
     generator = torch.Generator().manual_seed(0)
 

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hessiankit.request.calling import IGNORE_INDEX, SAMPLED
-from hessiankit.request.own_call import own_target
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.loss import IGNORE_INDEX
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.torch_state import wide
 
@@ -101,65 +100,78 @@ NAMES = {
 }
 
 
-def check_kind(kind: str, seed: int, draws: int) -> None:
-    """Raise InputError if a kind is not known, or its draws cannot be made."""
-    if kind not in KINDS:
-        raise unknown("hessian", "kind", kind, KINDS)
-    if draws < 1:
-        raise InputError(f"draws={draws} draws no label; pass 1 or more")
-    if seed < 0:
-        raise InputError(f"seed={seed} is negative; pass 0 or more")
+@dataclass(frozen=True)
+class Curvature:
+    """The matrix that is asked for.
 
-
-def check_fits(task: Task, kind: str) -> None:
-    """Raise InputError if a kind does not fit the loss of a task."""
-    if kind != "hessian" and (task.loss is None or task.whole) and not task.by_logits:
-        raise InputError(
-            f"kind={kind!r} needs the module's output as one tensor, or its 'logits' and a loss that nothing else of the module "
-            "enters; pass loss=... that compares one tensor"
-        )
-    if kind.startswith("fisher") and not isinstance(task.loss, str):
-        raise InputError(f"kind={kind!r} needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
-
-
-def as_gauss_newton(task: Task, kind: str, *, seed: int = 0, draws: int = 1) -> Task:
-    """Return a task with the same loss and gradient whose Gauss-Newton matrix is of this kind, one of :data:`KINDS`.
-
-    Raises:
-        InputError: If the kind does not fit the loss.
+    Attributes:
+        kind: One of :data:`KINDS`.
+        seed: Seed of drawn labels.
+        draws: Labels drawn for each term.
     """
-    check_fits(task, kind)
-    if kind not in SAMPLED_KINDS:
-        return task
-    with task.at(), torch.no_grad():
-        Z = task.read()
-        others = _targets(task, Z, draws if kind == "fisher-mc" else 0, seed)
-        own = task.target.reshape(others.shape[0], *others.shape[2:])
-        return replace(task, loss=f"{SAMPLED}{task.loss}", target=torch.cat((own.unsqueeze(1), others), 1))
+
+    kind: str = "hessian"
+    seed: int = 0
+    draws: int = 1
+
+    def __post_init__(self) -> None:
+        """Raise InputError if the kind is not known, or its draws cannot be made."""
+        if self.kind not in KINDS:
+            raise unknown("request", "kind", self.kind, KINDS)
+        if self.draws < 1:
+            raise InputError(f"request: draws={self.draws} draws no label; pass 1 or more")
+        if self.seed < 0:
+            raise InputError(f"request: seed={self.seed} is negative; pass 0 or more")
+
+    def of(self, batch: BatchLoss) -> BatchLoss:
+        """Return the loss of a batch with the same gradient whose Gauss-Newton matrix, or Hessian, is this one.
+
+        Raises:
+            InputError: The kind does not fit the loss.
+        """
+        check_fits(batch, self.kind)
+        if self.kind not in SAMPLED_KINDS:
+            return batch
+        with batch.at(), torch.no_grad():
+            Z = batch.read()
+            others = _targets(batch, Z, self.draws if self.kind == "fisher-mc" else 0, self.seed)
+            own = batch.target.reshape(others.shape[0], *others.shape[2:])
+            return replace(batch, loss=batch.loss.sampled(), target=torch.cat((own.unsqueeze(1), others), 1))
 
 
-def counted_samples(task: Task) -> Tensor | slice:
+def check_fits(batch: BatchLoss, kind: str) -> None:
+    """Raise InputError if a kind does not fit the loss of a batch."""
+    if kind != "hessian" and not batch.loss.splits:
+        raise InputError(
+            f"request: kind={kind!r} needs the module's output as one tensor, or its 'logits' and a loss that nothing else of "
+            "the module enters; pass loss=... that compares one tensor"
+        )
+    if kind.startswith("fisher") and not batch.loss.name:
+        raise InputError(f"request: kind={kind!r} needs a loss with a likelihood, 'mse' or 'cross_entropy'; or pass kind='ggn'")
+
+
+def counted_samples(batch: BatchLoss) -> Tensor | slice:
     """Return the samples of a batch, and of a cross entropy those alone that have a label that counts."""
-    loss, target = own_target(task)
-    if loss != "cross_entropy" or target.ndim == 0:
+    target = batch.own_target
+    if batch.loss.plain != "cross_entropy" or target.ndim == 0:
         return slice(None)
     return (target != IGNORE_INDEX).reshape(len(target), -1).any(1)  # type: ignore[no-any-return]
 
 
-def _targets(task: Task, Z: Tensor, draws: int, seed: int) -> Tensor:
+def _targets(batch: BatchLoss, Z: Tensor, draws: int, seed: int) -> Tensor:
     """Return drawn targets, or without draws the data's, (B, M, ...), without the classes' axis for a cross entropy.
 
     Outputs without a first axis of samples are one sample.
     """
-    if task.loss == "mse":
-        Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, task.target))
+    if batch.loss.name == "mse":
+        Z, target = (x.reshape(-1, 1) if x.ndim < 2 else x for x in (Z, batch.target))
         if not draws:
             return target.unsqueeze(1)
-        noise = sample_residuals(Z, range(task.first, task.first + len(Z)), draws, seed).to(Z)  # y ~ N(z, 1/2)
+        noise = sample_residuals(Z, range(batch.first, batch.first + len(Z)), draws, seed).to(Z)  # y ~ N(z, 1/2)
         return (Z - noise / math.sqrt(2.0)).transpose(0, 1)
-    Z, target = (Z.unsqueeze(0), task.target.unsqueeze(0)) if Z.ndim == 1 else (Z, task.target)
+    Z, target = (Z.unsqueeze(0), batch.target.unsqueeze(0)) if Z.ndim == 1 else (Z, batch.target)
     if not draws:
         return target.unsqueeze(1)
     rows = Z.reshape(len(Z), -1, Z.shape[-1])
-    labels = sample_labels(rows, range(task.first, task.first + len(Z)), draws, seed).reshape(draws, *target.shape)
+    labels = sample_labels(rows, range(batch.first, batch.first + len(Z)), draws, seed).reshape(draws, *target.shape)
     return labels.masked_fill_(target == IGNORE_INDEX, IGNORE_INDEX).transpose(0, 1)

@@ -8,16 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hessiankit.request.batch_loss import BatchLoss, OwnGradient
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.loss_trace import call_and_loss
-from hessiankit.request.own_call import OwnGradient, own_gradient
-from hessiankit.request.task import Task
 from hessiankit.support.errors import TraceError
 from hessiankit.support.tables import two_numbers
 from hessiankit.support.torch_state import read_numbers
@@ -44,29 +42,29 @@ class Handshake:
     """Accumulates the traced loss and gradient of a batch, and compares them with the module's own.
 
     Args:
-        task: The whole batch.
+        batch: The whole batch.
         parts: How many traces it is cut into, for :meth:`complete`.
     """
 
-    def __init__(self, task: Task, parts: int = 1) -> None:
-        self._task, self._loss, self._eps = task, 0.0, 0.0
-        self._missing = dict.fromkeys(task.parameters, parts)
+    def __init__(self, batch: BatchLoss, parts: int = 1) -> None:
+        self._batch, self._loss, self._eps = batch, 0.0, 0.0
+        self._missing = dict.fromkeys(batch.parameters, parts)
         self._gradient: dict[str, Tensor] = {}
         self._probes: list[Probe] = []
         self._courses: list[list[Any]] = []
         self._agreed: set[str] = set()
-        slopes = task.reference.gradient.values() if task.reference is not None else ()
+        slopes = batch.reference.gradient.values() if batch.reference is not None else ()
         largest = read_numbers(_largest(x) for x in slopes if x is not None and x.numel())
         self._largest = max(filter(math.isfinite, largest), default=0.0)
 
     def add(self, trace: Trace, adjoints: Mapping[int, Tensor], share: float = 1.0) -> None:
         """Add some samples, with the derivatives of ``share`` times their loss by the id of the value."""
         self._courses.append(trace.course)
-        if self._task.reference is None:
+        if self._batch.reference is None:
             return
         self._loss += float(trace.values[trace.output])
         self._eps = max(self._eps, trace.eps)
-        if (probe := probe_segments(trace, self._task.still)) is not None:
+        if (probe := probe_segments(trace, self._batch.still)) is not None:
             self._probes.append(probe)
         for name, at in trace.parameters.items():
             if at in adjoints:
@@ -78,7 +76,7 @@ class Handshake:
 
         On a device all are compared together in :meth:`close`, which waits for it once.
         """
-        own = self._task.reference
+        own = self._batch.reference
         if own is None:
             return False
         self._take(name, slope)
@@ -97,7 +95,7 @@ class Handshake:
         Raises:
             TraceError: Loss or gradient differ by more than rounding: the message names the parameter and the likely cause.
         """
-        own = self._task.reference
+        own = self._batch.reference
         if own is None:  # the course is compared even where the gradient is not
             if any(isinstance(step, NUMBER) for course in self._courses for step in course):
                 self._check_course()
@@ -105,16 +103,16 @@ class Handshake:
         if self._differences(own, self._unsettled):
             self._compare(own)
         if self._probes:  # values of which only the first derivative has been compared so far
-            stopped = held_values(lambda held: own_gradient(self._task, stopped=held))
+            stopped = held_values(lambda held: self._batch.own_gradient(stopped=held))
 
             def call_at(parameters: dict[str, Tensor]) -> tuple[float, Mapping[str, Tensor | None]]:
-                own = own_gradient(self._task, parameters, stopped)
+                own = self._batch.own_gradient(parameters, stopped)
                 return own.loss, own.gradient
 
-            verify_segments(self._probes, self._task.parameters, call_at, self._task.still)
+            verify_segments(self._probes, self._batch.parameters, call_at, self._batch.still)
 
     def _compare(self, own: OwnGradient) -> None:
-        again = own_gradient(self._task)
+        again = self._batch.own_gradient()
         loss, eps = abs(own.loss - again.loss), self._eps
         if loss > ROUNDING * eps * abs(own.loss):
             raise TraceError(
@@ -129,11 +127,11 @@ class Handshake:
                 "reads has changed since the first one, such as a flag; change it back, or start anew"
             )
         self._check_course()
-        noise = _noise(self._task, self._unsettled, eps)
-        floor = eps * scale_of_gradient(self._task, again)
+        noise = _noise(self._batch, self._unsettled, eps)
+        floor = eps * scale_of_gradient(self._batch, again)
         different = self._differences(again, self._unsettled, noise, dict.fromkeys(self._unsettled, floor))
         if "" not in different and different:
-            errors, _ = rounding_errors(self._task, {})
+            errors, _ = rounding_errors(self._batch, {})
             sizes = {name: eps * float(_largest(errors[name])) for name in different}
             different = self._differences(again, different, noise, sizes)
         if different:
@@ -143,9 +141,9 @@ class Handshake:
         """Raise an error if the module's own call takes another course than its trace: what looks like noise is a branch."""
         if len(self._courses) != 1:
             return
-        task, leaves = self._task, list(self._task.leaves.values())
-        run = task.read if isinstance(task.loss, str) else lambda: call_and_loss(task, [])
-        with task.at():
+        batch, leaves = self._batch, list(self._batch.leaves.values())
+        run = batch.read if batch.loss.name else lambda: call_and_loss(batch, [])
+        with batch.at():
             apart = leaves_course(run, leaves, self._courses[0])
         if apart is not None:
             own, traced, line = apart
@@ -164,7 +162,7 @@ class Handshake:
     @property
     def _unsettled(self) -> tuple[str, ...]:
         """What has not yet agreed: the loss, under "", and parameters."""
-        return ("", *(name for name in self._task.parameters if name not in self._agreed))
+        return ("", *(name for name in self._batch.parameters if name not in self._agreed))
 
     def _differences(
         self,
@@ -227,7 +225,7 @@ class Handshake:
         return f"{seen}: {self._cause(own, name)}; nothing is returned. handshake=False leaves the comparison out"
 
     def _cause(self, own: OwnGradient, name: str) -> str:
-        leaf = self._task.leaves.get(name)
+        leaf = self._batch.leaves.get(name)
         if leaf is not None and leaf._backward_hooks:
             return "a hook on the parameter changes its gradient, which then is not that of the loss; remove the hook"
         if leaf is not None and own.gradient[name] is None:
@@ -251,19 +249,19 @@ def _largest_difference(x: Tensor, y: Tensor) -> Tensor:
     return torch.stack([_largest(a - b) for a, b in parts]).amax()
 
 
-def scale_of_gradient(task: Task, own: OwnGradient) -> float:
+def scale_of_gradient(batch: BatchLoss, own: OwnGradient) -> float:
     """Return the size of the gradient's entries here and at generic points: what cancels or saturates is rounded like those."""
     rng = torch.Generator().manual_seed(0)
-    unchecked, gradients = replace(task, reference=None), [own.gradient]
-    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in task.parameters.items()}
+    unchecked, gradients = batch.unchecked(), [own.gradient]
+    drawn = {name: torch.randn(x.shape, generator=rng, device="cpu").to(x) for name, x in batch.parameters.items()}
     points = (
-        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in task.parameters.items()},
+        {name: x + 0.1 * x.abs().max() * drawn[name] if x.numel() else x for name, x in batch.parameters.items()},
         drawn,
         {name: 0.1 * x for name, x in drawn.items()},
     )
     for point in points:
         with suppress(Exception):  # whatever a module raises outside its domain
-            gradients.append(own_gradient(unchecked, point).gradient)
+            gradients.append(unchecked.own_gradient(point).gradient)
     sizes = [0.0]
     for gradient in gradients:
         largest = read_numbers(_largest(g) for g in gradient.values() if g is not None and g.numel())
@@ -271,18 +269,18 @@ def scale_of_gradient(task: Task, own: OwnGradient) -> float:
     return max(sizes)
 
 
-def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
+def _noise(batch: BatchLoss, names: Iterable[str], eps: float) -> dict[str, float]:
     """Return the size of the rounding errors of the module's own loss, under "", and of some gradients, the largest of each.
 
     Sixth differences over a tiny stretch cancel the smooth part and leave rounding, amplified by sqrt(924). The smaller of two
     stretches counts, so that a kink in one of them does not. All parameters move: where the loss does not depend on those of
-    the task, their own move would change no rounding.
+    the batch, their own move would change no rounding.
 
     Source: Moré and Wild, Estimating computational noise, SIAM J. Sci. Comput. 33 (2011).
     """
     rng = torch.Generator().manual_seed(0)
-    unchecked, step = replace(task, reference=None), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
-    every = {name: task.state.values[name] for name, _ in task.module.named_parameters()}
+    unchecked, step = batch.unchecked(), min(eps**0.4, 8 * eps) if eps > 1e-4 else eps**0.4
+    every = {name: batch.state.values[name] for name, _ in batch.module.named_parameters()}
     point = {name: x for name, x in every.items() if x.is_floating_point() and x.layout is torch.strided}
     noise: dict[str, float] = {}
     for _ in range(2):
@@ -292,7 +290,7 @@ def _noise(task: Task, names: Iterable[str], eps: float) -> dict[str, float]:
             along[name] = step * (x.abs().max() if x.numel() else 1.0) * signs
         sixth: dict[str, Tensor] = {}
         for k in range(7):
-            at = own_gradient(unchecked, {name: x + (k + 1) * along[name] for name, x in point.items()})
+            at = unchecked.own_gradient({name: x + (k + 1) * along[name] for name, x in point.items()})
             terms = {"": torch.tensor(at.loss, dtype=torch.float64, device="cpu")} | {
                 n: g for n in names if (g := at.gradient.get(n)) is not None
             }

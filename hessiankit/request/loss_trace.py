@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError, SampledLoss
-from hessiankit.request.calling import IGNORE_INDEX, SAMPLED, known_count, member, read_outputs
-from hessiankit.request.task import Task
-from hessiankit.support.errors import InputError, TraceError
+from hessiankit.request.batch_loss import BatchLoss, ModulePoint
+from hessiankit.support.errors import InputError
 from hessiankit.tracing.dead_entries import without_dead_entries
 from hessiankit.tracing.derivative_tests import generic
 from hessiankit.tracing.recording import record
@@ -62,20 +59,19 @@ class LossTrace:
         return after
 
 
-def loss_trace(task: Task, normalizer: float, *, later: bool = False) -> LossTrace:
+def loss_trace(batch: BatchLoss, *, later: bool = False) -> LossTrace:
     """Trace a module and its loss into one scalar: the module's own call, and the loss's, as the user makes them.
 
     Args:
-        task: What is asked for.
-        normalizer: What a named loss divides its sum by.
+        batch: The loss of one batch.
         later: Whether the trace is read when the caller may have written into tensors that are not the module's or the data.
     """
-    kept = task.kept if later else None
-    with task.at():
-        if isinstance(task.loss, str):
-            return _named(task, normalizer, kept)
+    kept = batch.kept if later else None
+    with batch.at():
+        if batch.loss.name:
+            return _named(batch, kept)
         outputs: list[Tensor] = []
-        traced = trace_call(lambda: call_and_loss(task, outputs), task.leaves, kept)
+        traced = trace_call(lambda: call_and_loss(batch, outputs), batch.leaves, kept)
     if not outputs:
         return LossTrace(traced, None)
     at = traced.marked[0]
@@ -95,73 +91,51 @@ def _has_curvature(trace: Trace, a: Application) -> bool:
     return any(is_moving and x is not None and bool(x.any()) for x, is_moving in zip(covectors, moves, strict=True))
 
 
-def _named(task: Task, normalizer: float, kept: set[int] | None) -> LossTrace:
-    traced = trace_call(lambda: (task.read(),), task.leaves, kept)
+def _named(batch: BatchLoss, kept: set[int] | None) -> LossTrace:
+    traced = trace_call(lambda: (batch.read(),), batch.leaves, kept)
     output, z = traced.output, traced.values[traced.output]
     traced.marked = (output,)
-    primitive = loss_primitive(task, normalizer)
+    primitive = batch.loss.primitive(batch.normalizer)
     with torch.no_grad():
-        value = primitive.value(z, task.target)
-    traced.output = traced.apply(primitive, (output, traced.add_value(task.target)), value, str(task.loss))
+        value = primitive.value(z, batch.target)
+    traced.output = traced.apply(primitive, (output, traced.add_value(batch.target)), value, batch.loss.name)
     return LossTrace(traced, output)
 
 
-def call_and_loss(task: Task, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+def call_and_loss(batch: BatchLoss, outputs: list[Tensor]) -> tuple[Tensor, ...]:
     """Return the loss, and the output layer that it depends on, which is appended to ``outputs``, where one is known."""
-    result = task.run()
-    read = read_outputs("hessian", task.loss, result)
-    value = _scalar(task.loss(read, task.target) if callable(task.loss) else read)
-    output = member(result, "logits") if task.by_logits else read if callable(task.loss) and not task.whole else None
+    result = batch.result()
+    value, output = batch.loss.value(result, batch.target), batch.loss.output(result)
     outputs += [] if output is None else [output]
     return (value, *outputs)
 
 
-def _scalar(value: Any) -> Tensor:
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise TraceError(f"trace: the loss is a scalar when the module is called, but {seen} when it is called again")
-    return value
-
-
-def loss_primitive(task: Task, normalizer: float) -> MeanSquaredError | CrossEntropy | SampledLoss:
-    """Return a named loss as a primitive with inputs (output, target)."""
-    assert isinstance(task.loss, str)
-    name = task.loss.removeprefix(SAMPLED)
-    loss = MeanSquaredError(normalizer) if name == "mse" else CrossEntropy(ignore_index=IGNORE_INDEX, normalizer=normalizer)
-    return loss if name == task.loss else SampledLoss(loss)
-
-
-def normalizer_of(task: Task) -> float:
-    """Return what a named loss divides its sum by: the entries (mse) or the labels that count (cross entropy)."""
-    return (known_count(task.loss, task.target) if isinstance(task.loss, str) else None) or 1.0
-
-
-def samples_are_independent(task: Task) -> bool:
+def samples_are_independent(batch: BatchLoss) -> bool:
     """Tell whether the module treats samples one by one, by comparing its output on all with its output on parts.
 
     At the given parameters and at generic ones near them: a gate that is zero hides what it multiplies, but not its slope.
     The parts are halves, and single samples too where the module reads numbers out of tensors: a branch that all of the batch
     takes together may be another for one of its samples.
     """
-    batch = task.batch
-    if batch < 2 or not isinstance(task.target, Tensor) or task.target.ndim == 0 or task.target.shape[0] != batch:
+    count = batch.batch
+    if count < 2 or not isinstance(batch.target, Tensor) or batch.target.ndim == 0 or batch.target.shape[0] != count:
         return False
-    numbers = torch.arange(batch, device=task.device)
+    numbers = torch.arange(count, device=batch.device)
     try:
-        for parameters in (None, nearby(task)):
-            with task.at(parameters):
+        for parameters in (None, nearby(batch)):
+            with batch.at(parameters):
                 outputs: list[Tensor] = []
-                recording = record(partial(_read, task, outputs), list(task.leaves.values()), {})
+                recording = record(partial(_read, batch, outputs), list(batch.leaves.values()), {})
                 parts = [*_halves(numbers), *(numbers.split(1) if recording.reads_numbers else ())]
-                if not _agrees_on_parts(task, outputs[0].detach(), parts):
+                if not _agrees_on_parts(batch, outputs[0].detach(), parts):
                     return False
     except Exception:
         return False  # one sample at a time is only a matter of memory
     return True
 
 
-def _read(task: Task, outputs: list[Tensor]) -> None:
-    outputs.append(task.read())
+def _read(batch: BatchLoss, outputs: list[Tensor]) -> None:
+    outputs.append(batch.read())
 
 
 def _halves(numbers: Tensor) -> Iterator[Tensor]:
@@ -171,23 +145,23 @@ def _halves(numbers: Tensor) -> Iterator[Tensor]:
         yield from (numbers[odd], numbers[~odd])
 
 
-def _agrees_on_parts(task: Task, whole: Tensor, parts: Iterable[Tensor]) -> bool:
+def _agrees_on_parts(batch: BatchLoss, whole: Tensor, parts: Iterable[Tensor]) -> bool:
     """Compare the output on parts of the samples with that on all of them."""
-    if whole.ndim == 0 or whole.shape[0] != task.batch:
+    if whole.ndim == 0 or whole.shape[0] != batch.batch:
         return False
     tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
     for rows in parts:
-        part = task.part(rows).read().detach()
+        part = batch.part(rows).read().detach()
         if part.shape != whole[rows].shape or not bool((part - whole[rows]).abs().max() <= tolerance):
             return False
     return True
 
 
-def nearby(task: Task, size: float = 0.1) -> dict[str, Tensor]:
-    """Return generic parameters near those of a task; each moves by about ``size`` times its largest entry."""
+def nearby(point: ModulePoint, size: float = 0.1) -> dict[str, Tensor]:
+    """Return generic parameters near those of a module at a point; each moves by about ``size`` times its largest entry."""
     generator = torch.Generator().manual_seed(0)
     moved = {}
-    for name, p in task.parameters.items():
+    for name, p in point.parameters.items():
         step = size * (float(p.abs().max()) or 1.0)
         moved[name] = p + step * torch.randn(p.shape, generator=generator, device="cpu").to(p)
     return moved

@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.handshake import scale_of_gradient
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.own_call import own_gradient, own_loss
-from hessiankit.request.task import Task
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError, TraceError
 from hessiankit.support.torch_state import read_numbers
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, estimates, rounding
@@ -47,39 +46,36 @@ def is_second_order(handshake: Handshaking) -> bool:
 
 
 @torch.no_grad()
-def compare_second_order(
-    tasks: Sequence[Task], weights: Sequence[float], eps: float, product: Callable[[Tensor], Tensor]
-) -> None:
+def compare_second_order(batches: Sequence[BatchLoss], eps: float, product: Callable[[Tensor], Tensor]) -> None:
     """Compare a product (P,) to (P,) with central differences of the module's own gradient, along one generic vector.
 
     Two gradients, and one forward pass that records what torch holds constant; more where the first step disagrees. In half
     precision differences have no digits: nothing is compared.
 
     Args:
-        tasks: The batches.
-        weights: Factors of their losses.
+        batches: The batches.
         eps: Rounding unit of the coarsest dtype that the module computes in.
         product: The product with the Hessian.
 
     Raises:
         TraceError: The two differ by more than rounding at every step.
     """
-    point, allowed = tasks[0].parameters, ALLOWED * rounding(eps)
+    point, allowed = batches[0].parameters, ALLOWED * rounding(eps)
     if allowed > 1:
         return
-    tangents = generic_direction(point, tasks[0].still)
-    flat = product(torch.cat([tangents[name].reshape(-1).to(tasks[0].dtype) for name in point]))
+    tangents = generic_direction(point, batches[0].still)
+    flat = product(torch.cat([tangents[name].reshape(-1).to(batches[0].dtype) for name in point]))
     ours = [part.view(x.shape) for part, x in zip(flat.split([x.numel() for x in point.values()]), point.values(), strict=True)]
-    held = [held_values(partial(_first_call, task)) for task in tasks]
+    held = [held_values(partial(_first_call, batch)) for batch in batches]
 
     def gradient(at: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         total = [torch.zeros_like(x) for x in at]
-        for task, weight, stopped in zip(tasks, weights, held, strict=True):
-            own = own_gradient(task, dict(zip(point, at, strict=True)), stopped).gradient
+        for batch, stopped in zip(batches, held, strict=True):
+            own = batch.own_gradient(dict(zip(point, at, strict=True)), stopped).gradient
             for x, name in zip(total, point, strict=True):
                 slope = own[name]
                 if slope is not None:
-                    x += weight * slope
+                    x += batch.share * slope
         return tuple(total)
 
     values, along = tuple(point.values()), tuple(tangents[name] for name in point)
@@ -90,9 +86,9 @@ def compare_second_order(
                 pairs = dict(zip(point, zip(ours, theirs, strict=True), strict=True))
                 yield _largest_gap(pairs, ROUNDING * rounding_error / step)
 
-    if any(gap <= allowed for gap, _ in gaps((eps ** (1 / 3),), (0.5,), eps * _steepest(tasks[0]))):
+    if any(gap <= allowed for gap, _ in gaps((eps ** (1 / 3),), (0.5,), eps * _steepest(batches[0]))):
         return
-    eps, error = _rounding(tasks, weights, tangents)
+    eps, error = _rounding(batches, tangents)
     allowed = ALLOWED * rounding(eps)
     if allowed > 1:
         return
@@ -109,25 +105,25 @@ def compare_second_order(
     )
 
 
-def _first_call(task: Task, stopped: AbstractContextManager[Any]) -> None:
-    with task.at(), stopped:
-        own_loss(task, task.run())
+def _first_call(batch: BatchLoss, stopped: AbstractContextManager[Any]) -> None:
+    with batch.at(), stopped:
+        batch.value()
 
 
-def _steepest(task: Task) -> float:
+def _steepest(batch: BatchLoss) -> float:
     """Return the largest entry of the gradient that the module's own call had."""
-    slopes = [] if task.reference is None else task.reference.gradient.values()
+    slopes = [] if batch.reference is None else batch.reference.gradient.values()
     return max(read_numbers(x.abs().max() for x in slopes if x is not None), default=0.0)
 
 
-def _rounding(tasks: Sequence[Task], weights: Sequence[float], tangents: Mapping[str, Tensor]) -> tuple[float, float]:
+def _rounding(batches: Sequence[BatchLoss], tangents: Mapping[str, Tensor]) -> tuple[float, float]:
     """Return the rounding unit of the coarsest dtype of the computation, and the size of a gradient's rounding errors."""
     units, errors = [], []
-    for task, weight in zip(tasks, weights, strict=True):
-        units.append(loss_trace(task, normalizer_of(task)).trace.eps)
-        gradient, product = rounding_errors(task, tangents)
-        own = scale_of_gradient(task, own_gradient(task))
-        errors.append(weight * max(own, *(float(x.abs().max()) for kind in (gradient, product) for x in kind.values())))
+    for batch in batches:
+        units.append(loss_trace(batch).trace.eps)
+        gradient, product = rounding_errors(batch, tangents)
+        own = scale_of_gradient(batch, batch.own_gradient())
+        errors.append(batch.share * max(own, *(float(x.abs().max()) for kind in (gradient, product) for x in kind.values())))
     return max(units), max(units) * math.fsum(errors)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy as copied
 from functools import cache, partial
 from itertools import chain
 from operator import is_
@@ -86,11 +87,11 @@ class ModuleState:
         ]
         try:
             self._held.restore()
-            for name, (x, copy) in self._tensors.items():
+            for name, (x, held) in self._tensors.items():
                 if values is None and dense[name]:
-                    x.data = copy.clone() if name in self.written else copy
+                    x.data = held.clone() if name in self.written else held
                 else:
-                    write_values(x, copy if values is None else values.get(name, copy))
+                    write_values(x, held if values is None else values.get(name, held))
             self.is_present = values is None
             yield
         finally:
@@ -101,6 +102,13 @@ class ModuleState:
                 if kept is not None:
                     write_values(x, kept)
             now.restore()
+
+    def moved(self, values: Mapping[str, Tensor]) -> ModuleState:
+        """Return the state with other values of some parameters."""
+        other = copied(self)
+        other.values, other.is_present = {**self.values, **values}, False
+        other._tensors = {name: (x, values.get(name, held)) for name, (x, held) in self._tensors.items()}
+        return other
 
     def tensors(self) -> Iterator[tuple[str, Tensor, Tensor]]:
         """Yield the name of every tensor of the module, the tensor, and the copy of its values."""

@@ -148,8 +148,10 @@ def fits(value: Any, annotation: Any) -> bool:
 
 def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     """The annotation as an object, ``Any`` where it has a name that only type checkers know."""
+    if not isinstance(annotation, str):
+        return Any if annotation is inspect.Parameter.empty else annotation
     try:
-        return eval(annotation, {**vars(abc), "os": os, **names}) if isinstance(annotation, str) else Any
+        return eval(annotation, {**vars(abc), "os": os, **names})
     except NameError:
         return Any
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -26,6 +26,24 @@ def arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def named_tensors(inputs: Any, name: str = "inputs") -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor in ``inputs``, nested ones too, with the expression that reaches it.
+
+    >>> [name for name, _ in named_tensors({"x": Tensor(1), "pair": (Tensor(1), None)})]
+    ["inputs['x']", "inputs['pair'][0]"]
+    """
+    if isinstance(inputs, Tensor):
+        yield name, inputs
+    elif isinstance(inputs, (Mapping, tuple, list)):
+        items = inputs.items() if isinstance(inputs, Mapping) else enumerate(inputs)
+        for key, part in items:
+            yield from named_tensors(part, f"{name}[{key!r}]")
+    else:  # torch may have been taught to take an object apart
+        for number, leaf in enumerate(_pytree.tree_leaves(inputs)):
+            if leaf is not inputs:
+                yield from named_tensors(leaf, f"{name}.{number}")
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
@@ -51,6 +69,15 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
         return kind.unflatten_fn([mapped(part) for part in parts], context)
 
     return mapped(tree)
+
+
+def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
+    """Return nested containers with these rows of every tensor that has ``count`` rows; other tensors are kept whole.
+
+    >>> samples((torch.arange(3), torch.zeros(2)), slice(0, 1), 3)
+    (tensor([0]), tensor([0., 0.]))
+    """
+    return map_tensors(lambda x: x[rows] if x.ndim and x.shape[0] == count else x, tree)
 
 
 def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:

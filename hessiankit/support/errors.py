@@ -117,6 +117,17 @@ def named(who: str, text: str) -> str:
     ('check: no target', 'FeedForward: no such activation')
     """
     first, colon, rest = text.partition(": ")
-    if who[0].isupper() or first.partition(".")[0] == who:
+    if (who[0].isupper() and first != "request") or first.partition(".")[0] == who:
         return text
     return f"{who}: {rest if colon and re.fullmatch(r'[a-z_]+', first) else text}"
+
+
+def check_count(name: str, size: int | None, what: str) -> None:
+    """Raise InputError for a number of things to treat at once that is less than 1; None leaves it to the function.
+
+    >>> check_count("batch_size", 0, "sample")
+    Traceback (most recent call last):
+    hessiankit.support.errors.InputError: request: batch_size=0 leaves no sample to treat; pass 1 or more, or None
+    """
+    if size is not None and size < 1:
+        raise InputError(f"request: {name}={size} leaves no {what} to treat; pass 1 or more, or None")

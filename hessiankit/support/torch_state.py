@@ -184,6 +184,8 @@ class RandomStates:
 
 
 def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and not any(isinstance(x, np.ndarray) for x in a):
+        return bool(a == b)  # Python's state, 625 integers
     if isinstance(a, tuple):
         return all(map(_same, a, b))
     return torch.equal(a, b) if isinstance(a, Tensor) else np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b

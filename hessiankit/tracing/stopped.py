@@ -67,10 +67,10 @@ class StoppedValues(TorchFunctionMode):
     >>> def value():
     ...     with held:
     ...         return w * w.detach()
-    >>> first = float(value())
+    >>> first = float(value().detach())
     >>> w.data.fill_(3.0)
     tensor([3.])
-    >>> first, float(value())  # 1 * 1, 3 * 1
+    >>> first, float(value().detach())  # 1 * 1, 3 * 1
     (1.0, 3.0)
     """
 

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
-from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.curvature.operator import HessianOperator, hessian_operator
-from hessiankit.request.batches import batches
-from hessiankit.request.calling import Loss, ordinary
+from hessiankit.curvature.dense import Hessian, hessian_of
+from hessiankit.curvature.evaluation import Evaluation
+from hessiankit.curvature.operator import HessianOperator
+from hessiankit.request.data import ordinary, read_data
+from hessiankit.request.loss import LossArgument
+from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params, check_surroundings, select
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
@@ -60,7 +62,7 @@ def check(
     inputs: Any = None,
     target: Any = None,
     *,
-    loss: Loss = "mse",
+    loss: LossArgument = "mse",
     against: Iterable[str] | None = None,
     rtol: float | None = None,
     seed: int = 0,
@@ -121,7 +123,7 @@ def check(
     names = None if params is None else list(select("check", block_or_module, params))
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:
-        several, pairs = batches("check", inputs, target, loss, block_or_module)
+        several, pairs = read_data(inputs, target, loss, block_or_module)
         if several:
             raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
         inputs, target = (ordinary(part) for part in next(pairs))
@@ -150,7 +152,7 @@ def check(
         return replace(report, remarks=(*report.remarks, note))
 
 
-def _has_finite_loss(module: nn.Module, inputs: Any, target: Any, loss: Loss, dtype: torch.dtype | None) -> bool | None:
+def _has_finite_loss(module: nn.Module, inputs: Any, target: Any, loss: LossArgument, dtype: torch.dtype | None) -> bool | None:
     """Tell whether a module's loss is finite in a dtype (None: its own); None where there is no loss."""
     with preserved(module, loss), converted((module, loss), dtype):
         try:
@@ -164,7 +166,7 @@ def _has_finite_loss(module: nn.Module, inputs: Any, target: Any, loss: Loss, dt
 class _Options(NamedTuple):
     """The options of :func:`check`."""
 
-    loss: Loss
+    loss: LossArgument
     params: list[str] | None
     against: Iterable[str] | None
     rtol: float | None
@@ -186,14 +188,20 @@ def _report(module: nn.Module, inputs: Any, target: Any, options: _Options) -> C
 
 def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *, by_products: bool) -> CheckReport:
     """Compare the matrix, or products; say what stopped a reference or lowered the tolerance."""
-    common: dict[str, Any] = {"loss": options.loss, "params": options.params, "handshake": False}  # loss and gradient are rows
+    batch = read_request(
+        module,
+        inputs,
+        target,
+        loss=options.loss,
+        params=options.params,
+        handshake=False,  # loss and gradient are rows
+    ).only()
     closed: Hessian | HessianOperator
     if by_products:
-        closed = hessian_operator(module, inputs, target, block_size=1, **common)
+        closed = HessianOperator.of([batch], block_size=1)
     else:
-        closed = hessian(module, inputs, target, progress=partial(options.progress, "closed form"), **common)
-    known = dict(module.named_parameters())
-    problem = Problem(module, inputs, target, options.loss, {name: p for name, p in known.items() if name in closed.slices})
+        closed = hessian_of(Evaluation([batch], None, partial(options.progress, "closed form")))
+    problem = Problem(module, inputs, target, options.loss, batch.parameters, batch)
     seen = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
     own = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
@@ -292,7 +300,7 @@ def _formulas(module: nn.Module, options: _Options) -> tuple[list[CheckRow], tup
         return rows, check_exact_blocks(module, seed=options.seed) if options.exact else ()
 
 
-def _named(loss: Loss) -> str:
+def _named(loss: LossArgument) -> str:
     return str(loss) if loss is None or isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
 
 
@@ -309,7 +317,7 @@ def _shapes(inputs: Any) -> str:
     return ", ".join(map(_shapes, inputs)) if isinstance(inputs, (tuple, list)) else str(inputs)
 
 
-def generic_example(module: nn.Module, loss: Loss, seed: int) -> tuple[Tensor, Tensor]:
+def generic_example(module: nn.Module, loss: LossArgument, seed: int) -> tuple[Tensor, Tensor]:
     """Draw inputs and a target for one of hessiankit's own modules, of sizes unequal to each other and to the widths.
 
     Raises:

@@ -15,18 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.request.calling import (
-    IGNORE_INDEX,
-    Loss,
-    as_one_argument,
-    check_labels,
-    check_same_shape,
-    one_kind,
-    read_outputs,
-)
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.data import as_one_argument
+from hessiankit.request.first_call import check_fit
+from hessiankit.request.loss import Loss, LossArgument, read_loss
+from hessiankit.request.model import check_tensors
+from hessiankit.request.read import read_request
 from hessiankit.request.state import Held
 from hessiankit.support.containers import arguments, map_tensors
 from hessiankit.support.errors import InputError
@@ -56,6 +52,7 @@ class Problem:
             ``loss``; the named losses read ``logits`` of one).
         params: Name -> value at which to differentiate; empty: every parameter of the module that requires a gradient,
             as it is.
+        read: The same loss as the closed forms have it; None: read when it is needed.
 
     Raises:
         InputError: An unknown loss or parameter name, a wrong shape, mixed dtypes or devices, nothing to differentiate.
@@ -71,8 +68,9 @@ class Problem:
     module: nn.Module
     inputs: Tensor | tuple[Any, ...] | Mapping[str, Any]
     target: Any = None
-    loss: Loss = "mse"
+    loss: LossArgument = "mse"
     params: dict[str, Tensor] = field(default_factory=dict)
+    read: BatchLoss | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         """Fill in and check ``params``."""
@@ -88,11 +86,9 @@ class Problem:
                 )
         if not chosen:
             raise InputError("Problem: no parameter to differentiate; give `params` or set requires_grad.")
-        one_kind("Problem", self.module, chosen)
-        if isinstance(self.loss, str) and (self.loss not in _LOSSES or not isinstance(self.target, Tensor)):
-            seen = f"'{self.loss}' with a target of type {type(self.target).__name__}"
-            raise InputError(f"Problem: the loss is {seen}; expected 'mse' or 'cross_entropy' with a tensor, a callable or None.")
+        check_tensors(self.module, chosen, one_dtype=True)
         object.__setattr__(self, "inputs", as_one_argument(self.module, self.inputs))
+        object.__setattr__(self, "target", self.own_loss.prepared(self.target))
         object.__setattr__(self, "params", {name: value.detach() for name, value in chosen.items()})
 
     @cached_property
@@ -130,10 +126,21 @@ class Problem:
         """Where the parameters lie."""
         return next(iter(self.params.values())).device
 
-    def by(self, function: Callable[..., R], **options: Any) -> R:
-        """Return what one of hessiankit's functions makes of the same call, without the handshake."""
-        names = list(self.params)
-        return function(self.module, self.inputs, self.target, loss=self.loss, params=names, handshake=False, **options)
+    @cached_property
+    def own_loss(self) -> Loss:
+        """The loss as it is read."""
+        return read_loss(self.loss)
+
+    @cached_property
+    def batch(self) -> BatchLoss:
+        """The loss at ``params`` as the closed forms have it, without a gradient to compare with."""
+        if self.read is not None:
+            return self.read.moved(self.params)
+        with self.at():
+            request = read_request(
+                self.module, self.inputs, self.target, loss=self.loss, params=list(self.params), handshake=False
+            )
+            return request.only()
 
     def unflatten(self, theta: Tensor) -> dict[str, Tensor]:
         """Cut a flat vector into named parameters."""
@@ -160,7 +167,7 @@ class Problem:
     def call(self, stopped: AbstractContextManager[Any] | None = None) -> Tensor:
         """Return ``loss(module(inputs), target)`` at the parameters as they are now, a scalar; within :meth:`at`."""
         with stopped or nullcontext():
-            loss = _call(self.module, self.inputs, self.target, self.loss)
+            loss = self._loss_of(self.module)
         off = next((name for name, p in self.own.items() if not p.requires_grad), None)
         if off is not None:
             raise InputError(
@@ -168,6 +175,9 @@ class Problem:
                 "turn it off before, or leave it on."
             )
         return loss
+
+    def _loss_of(self, module: Callable[..., Any]) -> Tensor:
+        return self.own_loss.value(outputs_of(module, self.inputs, self.own_loss), self.target)
 
     def gradient(self, stopped: AbstractContextManager[Any] | None = None) -> list[Tensor]:
         """Return the gradient of :meth:`call` with respect to each parameter; within :meth:`at`."""
@@ -192,6 +202,7 @@ class Problem:
     def value(self) -> float:
         """The loss at ``params``, checked to be finite and the same when evaluated twice."""
         with self.at():
+            check_fit(self.own_loss, outputs_of(self.module, self.inputs, self.own_loss), self.target, self.device)
             first, second = (float(self.call().detach()) for _ in range(2))
         if first != first or abs(first) == float("inf"):
             raise InputError(f"Problem: the loss is {first}; expected a finite number. Check the inputs and the labels.")
@@ -218,7 +229,7 @@ class Problem:
         try:
             with plain_formulas(), ordinary_path(self.module, self.loss), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # in module.to()
-                return _call(module, self.inputs, self.target, self.loss)
+                return self._loss_of(module)
         finally:
             held.restore()
 
@@ -248,20 +259,9 @@ class Problem:
 
 
 def outputs_of(module: Callable[..., Any], inputs: Any, loss: Loss) -> Any:
-    """Call a module, and return what its loss reads: the whole of it, or ``loss`` or ``logits`` of an object, dict or tuple."""
+    """Call a module, and return what its loss reads."""
     positional, keywords = arguments(inputs)
-    return read_outputs("Problem", loss, module(*positional, **keywords))
-
-
-def _call(module: Callable[..., Any], inputs: Any, target: Any, loss: Loss) -> Tensor:
-    outputs = outputs_of(module, inputs, loss)
-    if isinstance(loss, str):
-        return _LOSSES[loss](outputs, target)
-    value = outputs if loss is None else loss(outputs, target)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        seen = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"Problem: the loss must be one number; got {seen}. Pass loss='mse' or a callable that reduces it.")
-    return value.reshape(())
+    return loss.read(module(*positional, **keywords))
 
 
 @contextmanager
@@ -311,29 +311,6 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.nn.functional.embedding_bag: _bags,
 }
 """Functions of torch that have kernels without a second derivative or forward mode, and what they are in other operations."""
-
-
-def mean_square(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return the mean of the squared differences over all entries; ``jvp(grad(f))`` raises through torch's ``mse_loss``.
-
-    >>> mean_square(torch.tensor([1.0, 3.0]), torch.tensor([1.0, 1.0])).item()
-    2.0
-    """
-    check_same_shape("mse", target, outputs.shape)
-    return (outputs - target).square().mean()
-
-
-def labelled_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross entropy over the rows whose label is not -100; logits lie along the last axis.
-
-    >>> labelled_cross_entropy(torch.zeros(2, 3, 4), torch.tensor([[0, 1, -100], [2, -100, -100]])).exp().item()
-    4.0
-    """
-    check_labels("cross_entropy", labels, logits.shape)
-    return cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1).long(), ignore_index=IGNORE_INDEX)
-
-
-_LOSSES: dict[str, Callable[[Tensor, Any], Tensor]] = {"mse": mean_square, "cross_entropy": labelled_cross_entropy}
 
 
 def cast(tree: Any, dtype: torch.dtype | None) -> Any:

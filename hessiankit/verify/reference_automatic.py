@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.request.calling import IGNORE_INDEX
+from hessiankit.request.loss import IGNORE_INDEX, read_loss
 from hessiankit.tracing.stopped import NO_GRAD
 from hessiankit.verify.problem import Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Progress, Unsupported, in_chunks, typed_line
@@ -191,5 +191,5 @@ class _OneBatch(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
         """Return the outputs; logits as rows (N, C)."""
-        outputs = outputs_of(self.module, batch["inputs"], self.loss)
+        outputs = outputs_of(self.module, batch["inputs"], read_loss(self.loss))
         return outputs.reshape(-1, outputs.shape[-1]) if self.loss == "cross_entropy" else outputs

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.dense import Hessian
-from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.curvature.operator import HessianOperator, hessian_operator
+from hessiankit.curvature.diagonal import diagonal_of
+from hessiankit.curvature.operator import HessianOperator
 from hessiankit.support.errors import HessiankitError, OutOfMemoryError
 from hessiankit.tracing.derivative_tests import FEWER_WEIGHTS, STEPS, estimates, generic
 from hessiankit.verify.comparison import (
@@ -192,22 +192,20 @@ class SameCall:
         return None, 0.0
 
     def _symmetric_operator(self) -> HessianOperator:
-        operator = self.problem.by(hessian_operator)
+        operator = HessianOperator.of([self.problem.batch])
         _ = operator.symmetry_error  # refuses what is not symmetric
         return operator
 
     def exact_diagonal(self) -> Tensor:
         """Return the closed form of the diagonal, (P)."""
-        return self.problem.by(hessian_diagonal, max_products=None).flat
+        return diagonal_of([self.problem.batch], "hessian", "exact", max_products=None).flat
 
 
 def gradient_by_operator(problem: Problem) -> Tensor:
     """Return the gradient (P) that the operator of a problem carries, at the values of the problem."""
-    with problem.at():
-        return problem.by(hessian_operator, block_size=1).gradient
+    return HessianOperator.of([problem.batch], block_size=1).gradient
 
 
 def by_operator(problem: Problem, V: Tensor) -> Tensor:
     """Return H V (k, P) by the operator, at the values of a problem."""
-    with problem.at():
-        return (problem.by(hessian_operator, block_size=1) @ V.T).T
+    return (HessianOperator.of([problem.batch], block_size=1) @ V.T).T

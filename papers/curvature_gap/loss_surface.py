@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.request.own_call import make_task, own_gradient, own_value
+from hessiankit.request.read import read_request
 from hessiankit.support.errors import InputError
 from hessiankit.support.files import WithDict
 from hessiankit.support.tables import Piece, Printed, table
@@ -132,12 +132,12 @@ def loss_surface_bound(
     distance = math.hypot(*radius.values())
     here, there, gradients, curvature = [], [], [], 0.0
     for x, t in zip(inputs, targets, strict=True):
-        task = make_task(WHO, block, x.unsqueeze(0), t.unsqueeze(0), loss)
-        own = own_gradient(task, star)
+        task = read_request(block, x.unsqueeze(0), t.unsqueeze(0), loss=loss).only()
+        own = task.own_gradient(star)
         slopes = {name: torch.zeros_like(p) if (g := own.gradient[name]) is None else g for name, p in star.items()}
         gradients.append(torch.cat([g.reshape(-1) for g in slopes.values()]))
         here.append(own.loss)
-        there.append(own_value(task, other))
+        there.append(task.own_value(other))
         curvature = max(curvature, a_priori(block, x, t, loss=loss, radius=radius).whole)
     steps = []
     for k in range(1, len(here)):

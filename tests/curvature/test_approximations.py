@@ -21,7 +21,7 @@ from hessiankit.curvature import kronecker
 from hessiankit.curvature.approximating.approximations import APPROXIMATIONS, Point
 from hessiankit.curvature.operator import hessian_operator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, StructuredOperator
-from hessiankit.request.batches import gather
+from hessiankit.request.read import read_request
 
 AGREED = 1e-10
 X, Y, T = draw(6, 3), torch.tensor([0, 3, 1, 2, 2, 0]), draw(6, 4, seed=3)
@@ -39,8 +39,8 @@ def point(
     module: nn.Module, inputs: Any, target: Any, loss: Any = "cross_entropy", *, minibatch: int = 1, **options: Any
 ) -> Point:
     kind = options.setdefault("kind", "ggn")
-    tasks, shares = gather(module, inputs, target, loss, None, **options)
-    return Point(module, tasks, shares, kind, None, "dense", None, 60, minibatch, 5, 0, {})
+    tasks = read_request(module, inputs, target, loss=loss, **options).together()
+    return Point(module, tasks, kind, None, "dense", None, 60, minibatch, 5, 0, {})
 
 
 def term_gradients(module: nn.Module, terms: Tensor) -> list[list[Tensor]]:

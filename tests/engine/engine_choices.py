@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from hessiankit.engine import block_rows, contractions, jacobians, matrix_rows, parts, sections
 from hessiankit.engine.paths import Paths
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.own_call import make_task
+from hessiankit.request.loss_trace import loss_trace
+from hessiankit.request.read import read_request
 
 
 class Choice(NamedTuple):
@@ -75,8 +75,8 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
 
 def paths_of(module: nn.Module, x: Any, target: Tensor | None = None, loss: Any = None, *, by_column: bool = False) -> Paths:
     """Return the paths of a module's loss."""
-    task = make_task("test", module, x, target, loss)
-    return Paths(loss_trace(task, normalizer_of(task)).trace, by_column=by_column)
+    task = read_request(module, x, target, loss=loss).only()
+    return Paths(loss_trace(task).trace, by_column=by_column)
 
 
 @cache

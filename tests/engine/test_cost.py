@@ -20,8 +20,7 @@ from hessiankit.engine.matrix_rows import MatrixRows
 from hessiankit.engine.parts import parts
 from hessiankit.engine.paths import Paths, Reach
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.request.loss_trace import normalizer_of
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 
 
 def measured(paths: Paths, *, alone: bool) -> Meter:
@@ -131,9 +130,9 @@ def test_a_part_is_cut_as_the_forecasts_say() -> None:
     """Of four narrow blocks with many words, all cuts together take less than those that pay one by one."""
     model = hk.Transformer(30, 16, 32, 4, n_heads=2, seed=0).double()
     tokens = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
-    task = make_task("test", model, tokens, tokens.flip(1), "cross_entropy")
+    task = read_request(model, tokens, tokens.flip(1), loss="cross_entropy").only()
     with task.at(), torch.no_grad():
-        (part,) = parts(task, normalizer_of(task), None, cut=False)
+        (part,) = parts(task, None, cut=False)
         ways = {cut: sections.sections(part.paths, cut=cut) for cut in (None, True, False)}
         costs = {cut: sweep_cost(part.paths, way).work for cut, way in ways.items()}
     assert [s.end for s in part.sections] == [s.end for s in ways[True]]

@@ -184,4 +184,4 @@ def test_runs_of_entrywise_operations_are_one_step() -> None:
     operator = hessian_operator(module, X, T)
     assert error(operator.to_matrix(), reverse_over_reverse(module, X, T, mse)) <= EXACT
     (batch,) = operator._batches
-    assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._task, batch.count).trace)) - 6
+    assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._task).trace)) - 6

@@ -94,12 +94,12 @@ def test_the_choice_follows_shapes() -> None:
     from hessiankit.engine.cost import sweep_cost
     from hessiankit.engine.paths import Paths
     from hessiankit.engine.sections import sections
-    from hessiankit.request.loss_trace import loss_trace, normalizer_of
-    from hessiankit.request.own_call import make_task
+    from hessiankit.request.loss_trace import loss_trace
+    from hessiankit.request.read import read_request
 
     def chosen(net: nn.Module, x: Tensor, t: Tensor, *, alone: bool = False) -> bool:
-        task = make_task("test", net, x, t, "mse")
-        paths = Paths(loss_trace(task, normalizer_of(task)).trace, by_column=alone)
+        task = read_request(net, x, t).only()
+        paths = Paths(loss_trace(task).trace, by_column=alone)
         return product_rows.products_are_cheaper(
             sweep_cost(paths, sections(paths, alone=alone), alone=alone), paths.trace, task.size, 8
         )

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hessiankit as hk
-from hessiankit.request import batches
+from hessiankit.request import data as reading
 
 EXACT = 1e-10
 SPECIAL = {"vocab_size": 7, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
@@ -200,11 +200,11 @@ def test_data_without_an_end_are_an_error(case, call):
     make, message = ENDLESS[case]
     Stream.drawn = 0
     assert_one_clear_error(lambda: CALLS[call](nn.Linear(4, 3).double(), make()), message)
-    assert Stream.drawn <= batches.MOST + 1
+    assert Stream.drawn <= reading.MOST + 1
 
 
 def test_data_that_fill_the_memory_before_their_end(monkeypatch):
-    monkeypatch.setattr(batches, "available_memory", lambda device: 2**14)
+    monkeypatch.setattr(reading, "available_memory", lambda device: 2**14)
     with pytest.raises(hk.InputError, match=r"a generator without a length, which has .* KiB in its first .* batches"):
         hk.hessian(nn.Linear(4, 3).double(), iter(Stream()))
-    assert Stream.drawn < batches.MOST
+    assert Stream.drawn < reading.MOST

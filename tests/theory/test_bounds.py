@@ -13,7 +13,7 @@ from torch import nn
 
 import hessiankit as hk
 from hessiankit.blocks import PLACEMENTS, Attention
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding.a_priori import a_priori
 from hessiankit.theory.bounding.structured import sites, structured
@@ -29,7 +29,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def task_of(problem):
-    return make_task("bounds", problem.module, problem.x.unsqueeze(0), problem.target.unsqueeze(0), problem.loss)
+    return read_request(problem.module, problem.x.unsqueeze(0), problem.target.unsqueeze(0), loss=problem.loss).only()
 
 
 @pytest.mark.slow
@@ -93,7 +93,7 @@ def test_structured_is_tight():
         torch.manual_seed(seed)
         block = hk.TransformerBlock(4, 6, d_k=2, affine=False).double()
         x, t = normal(1, 4, 4), normal(1, 4, 4)
-        ratios.append(structured(make_task("bounds", block, x, t, "mse")).whole / hk.hessian(block, x, t).spectral_norm())
+        ratios.append(structured(read_request(block, x, t).only()).whole / hk.hessian(block, x, t).spectral_norm())
     assert min(ratios) >= 1.0
     assert sorted(ratios)[3] < 2.0
 
@@ -164,7 +164,7 @@ def test_what_the_module_itself_refuses_is_refused():
     with pytest.raises(InputError, match="float32"):
         hk.bounds(nn.Linear(3, 2).double(), torch.ones(4, 3), torch.zeros(4, 2))
     with pytest.raises(InputError, match=r"structured: the parameters are torch\.float32"):
-        structured(make_task("bounds", nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, 2), "mse"))
+        structured(read_request(nn.Linear(3, 2), torch.ones(4, 3), torch.zeros(4, 2)).only())
 
 
 @pytest.mark.parametrize(
@@ -271,5 +271,5 @@ def test_other_modules_have_what_needs_no_rules():
 def test_an_attention_that_hardly_moves():
     # the logits' gap lets one softmax weight underflow, so that a factor of a product has derivatives of 1e-160
     problem = draw_problem(100038)
-    own = structured(make_task("bounds", problem.module, problem.x[None], problem.target[None], problem.loss))
+    own = structured(read_request(problem.module, problem.x[None], problem.target[None], loss=problem.loss).only())
     assert problem.hessian.spectral_norm() <= own.whole < 10 * problem.hessian.spectral_norm()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import hessiankit as hk
 from hessiankit.blocks import ACTIVATIONS
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 from hessiankit.theory.bounding.a_priori import _on_a_sphere, a_priori
 from hessiankit.theory.bounding.rules import (
     Bounded,
@@ -318,7 +318,7 @@ def test_what_cancels_at_the_end_stays_below_the_structured_bound(seed):
     torch.manual_seed(seed)
     block = hk.TransformerBlock(4, 3, affine=False, eps=0.0, activation="gelu").double()
     x = draw(1, 3, 4, seed=seed) * 1e-3
-    H, own = hk.hessian(block, x, 0 * x), structured(make_task("bounds", block, x, 0 * x, "mse"))
+    H, own = hk.hessian(block, x, 0 * x), structured(read_request(block, x, 0 * x).only())
     size = float(torch.linalg.matrix_norm(H.outer(), 2))
     assert H.spectral_norm() <= own.whole <= 1e-9 * size
     for i, j in H.pairs():
@@ -329,7 +329,7 @@ def test_what_cancels_at_the_end_does_so_behind_a_gain_too():
     """A gain of ones leaves the rows of one length: the weights have no curvature, in the bound neither."""
     torch.manual_seed(0)
     block, x = hk.TransformerBlock(4, 3, eps=0.0, activation="gelu").double(), draw(1, 3, 4)
-    own = structured(make_task("bounds", block, x, 0 * x, "mse"))
+    own = structured(read_request(block, x, 0 * x).only())
     assert own.pairs["norm_2.weight", "norm_2.weight"] > 0.1
     assert own.pairs["feedforward.W_2", "feedforward.W_2"] <= 1e-9
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hessiankit.primitives.primitive import Primitive
 from hessiankit.request.loss_trace import loss_trace
-from hessiankit.request.own_call import make_task
+from hessiankit.request.read import read_request
 from hessiankit.tracing.fallback import AutomaticDifferentiation
 
 Operation: TypeAlias = Callable[[Tensor], Tensor]
@@ -34,7 +34,7 @@ def module_of(operation: Operation) -> Formula:
 def applied(module: Formula) -> list[Primitive]:
     x = draw(2, 3, 5)
     with torch.no_grad():
-        traced = loss_trace(make_task("test", module, x, torch.zeros_like(module(x)), "mse"), 1.0)
+        traced = loss_trace(read_request(module, x, torch.zeros_like(module(x))).only())
     return [a.primitive for a in traced.trace.applications]
 
 

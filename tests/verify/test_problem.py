@@ -70,11 +70,11 @@ def test_loss_may_be_a_callable_or_come_from_the_module():
         ({"params": {"gain": torch.ones(3).double()}}, "no parameter named 'gain'"),
         ({"params": {"bias": torch.ones(4).double()}}, r"shape \(4,\); the module expects \(3,\)"),
         ({"params": {"bias": torch.ones(3), "weight": torch.ones(3, 4).double()}}, "several dtypes"),
-        ({"loss": "hinge"}, "the loss is 'hinge' with a target of type Tensor"),
+        ({"loss": "hinge"}, "loss='hinge' is not known"),
         ({"target": torch.ones(5, 1).double()}, "needs equal shapes"),
         ({"loss": "cross_entropy"}, "integer class labels"),
-        ({"loss": "cross_entropy", "target": torch.full((5,), -100)}, "finite"),
-        ({"loss": lambda outputs, target: outputs}, "must be one number"),
+        ({"loss": "cross_entropy", "target": torch.full((5,), -100)}, "every label is -100"),
+        ({"loss": lambda outputs, target: outputs}, r"the loss returned shape \(5, 3\), expected a scalar tensor"),
     ],
 )
 def test_what_cannot_be_used_is_refused(change, message):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,12 +23,16 @@ from hessiankit.curvature.kronecker import DRAWS, KroneckerFactors
 from hessiankit.curvature.operator import HessianOperator
 from hessiankit.curvature.structures import LowRankPlusDiagonal, Structure, StructuredOperator, dense_block, diagonal
 from hessiankit.curvature.suboperators import Partition, groups_by, positions
-from hessiankit.request.batches import Weights, gather
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.fisher import KINDS
-from hessiankit.request.task import Loss, Params, Task
+from hessiankit.request.read import read_request
+from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
-from hessiankit.support.errors import InputError, check_name
+from hessiankit.support.errors import InputError, check_count, check_name
 from hessiankit.support.torch_state import one_at_a_time
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 WHO = "approximations"
 APPROXIMATIONS = {
@@ -54,26 +58,24 @@ def parameters(_: nn.Module | None, names: Collection[str]) -> dict[str, str]:
 
 @checked(WHO)
 @one_at_a_time
+@asks(RequestArguments)
 def approximations(
     module: nn.Module,
     inputs: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
     against: str = "hessian",
     of: Iterable[str] | None = None,
-    params: Params = None,
     damping: float | None = None,
     rank: int = 10,
     minibatch: int = 1,
     method: str = "auto",
     products: int = 60,
     batch_size: int | None = None,
-    weights: Weights = None,
-    reduction: str | None = None,
     seed: int = 0,
     draws: int = 1,
     partitions: Mapping[str, Partition] | None = None,
+    **asked: Unpack[RequestArguments],
 ) -> ApproximationsReport:
     """Return structured approximations C of a curvature matrix A, each with its distance from the exact A.
 
@@ -87,11 +89,14 @@ def approximations(
     that occur once, wherever the module multiplies by them; other parameters have their exact diagonal. The factor of the inputs
     is a mean over the rows on which a term of the loss depends, so that padding without labels has no weight.
 
-    ``against`` (the kind), ``seed`` and ``draws`` are those of :func:`hessiankit.hessian_operator`, all arguments that are not
-    explained here those of :func:`hessiankit.hessian`, with whole parameters.
+    ``against`` is the kind of :func:`hessiankit.hessian_operator`. For a loss without a name there is no KFAC.
 
     Args:
-        loss: ``"mse"``, ``"cross_entropy"``, or a callable, for which there is no KFAC.
+        module: The function under study, as in :func:`hessiankit.hessian`, like the next two.
+        inputs: What it is called with.
+        target: What the loss compares with.
+        **asked: Arguments of :class:`~hessiankit.request.signature.RequestArguments`.
+        against: The matrix A.
         of: Which approximations, of ``"diagonal"``, ``"tensor"``, ``"layer"``, ``"type"``, ``"kfac"``, ``"ekfac"``, ``"adam"``,
             ``"shampoo"``, ``"muon"``, ``"low-rank"``; by default all that can be made. The identity is always there.
         damping: Added to the diagonal of A; by default 1 % of its spectral norm, and on top of that minus its least eigenvalue
@@ -122,27 +127,27 @@ def approximations(
     start = time.perf_counter()
     check_name(WHO, "against", against, KINDS)
     check_name(WHO, "method", method, METHODS)
-    asked = None if of is None else list(of)
+    selected = None if of is None else list(of)
     groupings = {"tensor": parameters, **(partitions or {})}
     known = tuple(dict.fromkeys(("identity", "diagonal", *groupings, *APPROXIMATIONS)))
-    for name in asked or ():
+    for name in selected or ():
         check_name(WHO, "of", name, known)
     for name, value, least in (("rank", rank, 1), ("minibatch", minibatch, 1), ("products", products, 6)):
         if value < least:
             raise InputError(f"{WHO}: {name}={value}; pass {least} or more")
     if damping is not None and not (math.isfinite(damping) and damping >= 0):
         raise InputError(f"{WHO}: damping={damping}; pass a finite number, 0 or more, or None")
-    options: dict[str, Any] = {"seed": seed, "draws": draws, "weights": weights, "reduction": reduction}
-    tasks, shares = gather(module, inputs, target, loss, params, kind=against, batch_size=batch_size, **options)
-    point = Point(module, tasks, shares, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
+    check_count("batch_size", batch_size, "sample")
+    tasks = read_request(module, inputs, target, kind=against, seed=seed, draws=draws, **asked).together()
+    point = Point(module, tasks, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
-    wanted = [name for name in known if name == "identity" or asked is None or name in asked]
+    wanted = [name for name in known if name == "identity" or selected is None or name in selected]
     for name in wanted:
         try:
             model, about = point.model(name)
         except InputError as error:
-            if asked is not None:
+            if selected is not None:
                 raise
             notes.append(f"{name} left out: {error}")
             continue
@@ -162,8 +167,7 @@ class Point:
     """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
 
     module: nn.Module
-    tasks: Sequence[Task]
-    shares: Sequence[float]
+    tasks: Sequence[BatchLoss]
     kind: str
     batch_size: int | None
     method: str
@@ -186,20 +190,20 @@ class Point:
     @cached_property
     def matrix(self) -> Tensor:
         """The exact matrix A, (P, P)."""
-        evaluation = Evaluation(self.tasks, self.shares, self.batch_size, None)
+        evaluation = Evaluation(self.tasks, self.batch_size, None)
         return evaluation.whole() if self.kind == "hessian" else evaluation.outer()
 
     @cached_property
     def operator(self) -> HessianOperator:
         """A by its products."""
-        return HessianOperator.of(self.tasks, self.shares, self.kind)
+        return HessianOperator.of(self.tasks, self.kind)
 
     @cached_property
     def truth(self) -> DenseTruth | ProductTruth:
         """The exact matrix that approximations are compared with, dense or by its products."""
         if self.is_dense:
             return DenseTruth(self.matrix, self.operator.gradient, self.slices, self.damping)
-        convex = all(isinstance(task.loss, str) for task in self.tasks)  # the named losses are
+        convex = all(task.loss.name for task in self.tasks)  # the named losses are
         positive = self.kind != "hessian" and convex
         return ProductTruth(self.operator, self.damping, self.products, self.seed, positive=positive)
 
@@ -209,19 +213,19 @@ class Point:
         return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.kind)
 
     def _diagonal_of(self, kind: str) -> Tensor:
-        return diagonal_of(self.tasks, self.shares, kind, batch_size=self.batch_size).flat
+        return diagonal_of(self.tasks, kind, batch_size=self.batch_size).flat
 
     @cached_property
     def factors(self) -> KroneckerFactors:
         """Kronecker factors of weights and biases."""
-        return KroneckerFactors(self.tasks, self.shares, seed=self.seed)
+        return KroneckerFactors(self.tasks, seed=self.seed)
 
     @cached_property
     def moments(self) -> MiniBatchMoments:
         """Second moments of the gradients of mini-batches."""
-        if any(task.loss is None or task.whole for task in self.tasks):
+        if any(task.loss.reads != "logits" for task in self.tasks):
             raise InputError("gradients of single samples need the module's output as one tensor; pass loss=... and target=...")
-        return MiniBatchMoments(sample_gradients(self.tasks, self.shares), self.minibatch, self.shapes, self.slices)
+        return MiniBatchMoments(sample_gradients(self.tasks), self.minibatch, self.shapes, self.slices)
 
     def model(self, name: str) -> tuple[Model, str]:
         """Return an approximation by name, and its structure in words; an InputError says why one cannot be made here."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.request.batches import gather
-from hessiankit.request.calling import IGNORE_INDEX
+from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.read import read_request
 from hessiankit.support.errors import InputError
 
 WHO = "HessiankitGGN"
@@ -64,8 +64,8 @@ class GaussNewtonBackend:
             raise InputError(
                 f"{WHO}: a batch has labels of {IGNORE_INDEX}, which count among its samples; leave these samples out"
             )
-        tasks, shares = gather(self.model, _inputs(x), y, options.pop("loss"), options.pop("params"), **options)
-        factors = {w.parameter: w for w in KroneckerFactors(tasks, shares).weights if w.at is None}
+        tasks = read_request(self.model, _inputs(x), y, **options).together()
+        factors = {w.parameter: w for w in KroneckerFactors(tasks).weights if w.at is None}
         others = {name: p for name, p in tasks[0].parameters.items() if name not in factors}
         if bad := [name for name, p in others.items() if p.ndim != 1]:
             raise InputError(f"{WHO}: {bad[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
@@ -84,7 +84,7 @@ class GaussNewtonBackend:
                 blocks.append([w.gradients, len(y) / N * w.moment])
             else:
                 blocks.append([len(y) * w.moment, w.gradients / N])
-        return self._scaled(shares[0] * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
+        return self._scaled(tasks[0].share * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
 
 
 def _inputs(x: Any) -> Any:

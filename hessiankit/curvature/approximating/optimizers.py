@@ -17,22 +17,21 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import Structure, dense_block, diagonal, kronecker_block
+from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.fisher import counted_samples
-from hessiankit.request.own_call import own_loss
-from hessiankit.request.task import Task
 
 
-def sample_gradients(tasks: Sequence[Task], shares: Sequence[float]) -> Tensor:
+def sample_gradients(tasks: Sequence[BatchLoss]) -> Tensor:
     """Return the gradients of the losses of the B samples that count, scaled so that their mean is that of the whole: (B, P)."""
     rows = []
     is_scalar = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
-    for task, share, one in zip(tasks, shares, is_scalar, strict=True):
-        J = JacobianOperator(replace(task, reference=None))
+    for task, one in zip(tasks, is_scalar, strict=True):
+        J = JacobianOperator(task.unchecked())
         with task.at():
             Z = task.read().detach().requires_grad_()
-            (slope,) = torch.autograd.grad(own_loss(task, Z), Z)
+            (slope,) = torch.autograd.grad(task.loss.value(Z, task.target), Z)
         c = slope.detach().to(J.torch_dtype)
-        rows.append(share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
+        rows.append(task.share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
     gradients = torch.cat(rows)
     return len(gradients) * gradients
 

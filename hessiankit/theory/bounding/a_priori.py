@@ -26,7 +26,7 @@ from hessiankit.blocks import ACTIVATIONS, Attention, TransformerBlock
 from hessiankit.blocks.attention import rotate
 from hessiankit.blocks.norms import norm_of
 from hessiankit.blocks.parts import BlockParts
-from hessiankit.request.calling import known_count
+from hessiankit.request.loss import read_loss
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding import rules
 from hessiankit.theory.bounding.rules import Bounded, BoundedParameter, Sphere, ZeroScaleError
@@ -91,7 +91,7 @@ def _loss(Z: Bounded, target: Any, loss: str) -> tuple[float, float, float]:
         return 2 / n, 2 / n * row, 2 / n * residual
     if loss == "cross_entropy":
         # softmax minus one-hot has length at most sqrt(2); the Hessian diag(p) - p p^T at most 1/2
-        count = known_count(loss, target) or math.inf  # without labels that count there is no loss
+        count = read_loss(loss).count(target) or math.inf  # without labels that count there is no loss
         return 0.5 / count, math.sqrt(2) / count, math.sqrt(2 / count)
     raise InputError(f"bounds: no a-priori bound for loss={loss!r}; pass 'mse' or 'cross_entropy'")
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from derivations.bounds.block_norms import BlockNorms
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.curvature.dense import Hessian, hessian, spectral_norm
-from hessiankit.request.calling import known_count
-from hessiankit.request.own_call import make_task
+from hessiankit.request.loss import read_loss
+from hessiankit.request.read import read_request
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
@@ -120,7 +120,7 @@ def from_matrix(at: LossAt) -> Norms:
 @bound("structured")
 def from_values(at: LossAt) -> Norms:
     """From the intermediate values, each site of curvature kept with its sign."""
-    own = structured(make_task(WHO, at.module, at.x, at.t, at.loss))
+    own = structured(read_request(at.module, at.x, at.t, loss=at.loss).only())
     own = sharpened_structured(at.module, at.x, at.t, own) if at.loss == "mse" else own
     return own.whole, own.pairs
 
@@ -132,7 +132,7 @@ def from_norms(at: LossAt) -> Norms:
         name = type(at.module).__name__
         raise UndefinedBound(f"a_priori: not defined for {name}, whose parts have no rules; pass a TransformerBlock")
     each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
-    counts = [known_count(at.loss, t) or 0.0 for t in at.t]
+    counts = [read_loss(at.loss).count(t) or 0.0 for t in at.t]
     shares = [count / sum(counts) for count in counts]  # the Hessian of a mean is the mean of the Hessians
     norms = torch.stack([share * one.matrix for share, one in zip(shares, each, strict=True)]).sum(0)
     prior = BlockNorms(each[0].names, norms)
@@ -307,5 +307,5 @@ def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> Los
     for name, x in (("inputs", inputs), ("target", target)):
         check_dense(WHO, name, x)
     x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
-    make_task(WHO, module, x, t, loss, handshake=False)
+    read_request(module, x, t, loss=loss, handshake=False).only()
     return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)

@@ -27,8 +27,8 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from hessiankit.primitives.linear import Linear, MatMul, Multiply
-from hessiankit.request.loss_trace import loss_trace, normalizer_of
-from hessiankit.request.task import Task
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.loss_trace import loss_trace
 from hessiankit.support.errors import InputError
 from hessiankit.theory.bounding.certified import largest_eigenvalue, spectral_norm
 from hessiankit.tracing.trace import Application, Trace, accumulate
@@ -63,9 +63,9 @@ class SiteRoots:
         return self.plus.any(0) | self.minus.any(0)
 
 
-def sites(task: Task) -> list[SiteRoots]:
+def sites(task: BatchLoss) -> list[SiteRoots]:
     """Return the sites of a loss, whose shares add up to its Hessian."""
-    traced = loss_trace(task, normalizer_of(task)).trace
+    traced = loss_trace(task).trace
     adjoints = traced.adjoints()
     steps = [(a, traced.moving_inputs(a), adjoints[a.output]) for a in traced.applications if a.output in adjoints]
     tail = _tail(traced, steps)
@@ -253,7 +253,7 @@ class Structured:
     sites: tuple[str, ...]  # that were kept apart
 
 
-def structured(task: Task) -> Structured:
+def structured(task: BatchLoss) -> Structured:
     """Return the bounds of a traced loss.
 
     Each block is bounded twice, by the sum of the norms of the sites' shares and by the signs, and the whole by the norm of

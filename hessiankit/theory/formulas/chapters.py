@@ -34,7 +34,7 @@ from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
 from hessiankit.blocks.norms import GroupNorm, norm_of
-from hessiankit.request.calling import one_kind
+from hessiankit.request.model import check_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
 from hessiankit.theory.formulas.symbols import SizeName, index_of
@@ -236,7 +236,7 @@ def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, l
     """Return a module of ``torch.nn`` as a subject, at its own parameters."""
     name, chapter, arrays, options, width = _chapter_of(module)
     if parameters := dict(module.named_parameters()):
-        one_kind("derive", module, parameters)
+        check_tensors(module, parameters, one_dtype=True)
     if width is None:
         width = 4 if not isinstance(inputs, Tensor) or inputs.ndim < 2 else int(inputs.shape[-1])
     chapter = replace(chapter, options={**chapter.options, **options})

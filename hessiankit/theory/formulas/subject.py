@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
-from hessiankit.request.calling import check_labels, check_same_shape, check_tensor, one_kind
+from hessiankit.request.first_call import check_labels, check_same_shape, check_tensor
+from hessiankit.request.model import check_tensors
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.theory.formulas.block_at import BlockAt, attention_stage, block_stage
 from hessiankit.theory.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
@@ -70,7 +71,7 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
         dotted, _, number = where.rpartition(".")
         one = f"pass one of them, such as model.{f'{dotted}[{number}]' if number.isdigit() else where}"
         raise InputError(f"derive: a {type(block).__name__} is a stack, and a formula is of one block; {one}")
-    one_kind("derive", block, dict(block.named_parameters()))
+    check_tensors(block, dict(block.named_parameters()), one_dtype=True)
     parameters = {name: p for name, p in block.named_parameters() if not branch or name.startswith("attention.")}
     X = sequence(inputs, length, block.d_model, seed, next(iter(block.parameters())))
     point = {name: p.detach() for name, p in parameters.items()} | {"X": X}
@@ -116,7 +117,7 @@ def sequence(inputs: Any, length: int, width: int, seed: int, like: Tensor) -> T
     X = inputs[0] if inputs.ndim == 3 and inputs.shape[0] == 1 else inputs
     if X.ndim != 2 or X.shape[1] != width:
         raise InputError(f"derive: inputs have shape {tuple(inputs.shape)}; a formula is of one sequence, so pass (L, {width})")
-    check_tensor("derive", "inputs", X, None, X.device)
+    check_tensor("inputs", X, None, X.device)
     return X.detach().to(like)
 
 
@@ -137,11 +138,11 @@ def target_of(loss: str | None, target: Tensor | None, X: Any, seed: int) -> Any
     if not isinstance(target, Tensor) or (loss == "mse" and not target.is_floating_point()):
         raise InputError(f"derive: the target is a {type(target).__name__}; pass a tensor, for mse of floating point")
     goal = target[0] if target.ndim == 2 + (loss == "mse") and len(target) == 1 else target
-    check_tensor("derive", "target", goal, None, goal.device)
+    check_tensor("target", goal, None, goal.device)
     if loss == "mse":
-        check_same_shape("derive", goal, X.shape)
+        check_same_shape(goal, X.shape)
         return goal.detach().to(X)
-    check_labels("derive", goal, X.shape)
+    check_labels(goal, X.shape)
     if bool((goal < 0).any()):
         raise InputError(f"derive: a label is {int(goal.min())}, and a formula has no tokens that are ignored; leave them out")
     return goal.tolist()

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
-from hessiankit.request.batches import FORMS
-from hessiankit.request.calling import IGNORE_INDEX, check_module
+from hessiankit.request.data import FORMS
+from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.model import check_layers
 from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments
@@ -355,7 +356,7 @@ def last_tokens(counted: Tensor) -> Tensor:
 def quiet(model: nn.Module) -> Iterator[None]:
     """Use evaluation mode and attention that has second derivatives; restore the model's state afterwards."""
     with preserved_state(model), ordinary_path(), double_backward():
-        check_module(WHO, model)
+        check_layers(model)
         yield
 
 

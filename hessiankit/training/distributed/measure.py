@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hessiankit.request.batches import batches
-from hessiankit.request.calling import IGNORE_INDEX
+from hessiankit.request.data import read_data
+from hessiankit.request.loss import IGNORE_INDEX
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, check_same_tensors, check_versions, common
@@ -28,7 +28,7 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
     options = replace(options, numbers=numbers)
     has_none = data is None or (isinstance(data, (list, tuple)) and not data)
     if is_sharded(module):  # which one rank cannot call by itself
-        data = ranks.together(lambda: [] if has_none else list(batches(ranks.who, data, target, options.loss)[1]))
+        data = ranks.together(lambda: [] if has_none else list(read_data(data, target, options.loss)[1]))
         target = None
         if options.shift is None:
             options = replace(options, shift=labels_are_later(ranks, module, data))

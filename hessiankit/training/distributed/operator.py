@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
-from hessiankit.request.batches import Weights, batches
-from hessiankit.request.calling import known_count, known_reduction, named_tensors
-from hessiankit.request.own_call import own_loss
-from hessiankit.request.selection import select
+from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.data import Weights, read_data
+from hessiankit.request.fisher import KINDS
+from hessiankit.request.loss import LossArgument, read_loss
+from hessiankit.request.read import read_request
+from hessiankit.request.selection import Params, select
 from hessiankit.request.state import ModuleState
-from hessiankit.request.task import Loss, Params, Task
-from hessiankit.support.containers import map_tensors
+from hessiankit.support.containers import map_tensors, named_tensors
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.lanczos import RitzPairs, extreme_eigenpairs
 from hessiankit.training.distributed.ranks import (
@@ -50,15 +51,11 @@ class DistributedOperator(HessianOperator):
     ``loss`` and ``gradient`` are those of all the data.
     """
 
-    def __init__(
-        self, ranks: Ranks, task: Task, batches: list[Batch], weights: list[float], kind: str, block_size: int | None
-    ) -> None:
+    def __init__(self, ranks: Ranks, tasks: list[BatchLoss], batches: list[Batch], kind: str, block_size: int | None) -> None:
         self.ranks = ranks
-        held = batches or [_Nothing(task)]
+        held = batches or [_Nothing(tasks[0])]
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__(
-            [task], held, weights or [0.0], kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks)
-        )
+        super().__init__(tasks, held, kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -83,7 +80,7 @@ def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Ten
 class _Nothing(Constant):
     """The batch of a rank without data: loss, gradient and products are zero."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: BatchLoss) -> None:
         self.loss = 0.0
         self._zeros = next(iter(task.parameters.values())).new_zeros(()).expand(task.size)
         self.bytes_per_vector = 1
@@ -94,7 +91,7 @@ def hessian_operator(
     data: Any,
     target: Any = None,
     *,
-    loss: Loss = "mse",
+    loss: LossArgument = "mse",
     params: Params = None,
     kind: str = "hessian",
     block_size: int | None = None,
@@ -138,10 +135,11 @@ def hessian_operator(
     params = list(params) if isinstance(params, Iterable) and not isinstance(params, (str, Tensor)) else params
 
     def check() -> None:
-        check_options(kind, block_size)
+        check_options(block_size)
+        check_name(WHO, "kind", kind, KINDS)
         if kind == "fisher-mc":
             raise InputError(f"{WHO}: kind='fisher-mc' draws labels for the data of one process; pass kind='fisher', its mean")
-        known = weights is not None or reduction == "sum" or known_reduction(loss) is not None
+        known = weights is not None or reduction == "sum" or read_loss(loss).reduction is not None
         if ranks.size > 1 and not known:
             raise InputError(
                 f"{WHO}: the weights of the ranks' batches are unknown with {_named(loss)}. Pass weights=[...], how many terms "
@@ -160,56 +158,59 @@ def hessian_operator(
     check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
-    def own() -> tuple[list[Task], list[Batch], list[float]]:
+    def own() -> tuple[list[BatchLoss], list[Batch]]:
+        read = read_loss(loss)
         pairs, counts = _counting(module, data, target, loss, weights)
         if not pairs:
-            return [Task(module, (), None, loss, dict(chosen), ModuleState(module))], [], []
+            state = ModuleState(module, read.function)
+            return [BatchLoss(module, dict(chosen), state, read, (), {}, count=0.0)], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
-        return linearised(module, several, None, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
+        return linearised(read_request(module, several, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction))
 
-    tasks, linearisations, counts = ranks.together(own)
+    tasks, linearisations = ranks.together(own)
     _check_same_function(ranks, tasks[0], bool(linearisations))
-    held = ranks.gather((counts, any(not isinstance(batch, Constant) for batch in linearisations)))
+    held = ranks.gather(([task.count for task in tasks], any(not isinstance(batch, Constant) for batch in linearisations)))
     terms = math.fsum(count for its, _ in held for count in its)
     if not terms:
         raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")
     if not any(moves for _, moves in held):
         raise InputError(f"{WHO}: none of the parameters has an effect on the loss; the module does not use them")
-    if (reduction or known_reduction(loss)) != "sum":
-        counts = [count / terms for count in counts]
-    return ranks.together(lambda: DistributedOperator(ranks, tasks[0], linearisations, counts, kind, block_size))
+    total = 1.0 if (reduction or read_loss(loss).reduction) == "sum" else terms
+    tasks = [replace(task, share=task.count / total) for task in tasks]
+    return ranks.together(lambda: DistributedOperator(ranks, tasks, linearisations, kind, block_size))
 
 
-def _check_same_function(ranks: Ranks, task: Task, has_data: bool) -> None:
+def _check_same_function(ranks: Ranks, task: BatchLoss, has_data: bool) -> None:
     """Compare modules, and losses of the user's own, by what they do with the first batch of the first rank that holds data."""
     if ranks.size == 1:
         return
-    data = map_tensors(lambda x: x.detach().cpu(), (task.inputs, task.target))
-    sent = common(ranks, [(*data, task.whole)] if has_data else [])
+    data = map_tensors(lambda x: x.detach().cpu(), (task.args, task.kwargs, task.target, task.loss.reads))
+    sent = common(ranks, [data] if has_data else [])
     if sent is None:
         return
-    inputs, target = map_tensors(lambda x: x.to(task.device), sent[:2])
-    same = replace(task, inputs=inputs, target=target, whole=sent[2], reference=None)
+    *data, reads = map_tensors(lambda x: x.to(task.device), sent)
+    same = replace(task, args=data[0], kwargs=data[1], target=data[2], loss=replace(task.loss, reads=reads), reference=None)
 
     def run(watched: AbstractContextManager[Any]) -> None:
         with same.at(), watched:
-            outputs = same.run()
-            if not isinstance(task.loss, str):
-                own_loss(same, outputs)
+            result = same.result()
+            if not task.loss.name:
+                same.loss.value(result, same.target)
 
     own = [(name, x) for name, *both in task.state.tensors() for x in both]
-    check_same_function(ranks, run, [*own, *named_tensors((inputs, target))])
+    check_same_function(ranks, run, [*own, *named_tensors(data)])
 
 
 def _counting(
-    module: nn.Module, data: Any, target: Any, loss: Loss, weights: Weights
+    module: nn.Module, data: Any, target: Any, loss: LossArgument, weights: Weights
 ) -> tuple[list[tuple[Any, Any]], list[float] | None]:
     """Return this rank's batches that count, and their weights where there are any."""
     if data is None or (isinstance(data, (list, tuple)) and not data):
         return [], None
-    pairs = list(batches(WHO, data, target, loss, module)[1])
+    pairs = list(read_data(data, target, loss, module)[1])
+    read = read_loss(loss)
     if weights is None:
-        return [(inputs, labels) for inputs, labels in pairs if known_count(loss, labels) != 0.0], None
+        return [(inputs, labels) for inputs, labels in pairs if read.count(labels) != 0.0], None
     factors = [weights(*pair) for pair in pairs] if callable(weights) else list(islice(weights, len(pairs) + 1))
     if len(factors) != len(pairs):
         raise InputError(f"{WHO}: weights has {len(factors)} numbers for {len(pairs)} batches; pass one for each")
@@ -217,7 +218,7 @@ def _counting(
     return [pair for pair, _ in counted], [weight for _, weight in counted]
 
 
-def _named(loss: Loss) -> str:
+def _named(loss: LossArgument) -> str:
     return repr(loss) if loss is None or isinstance(loss, str) else str(getattr(loss, "__name__", type(loss).__name__))
 
 

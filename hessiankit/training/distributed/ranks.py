@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hessiankit.request.calling import named_tensors
-from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.containers import named_tensors
+from hessiankit.support.errors import HessiankitError, InputError, named
 from hessiankit.support.package import __version__
 from hessiankit.training.digest import digest
 from hessiankit.training.sharpness.batches import MicroBatch, evaluating, forward
@@ -101,7 +101,7 @@ class Ranks:
             raise
         except Exception as error:  # of any kind: the other ranks raise it too
             own = error
-        text = " ".join(str(own).split()).removeprefix(f"{self.who}: ")
+        text = named(self.who, " ".join(str(own).split())).removeprefix(f"{self.who}: ")
         said = (type(own), text) if isinstance(own, HessiankitError) else (RankError, f"{type(own).__name__}: {text}")
         held = self.gather(None if own is None else said)
         failed = [rank for rank, line in enumerate(held) if line is not None]

@@ -24,10 +24,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hessiankit.request.batches import on_device_of
-from hessiankit.request.calling import samples
-from hessiankit.request.labels import are_later, labels_of, with_a_label, with_decoder_inputs
-from hessiankit.support.containers import map_tensors
+from hessiankit.request.data import are_later, on_device_of, with_a_label, with_decoder_inputs
+from hessiankit.support.containers import map_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, common
 from hessiankit.training.sharpness.batches import MicroBatch, check_devices, evaluating, forward
@@ -190,11 +188,12 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     one = common(ranks, map_tensors(torch.Tensor.cpu, ranks.together(first)))
     if one is None:
         return None
-    inputs, labels = labels_of(ranks.who, "the batch", on_device_of(model, one))
+    inputs = dict(on_device_of(model, one))
+    labels = inputs.pop("labels")
     with ranks.exchange(), evaluating(model):
-        later = are_later(ranks.who, model, with_decoder_inputs(model, inputs, labels), labels)
+        later = are_later(model, with_decoder_inputs(model, inputs, labels), labels)
     reshard(model)
-    return later is not False
+    return later
 
 
 def _check_sharding(ranks: Ranks, model: nn.Module, measured: MeasuredParts) -> None:

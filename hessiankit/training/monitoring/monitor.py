@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hessiankit.landscape.optimizer_states import listed, name_of
-from hessiankit.request.batches import on_device_of
+from hessiankit.request.data import on_device_of
 from hessiankit.support.arguments import checked
 from hessiankit.support.environment import environment
 from hessiankit.support.errors import InputError, check_name

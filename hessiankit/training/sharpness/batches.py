@@ -11,21 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hessiankit.request.batches import FORMS, batches
-from hessiankit.request.calling import (
-    IGNORE_INDEX,
-    call,
-    check_labels,
-    check_module,
-    check_place,
-    check_same_shape,
-    known_count,
-    map_tensors,
-    member,
-    named_tensors,
-    samples,
-)
-from hessiankit.request.labels import labels_of, with_decoder_inputs
+from hessiankit.request.data import FORMS, call, read_data, with_decoder_inputs
+from hessiankit.request.first_call import check_labels, check_place, check_same_shape
+from hessiankit.request.loss import IGNORE_INDEX, member, read_loss
+from hessiankit.request.model import check_layers
+from hessiankit.support.containers import map_tensors, named_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path
 
@@ -76,7 +66,7 @@ def micro_batches(
     own = None if numbers is None else [int(number) for number in numbers]
     if own is not None and (any(number < 0 for number in own) or len(set(own)) < len(own)):
         raise InputError(f"{who}: numbers holds a negative or a repeated number; pass another one, 0 or more, for each sequence")
-    several, pairs = batches(who, data, target, loss, model, later=shift, trial=micro_batch)
+    several, pairs = read_data(data, target, loss, model, later=shift, trial=micro_batch)
     cut: list[MicroBatch] = []
     total = 0
     for k, (inputs, labels) in enumerate(pairs):
@@ -102,7 +92,13 @@ def _check_target(who: str, name: str, inputs: Any, target: Any) -> None:
             "shape and its -100 count)"
         )
     if target is None and isinstance(inputs, Mapping):
-        target = labels_of(who, name, inputs)[1]
+        if inputs.get("labels") is None:
+            keys = ", ".join(map(repr, inputs)) or "none"
+            raise InputError(
+                f"{who}: {name} is a mapping without 'labels' (keys: {keys}); add them, e.g. batch['labels'] = "
+                "batch['input_ids'] with -100 at padding, or pass a pair (mapping, target)"
+            )
+        target = inputs["labels"]
     if not isinstance(target, Tensor):
         raise InputError(f"{who}: the target of {name} is {type(target).__name__}; expected a tensor")
     if target.ndim == 0 or target.numel() == 0:
@@ -118,15 +114,15 @@ def check_devices(who: str, batch: MicroBatch, model: nn.Module) -> None:
     if len(devices) == 1:
         (device,) = devices
         for name, x in (*named_tensors(batch.inputs), ("target", batch.target)):
-            check_place(who, name, x, device)
+            check_place(name, x, device)
 
 
 def aligned(who: str, batch: MicroBatch, shape: Sequence[int], loss: str) -> Tensor:
     """Return the target of an output of some shape, labels as int64; refuse one that does not fit."""
     if loss == "mse":
-        check_same_shape(who, batch.target, shape)
+        check_same_shape(batch.target, shape)
         return batch.target
-    check_labels(who, batch.target, shape)
+    check_labels(batch.target, shape)
     return batch.target.long()
 
 
@@ -158,7 +154,7 @@ class BatchedLoss:
 
     def count(self, target: Tensor) -> float:
         """Return the number of terms of a target: labels that count, or entries."""
-        return known_count(self.loss, target) or 0.0
+        return read_loss(self.loss).count(target) or 0.0
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float | None]:
@@ -205,13 +201,13 @@ class BatchedLoss:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """As :func:`evaluation_mode`, off the fused inference path."""
     with evaluation_mode(model), ordinary_path():
-        check_module("sharpness", model)
+        check_layers(model)
         yield
 
 
 def forward(model: nn.Module, batch: MicroBatch, who: str = "sharpness") -> Tensor:
     """Return the model's logits for a micro-batch, with their graph."""
-    outputs = call(who, model, batch.inputs)
+    outputs = call(model, batch.inputs)
     if isinstance(outputs, (tuple, list)) and outputs and not hasattr(outputs, "logits"):
         logits = outputs[0]
     else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.structures import Structure
 from hessiankit.landscape.preconditioner import preconditioner_of
-from hessiankit.request.calling import samples
+from hessiankit.support.containers import samples
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.progress import Tell, silent
 from hessiankit.training.partition import Part, model_parts

@@ -1,0 +1,299 @@
+"""The first call of a batch: the module as its user calls it, and everything that only such a call can show.
+
+Every message of a check says what was asked, what was seen, what was expected, what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hessiankit.request.batch_loss import BatchLoss, ModulePoint, OwnGradient
+from hessiankit.request.data import as_one_argument, call, ordinary
+from hessiankit.request.loss import ENTRYWISE, IGNORE_INDEX, Loss
+from hessiankit.request.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module, spoiled_at
+from hessiankit.request.state import Held
+from hessiankit.support.containers import arguments, check_values, map_tensors, named_tensors
+from hessiankit.support.errors import HessiankitError, InputError
+from hessiankit.support.tables import two_numbers
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, strided_parts
+from hessiankit.tracing.graph import edges_behind
+from hessiankit.tracing.source_line import at_line, first_line
+
+
+def first_call(point: ModulePoint, loss: Loss, inputs: Any, target: Any, *, handshake: bool) -> BatchLoss:
+    """Call the module and the loss once on a user's data, and return the loss of the batch, on copies of the data.
+
+    Differentiated once too if ``handshake``. The module is left as it was.
+
+    Raises:
+        InputError: The data do not fit; the call fails, or is not finite; or the module is not a function: a call changes its
+            parameters or the data, or another one gives another loss.
+    """
+    inputs, target = as_one_argument(point.module, ordinary(inputs)), ordinary(target)
+    _check_data(point, loss, inputs, target)
+    data = (*arguments(inputs), loss.prepared(target))
+
+    def copied(x: Tensor) -> Tensor:
+        return x if point.state.holds(x) else x.detach().clone().requires_grad_(x.requires_grad)
+
+    copies = map_tensors(copied, data)
+    theirs = BatchLoss(point.module, point.parameters, point.state, loss, *data)
+    ours = replace(theirs, args=copies[0], kwargs=copies[1], target=copies[2])
+    _check_constant_rows(ours, inputs)
+    pairs = zip(named_tensors(data, ""), named_tensors(copies, ""), strict=True)
+    held = Held(data, copies=[(name, x, copy) for (name, x), (_, copy) in pairs if x is not copy])
+    random = RandomStates(point.module)
+    with TORCH_LOCK, torch.inference_mode(False), torch.enable_grad():
+        try:
+            called, value = _called(theirs, inputs, handshake=handshake)
+            if (changed := held.changed()) is not None:
+                kind = "target" if changed.startswith("[2]") else "inputs"
+                raise InputError(
+                    f"request: a call of the module or the loss changes its {kind}, so that the next call would see other data; "
+                    "let it work on a clone() or a copy"
+                )
+            _check_function(called, inputs, value, random)
+        finally:
+            random.restore()
+            point.state.restore()
+            held.restore()
+    normalizer = (called.loss.count(ours.target) if called.loss.name else None) or 1.0
+    return replace(ours, loss=called.loss, reference=called.reference, normalizer=normalizer)
+
+
+def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> None:
+    """Check what can be seen of the data without a call."""
+    if isinstance(inputs, Mapping):
+        strange = next((key for key in inputs if not isinstance(key, str)), None)
+        if strange is not None:
+            raise InputError(f"request: inputs has the key {strange!r}; keyword arguments have strings for keys")
+    dtypes = {p.dtype for p in point.parameters.values()}
+    dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
+    for name, x in named_tensors(inputs):
+        check_tensor(name, x, dtype, point.device, mask=True)
+    if loss.reads == "loss":
+        if target is not None:
+            raise InputError(
+                "request: loss=None means that the module returns its loss, so the target would not be used; pass loss=..., or "
+                "put the labels among the inputs"
+            )
+        return
+    if target is None:
+        asked = repr(loss.name) if loss.name else "a callable"
+        raise InputError(f"request: loss={asked} needs a target; pass target=..., or loss=None if the module returns its loss")
+    if loss.name and not isinstance(target, Tensor):
+        raise InputError(f"request: target is a {type(target).__name__}; loss={loss.name!r} compares with one tensor")
+    for name, x in named_tensors(target, "target"):
+        check_place(name, x, point.device)
+
+
+def check_tensor(
+    name: str,
+    x: Tensor,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    mask: bool = False,
+    other: str = "the parameters are",
+) -> None:
+    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``other`` says in errors what has it.
+
+    Raises:
+        InputError: It is empty, elsewhere, of another dtype, or not finite.
+    """
+    if x.numel() == 0:
+        raise InputError(f"request: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
+    check_place(name, x, device, constant=True)
+    if x.is_complex():
+        raise InputError(f"request: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
+    if not x.is_floating_point():
+        return
+    if dtype is not None and x.dtype != dtype:
+        raise InputError(f"request: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
+    where = spoiled_at(strided_parts(x)[-1], mask=mask)
+    if where is not None:
+        raise InputError(f"request: {name} contains NaN or infinity, first at index {where}; clean the data first")
+
+
+def check_place(name: str, x: Tensor, device: torch.device, *, constant: bool = False) -> None:
+    """Raise InputError for a tensor on another device than the parameters, or of a layout that :func:`check_values` refuses."""
+    if x.device != device:
+        raise InputError(f"request: {name} is on {x.device}, the parameters are on {device}; move one of them")
+    check_values("request", name, x, constant=constant)
+
+
+def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLoss, float]:
+    """Call the module and the loss as they are now; check what they return, and the target.
+
+    Returns:
+        The batch, its loss with what the call shows and the gradient, if ``handshake``; the value of the loss.
+    """
+    result = _result(batch, inputs)
+    part = batch.loss.read(result)
+    if isinstance(part, Tensor) and not are_finite([part])[0]:
+        raise _not_finite(batch, inputs)
+    check_fit(batch.loss, part, batch.target, batch.device)
+    value = _value(batch, part)
+    functions = [] if value.grad_fn is None else [value.grad_fn, *(function for function, _ in edges_behind(value.grad_fn))]
+    if any(function.name() == "CheckpointFunctionBackward" for function in functions):
+        raise InputError(
+            "request: a reentrant checkpoint hides what it computes from torch.autograd.grad; pass use_reentrant=False to "
+            "torch.utils.checkpoint, or turn checkpointing off"
+        )
+    number, slopes = float(value.detach()), _slopes(batch, value) if handshake else None
+    if slopes is not None and not all(are_finite([g for g in slopes.values() if g is not None])):
+        _refuse_infinite(inputs)  # which may be the reason; else the matrix says which operation is
+    reference = None if slopes is None else OwnGradient(number, slopes)
+    return replace(batch, loss=batch.loss.settled(result, value, batch.target), reference=reference), number
+
+
+def _result(batch: BatchLoss, inputs: Any) -> Any:
+    return call(batch.module, inputs, batch.result)
+
+
+def _slopes(batch: BatchLoss, value: Tensor) -> dict[str, Tensor | None]:
+    try:
+        return batch.slopes(value)
+    except Exception as error:
+        raise InputError(
+            f"request: torch.autograd.grad of the loss, with the module called as it is, raised {type(error).__name__}: "
+            f"{first_line(error)}. Mend it, or pass handshake=False to go without that comparison"
+        ) from error
+
+
+def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
+    """Check whether what a loss reads and the target fit each other, which torch does not always, since it broadcasts.
+
+    Raises:
+        InputError: They do not.
+    """
+    if loss.reads == "loss" and part.numel() != 1:
+        raise InputError(
+            f"request: loss=None means that the module returns the loss, but it returns shape {tuple(part.shape)}; pass loss=..."
+        )
+    if isinstance(loss.equals, ENTRYWISE) and isinstance(part, Tensor) and isinstance(target, Tensor):
+        check_same_shape(target, part.shape, "squared error" if loss.name else type(loss.equals).__name__)
+    if loss.name == "mse":
+        check_tensor("target", target, part.dtype, device, other="the module's output is")
+        if not target.is_floating_point():
+            raise InputError(f"request: target is {target.dtype}; squared error needs {part.dtype} (one-hot encode class labels)")
+    elif loss.name == "cross_entropy":
+        check_labels(target, part.shape)
+        if not bool((target != IGNORE_INDEX).any()):
+            raise InputError(f"request: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
+
+
+def check_same_shape(target: Tensor, shape: Sequence[int], what: str = "squared error") -> None:
+    """Raise InputError unless a target has the shape of the output that it is compared with."""
+    if target.shape != tuple(shape):
+        raise InputError(
+            f"request: target has shape {tuple(target.shape)}, the module's output has {tuple(shape)}; "
+            f"{what} needs equal shapes (nothing is broadcast)"
+        )
+
+
+def check_labels(target: Tensor, shape: Sequence[int]) -> None:
+    """Raise InputError unless a target holds one integer label for each row of logits of this shape."""
+    if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
+        raise InputError(f"request: target is {target.dtype}; cross entropy needs integer class labels")
+    if target.shape != shape[:-1]:
+        raise InputError(
+            f"request: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one label for each row of the "
+            f"logits {tuple(shape)}, whose last axis holds the classes"
+        )
+    counted = target[target != IGNORE_INDEX]
+    if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < shape[-1]):
+        raise InputError(
+            f"request: labels lie in [{int(counted.min())}, {int(counted.max())}], expected 0 to {shape[-1] - 1} for "
+            f"{shape[-1]} classes (or {IGNORE_INDEX} to ignore a position)"
+        )
+
+
+def _value(batch: BatchLoss, part: Any) -> Tensor:
+    """Call the loss; explain an error of it, and refuse what is not one finite number."""
+    try:
+        value = batch.loss.value(part, batch.target)
+    except HessiankitError:
+        raise
+    except Exception as error:
+        seen = f"outputs of shape {tuple(part.shape)}" if isinstance(part, Tensor) else f"a {type(part).__name__}"
+        where = f"{first_line(error)}{at_line(error)}"
+        raise InputError(f"request: the loss, called as loss(outputs, target) with {seen}, raised: {where}") from error
+    if not batch.loss.name and batch.loss.reads != "loss" and not bool(torch.isfinite(value)):
+        number = float(value.detach())
+        raise InputError(f"request: the loss is {number}, not a finite number; check the labels and the module's outputs")
+    return value
+
+
+def _check_function(batch: BatchLoss, inputs: Any, first: float, random: RandomStates) -> None:
+    """Refuse a call that changed its parameters, or after which another call gives another loss.
+
+    A call may change buffers that have no effect on the loss, such as running statistics.
+    """
+    state = batch.state
+    parameter = next(state.changed(batch.module.named_parameters()), None)
+    if parameter is not None:
+        raise InputError(
+            f"request: a call of the module changes its parameter {parameter!r}, so the loss is not a function of the "
+            "parameters; call the module once before if it sets itself up, or keep the values as they are in forward"
+        )
+    state.written.update(state.changed(batch.module.named_buffers()))
+    buffer = next(iter(sorted(state.written)), None)
+    attribute, drawn = buffer or state.changed_attribute(), random.drawn_from()
+    if attribute is None and not drawn:
+        return
+    again = float(batch.loss.value(_result(batch, inputs), batch.target).detach())
+    allowed = 64 * torch.finfo(next(iter(batch.parameters.values())).dtype).eps * max(abs(first), abs(again))
+    if not abs(first - again) <= allowed:
+        why = "it draws random numbers" if drawn else f"it changes its {'' if buffer is None else 'buffer '}{attribute!r}"
+        raise InputError(
+            f"request: two calls of the module on the same inputs give different losses ({two_numbers(first, again)}): {why}; "
+            "call module.eval(), turn dropout off, pass random numbers as an input, or keep counters out of the loss"
+        )
+
+
+def _refuse_infinite(inputs: Any) -> None:
+    """Refuse infinite entries, which only a mask may have."""
+    for name, x in named_tensors(inputs):
+        if x.is_floating_point():
+            check_tensor(name, x, x.dtype, x.device)
+
+
+def _not_finite(batch: BatchLoss, inputs: Any) -> InputError:
+    """Return the error for an output that is not finite: it names the first submodule that returned such a value."""
+    reason = first_spoiled(lambda: _result(batch, inputs))
+    if MASKED not in reason:
+        _refuse_infinite(inputs)
+    layer = first_spoiled_module(batch.module, batch.result) or "the module's output"
+    return InputError(f"request: {layer} is NaN or infinite{f' ({reason})' if reason else ''}")
+
+
+def _check_constant_rows(batch: BatchLoss, inputs: Any) -> None:
+    """Refuse a norm with eps = 0 that meets a row without variance, even where torch returns a finite value."""
+    norms = [(n, m) for n, m in batch.module.named_modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm)) and m.eps == 0]
+    if not norms:
+        return
+    constant: list[str] = []
+
+    def look(name: str, module: nn.Module, arriving: Any) -> None:
+        x = arriving[0]
+        scale = x.var(-1, unbiased=False) if isinstance(module, nn.LayerNorm) else x.square().mean(-1)
+        floor = (torch.finfo(x.dtype).eps * x.abs().amax(-1)).square()
+        if not constant and bool((scale <= floor).any()):
+            row = tuple(int(i) for i in (scale <= floor).nonzero()[0])
+            constant.append(f"{name!r} meets row {row}, whose variance is 0, with eps = 0")
+
+    with batch.at():  # which takes the hooks away again
+        for name, norm in norms:
+            norm.register_forward_pre_hook(partial(look, name))
+        _result(batch, inputs)
+    if constant:
+        raise InputError(
+            f"request: {constant[0]}; the norm is not differentiable there. Use eps > 0, or rows that are not constant."
+        )
