@@ -72,7 +72,9 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
     if isinstance(inputs, Mapping):
         strange = next((key for key in inputs if not isinstance(key, str)), None)
         if strange is not None:
-            raise InputError(f"request: inputs has the key {strange!r}; keyword arguments have strings for keys")
+            raise InputError(
+                f"request: inputs has the key {strange!r}; a mapping holds keyword arguments, whose keys are strings"
+            )
     dtypes = {p.dtype for p in point.parameters.values()}
     dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
     for name, x in named_tensors(inputs):

@@ -75,6 +75,10 @@ class CurvatureArguments(RequestArguments, total=False):
     draws: Annotated[int, """Labels drawn for each term."""]
 
 
+class Alias(str):
+    """The text of a type alias in a signature: what an argument takes, which the request checks itself."""
+
+
 MARK = "        **asked: "
 """Start of the line of a docstring that stands for the arguments that are spelled out here."""
 
@@ -94,7 +98,7 @@ def asks(arguments: type[Any]) -> Callable[[F], F]:
         signature = inspect.signature(function)
         own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         data, options = [p for p in own if p.kind is not p.KEYWORD_ONLY], [p for p in own if p.kind is p.KEYWORD_ONLY]
-        shared = [every[name] for name in hints if name not in signature.parameters]
+        shared = [_readable(every[name]) for name in hints if name not in signature.parameters]
         function.__signature__ = signature.replace(parameters=[*data, *shared, *options])  # type: ignore[attr-defined]
         words = [f"        {p.name}: {hints[p.name].__metadata__[0]}" for p in shared]
         lines = (function.__doc__ or "").split("\n")
@@ -105,3 +109,9 @@ def asks(arguments: type[Any]) -> Callable[[F], F]:
         return function
 
     return spelled
+
+
+def _readable(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter with the text of an alias for its annotation, in place of the alias."""
+    annotation = parameter.annotation
+    return parameter.replace(annotation=Alias(annotation)) if isinstance(annotation, str) else parameter

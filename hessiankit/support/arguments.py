@@ -148,7 +148,7 @@ def fits(value: Any, annotation: Any) -> bool:
 
 def _evaluated(annotation: Any, names: dict[str, Any]) -> Any:
     """The annotation as an object, ``Any`` where it has a name that only type checkers know."""
-    if not isinstance(annotation, str):
+    if type(annotation) is not str:
         return Any if annotation is inspect.Parameter.empty else annotation
     try:
         return eval(annotation, {**vars(abc), "os": os, **names})
