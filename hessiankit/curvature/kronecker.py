@@ -22,8 +22,9 @@ from hessiankit.primitives.loss import SampledLoss
 from hessiankit.primitives.primitive import Entrywise
 from hessiankit.primitives.softmax import LinearisedSoftmax
 from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.fisher import Curvature
-from hessiankit.request.loss import IGNORE_INDEX, NAMES
+from hessiankit.request.loss import NAMES
 from hessiankit.request.loss_trace import samples_are_independent
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
 
-from hessiankit.request.loss import IGNORE_INDEX, Loss, LossArgument, member
+from hessiankit.request.checks import IGNORE_INDEX
+from hessiankit.request.loss import Loss, LossArgument, member
 from hessiankit.support.containers import arguments, map_tensors, named_tensors, samples
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.memory import available_memory, byte_size

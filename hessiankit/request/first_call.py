@@ -5,7 +5,7 @@ Every message of a check says what was asked, what was seen, what was expected, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.request.batch_loss import BatchLoss, ModulePoint, OwnGradient
+from hessiankit.request.checks import IGNORE_INDEX, check_labels, check_place, check_same_shape, check_tensor
 from hessiankit.request.data import as_one_argument, call, ordinary
-from hessiankit.request.loss import ENTRYWISE, IGNORE_INDEX, Loss
-from hessiankit.request.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module, spoiled_at
+from hessiankit.request.loss import ENTRYWISE, Loss
+from hessiankit.request.non_finite import MASKED, are_finite, first_spoiled, first_spoiled_module
 from hessiankit.request.state import Held
-from hessiankit.support.containers import arguments, check_values, map_tensors, named_tensors
+from hessiankit.support.containers import arguments, map_tensors, named_tensors
 from hessiankit.support.errors import HessiankitError, InputError
 from hessiankit.support.tables import two_numbers
-from hessiankit.support.torch_state import TORCH_LOCK, RandomStates, strided_parts
+from hessiankit.support.torch_state import TORCH_LOCK, RandomStates
 from hessiankit.tracing.graph import edges_behind
 from hessiankit.tracing.source_line import at_line, first_line
 
@@ -95,41 +96,6 @@ def _check_data(point: ModulePoint, loss: Loss, inputs: Any, target: Any) -> Non
         check_place(name, x, point.device)
 
 
-def check_tensor(
-    name: str,
-    x: Tensor,
-    dtype: torch.dtype | None,
-    device: torch.device,
-    *,
-    mask: bool = False,
-    other: str = "the parameters are",
-) -> None:
-    """Check a tensor that enters the computation; a ``dtype`` of None allows any, and ``other`` says in errors what has it.
-
-    Raises:
-        InputError: It is empty, elsewhere, of another dtype, or not finite.
-    """
-    if x.numel() == 0:
-        raise InputError(f"request: {name} has shape {tuple(x.shape)}, with no entries; pass at least one sample and one token")
-    check_place(name, x, device, constant=True)
-    if x.is_complex():
-        raise InputError(f"request: {name} is {x.dtype}; the Hessian is of a real function, pass {dtype or 'a real one'}")
-    if not x.is_floating_point():
-        return
-    if dtype is not None and x.dtype != dtype:
-        raise InputError(f"request: {name} is {x.dtype}, {other} {dtype}; convert one of them, e.g. {name}.to({dtype})")
-    where = spoiled_at(strided_parts(x)[-1], mask=mask)
-    if where is not None:
-        raise InputError(f"request: {name} contains NaN or infinity, first at index {where}; clean the data first")
-
-
-def check_place(name: str, x: Tensor, device: torch.device, *, constant: bool = False) -> None:
-    """Raise InputError for a tensor on another device than the parameters, or of a layout that :func:`check_values` refuses."""
-    if x.device != device:
-        raise InputError(f"request: {name} is on {x.device}, the parameters are on {device}; move one of them")
-    check_values("request", name, x, constant=constant)
-
-
 def _called(batch: BatchLoss, inputs: Any, *, handshake: bool) -> tuple[BatchLoss, float]:
     """Call the module and the loss as they are now; check what they return, and the target.
 
@@ -189,32 +155,6 @@ def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
         check_labels(target, part.shape)
         if not bool((target != IGNORE_INDEX).any()):
             raise InputError(f"request: every label is {IGNORE_INDEX} (ignored), so the loss is not defined; keep at least one")
-
-
-def check_same_shape(target: Tensor, shape: Sequence[int], what: str = "squared error") -> None:
-    """Raise InputError unless a target has the shape of the output that it is compared with."""
-    if target.shape != tuple(shape):
-        raise InputError(
-            f"request: target has shape {tuple(target.shape)}, the module's output has {tuple(shape)}; "
-            f"{what} needs equal shapes (nothing is broadcast)"
-        )
-
-
-def check_labels(target: Tensor, shape: Sequence[int]) -> None:
-    """Raise InputError unless a target holds one integer label for each row of logits of this shape."""
-    if target.is_floating_point() or target.dtype == torch.bool or target.is_complex():
-        raise InputError(f"request: target is {target.dtype}; cross entropy needs integer class labels")
-    if target.shape != shape[:-1]:
-        raise InputError(
-            f"request: target has shape {tuple(target.shape)}, expected {tuple(shape[:-1])}: one label for each row of the "
-            f"logits {tuple(shape)}, whose last axis holds the classes"
-        )
-    counted = target[target != IGNORE_INDEX]
-    if counted.numel() and not (int(counted.min()) >= 0 and int(counted.max()) < shape[-1]):
-        raise InputError(
-            f"request: labels lie in [{int(counted.min())}, {int(counted.max())}], expected 0 to {shape[-1] - 1} for "
-            f"{shape[-1]} classes (or {IGNORE_INDEX} to ignore a position)"
-        )
 
 
 def _value(batch: BatchLoss, part: Any) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hessiankit.request.batch_loss import BatchLoss
-from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.support.torch_state import wide
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hessiankit.primitives.loss import CrossEntropy, MeanSquaredError, SampledLoss
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.graph import edges_behind
 
@@ -24,7 +25,6 @@ LossArgument: TypeAlias = "str | Callable[..., Tensor] | None"
 NAMES = ("mse", "cross_entropy")
 SAMPLED = "sampled "
 """Prefix to the name of a loss whose Gauss-Newton matrix is sampled (:class:`hessiankit.primitives.loss.SampledLoss`)."""
-IGNORE_INDEX = -100
 ENTRYWISE = (nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
 """Losses of torch that average over the entries of outputs and target alike."""
 BY_LABEL = (nn.CrossEntropyLoss, nn.NLLLoss)

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from hessiankit.request.batch_loss import BatchLoss
+from hessiankit.request.checks import check_tensors
 from hessiankit.request.data import as_one_argument
 from hessiankit.request.first_call import check_fit
 from hessiankit.request.loss import Loss, LossArgument, read_loss
-from hessiankit.request.model import check_tensors
 from hessiankit.request.read import read_request
 from hessiankit.request.state import Held
 from hessiankit.support.containers import arguments, map_tensors

@@ -12,7 +12,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev, jvp, vmap
 from torch.overrides import TorchFunctionMode
 
-from hessiankit.request.loss import IGNORE_INDEX, read_loss
+from hessiankit.request.checks import IGNORE_INDEX
+from hessiankit.request.loss import read_loss
 from hessiankit.tracing.stopped import NO_GRAD
 from hessiankit.verify.problem import Problem, outputs_of, plain_formulas
 from hessiankit.verify.reference_base import FAILURES, Progress, Unsupported, in_chunks, typed_line

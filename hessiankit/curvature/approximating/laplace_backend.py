@@ -14,7 +14,7 @@ from torch import Tensor
 from hessiankit.curvature.diagonal import hessian_diagonal
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.operator import hessian_operator
-from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.read import read_request
 from hessiankit.support.errors import InputError
 

@@ -34,7 +34,7 @@ from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
 from hessiankit.blocks.norms import GroupNorm, norm_of
-from hessiankit.request.model import check_tensors
+from hessiankit.request.checks import check_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
 from hessiankit.theory.formulas.symbols import SizeName, index_of

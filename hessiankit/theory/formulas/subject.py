@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
-from hessiankit.request.first_call import check_labels, check_same_shape, check_tensor
-from hessiankit.request.model import check_tensors
+from hessiankit.request.checks import check_labels, check_same_shape, check_tensor, check_tensors
 from hessiankit.support.errors import InputError, unknown
 from hessiankit.theory.formulas.block_at import BlockAt, attention_stage, block_stage
 from hessiankit.theory.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.blocks import TransformerBlock
+from hessiankit.request.checks import IGNORE_INDEX, check_layers
 from hessiankit.request.data import FORMS
-from hessiankit.request.loss import IGNORE_INDEX
-from hessiankit.request.model import check_layers
 from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import arguments

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.data import read_data
-from hessiankit.request.loss import IGNORE_INDEX
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, check_same_tensors, check_versions, common

@@ -15,8 +15,8 @@ from hessiankit.curvature.operator import hessian_operator
 from hessiankit.landscape.critical import PASSES, along_step
 from hessiankit.landscape.optimizer_states import waits
 from hessiankit.landscape.preconditioner import optimizer_preconditioner
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.data import on_device_of
-from hessiankit.request.loss import IGNORE_INDEX
 from hessiankit.support.arguments import checked
 from hessiankit.support.containers import check_dense, named_tensors
 from hessiankit.support.errors import InputError, check_name

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hessiankit.request.checks import IGNORE_INDEX, check_labels, check_layers, check_place, check_same_shape
 from hessiankit.request.data import FORMS, call, read_data, with_decoder_inputs
-from hessiankit.request.first_call import check_labels, check_place, check_same_shape
-from hessiankit.request.loss import IGNORE_INDEX, member, read_loss
-from hessiankit.request.model import check_layers
+from hessiankit.request.loss import member, read_loss
 from hessiankit.support.containers import map_tensors, named_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import evaluation_mode, ordinary_path

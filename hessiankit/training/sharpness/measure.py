@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hessiankit.curvature.diagonal import hessian_diagonal
-from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.selection import check_unsharded
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError

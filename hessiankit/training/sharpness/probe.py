@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hessiankit.blocks.embeddings import TokenEmbedding
-from hessiankit.request.loss import IGNORE_INDEX
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.support.errors import InputError
 from hessiankit.support.memory import byte_size, check_room
 from hessiankit.training.partition import Part

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.fisher import sample_labels, sample_residuals
-from hessiankit.request.loss import IGNORE_INDEX
 from hessiankit.request.non_finite import spoiled_at
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import wide
