@@ -82,9 +82,9 @@ def paths() -> Paths:
     torch.manual_seed(0)
     block = hk.TransformerBlock(WIDTH, HIDDEN, n_heads=HEADS, placement="sandwich", activation="gelu").double()
     X, T = torch.randn(2, BATCH, TOKENS, WIDTH).double()
-    task = read_request(block, X, T).only()
-    with task.at(), torch.no_grad():
-        return Paths(loss_trace(task).trace)
+    batch = read_request(block, X, T).only()
+    with batch.at(), torch.no_grad():
+        return Paths(loss_trace(batch).trace)
 
 
 def diagram(ways: Paths) -> Diagram:

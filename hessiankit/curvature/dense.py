@@ -297,12 +297,12 @@ def hessian(
     if dry_run:
         asked["handshake"] = False
     request = read_request(module, inputs, target, compares=True, **asked)
-    tasks = request.together()
+    batches = request.together()
     if dry_run:
-        return forecast(tasks, batch_size, path)  # type: ignore[return-value]
-    evaluation = Evaluation(tasks, batch_size, progress, second_order=request.second_order)
+        return forecast(batches, batch_size, path)  # type: ignore[return-value]
+    evaluation = Evaluation(batches, batch_size, progress, second_order=request.second_order)
     if isinstance(out, Tensor):
-        _check_tensor(out, tasks[0])
+        _check_tensor(out, batches[0])
     if path is not None:
         with torch.no_grad():
             write_matrix(path, evaluation, overwrite=overwrite, resume=resume)
@@ -319,7 +319,7 @@ def hessian_of(evaluation: Evaluation, into: Tensor | None = None, *, lazy: bool
     Raises:
         InputError: No parameter has an effect on the loss, or an entry is not finite.
     """
-    first = evaluation.tasks[0]
+    first = evaluation.batches[0]
     shapes = first.shapes
     if not lazy:
         evaluation.whole(into)
@@ -328,8 +328,8 @@ def hessian_of(evaluation: Evaluation, into: Tensor | None = None, *, lazy: bool
     return Hessian(tuple(shapes), first.slices, shapes, evaluation)
 
 
-def _check_tensor(out: Tensor, task: BatchLoss) -> None:
-    n, dtype, device = task.size, task.dtype, task.device
+def _check_tensor(out: Tensor, batch: BatchLoss) -> None:
+    n, dtype, device = batch.size, batch.dtype, batch.device
     if out.shape != (n, n) or out.dtype != dtype or out.device != device or not out.is_contiguous() or out.requires_grad:
         raise InputError(
             f"hessian: out has shape {tuple(out.shape)}, {out.dtype} on {out.device}; pass a contiguous tensor of shape "

@@ -189,7 +189,7 @@ def hessian_diagonal(
 
 
 def diagonal_of(
-    tasks: Sequence[BatchLoss],
+    batches: Sequence[BatchLoss],
     kind: str,
     method: str = "auto",
     batch_size: int | None = None,
@@ -198,7 +198,7 @@ def diagonal_of(
     seed: int = 0,
 ) -> CurvatureDiagonal:
     """Return the diagonal of the matrix of some batches."""
-    sums = DiagonalSum(WHO, tasks, batch_size, progress, math.inf if max_products is None else max_products)
+    sums = DiagonalSum(WHO, batches, batch_size, progress, math.inf if max_products is None else max_products)
     cost, estimate = math.nan, None
     try:
         if method != "estimate":
@@ -208,20 +208,20 @@ def diagonal_of(
         cost = refused.products
         if method == "exact":
             raise InputError(
-                f"{WHO}: the exact diagonal of {tasks[0].size:,} parameters would take as long as about {cost:,.0f} products "
+                f"{WHO}: the exact diagonal of {batches[0].size:,} parameters would take as long as about {cost:,.0f} products "
                 f"with the Hessian, more than max_products={max_products:,}; pass method='auto' for an estimate with intervals, "
                 "take scalar_estimates(hessian_operator(...)) with more products, fewer params=[...], or max_products=None"
             ) from None
     flat, value, fallbacks = sums.entries, sums.loss, tuple(dict.fromkeys(sums.fallbacks))
     if method == "estimate" or cost > sums.most:
-        operator = HessianOperator.of(tasks, kind)
+        operator = HessianOperator.of(batches, kind)
         estimate = scalar_estimates(operator, products=PRODUCTS, seed=seed)
         flat, value, fallbacks = estimate.diagonal, operator.loss, operator.fallbacks
     elif fallbacks:
-        check_fallbacks(tasks, kind, flat)
-    shapes, slices = tasks[0].shapes, tasks[0].slices
+        check_fallbacks(batches, kind, flat)
+    shapes, slices = batches[0].shapes, batches[0].slices
     values = ByName(((name, flat[slices[name]].reshape(shape)) for name, shape in shapes.items()), shapes.also)
     for name, x in values.items():
         if not bool(torch.isfinite(x).all()):
-            raise not_finite(WHO, name, name, tasks)
-    return CurvatureDiagonal(values, kind, value, fallbacks, tasks[0].reference is not None, cost, estimate)
+            raise not_finite(WHO, name, name, batches)
+    return CurvatureDiagonal(values, kind, value, fallbacks, batches[0].reference is not None, cost, estimate)

@@ -37,13 +37,13 @@ class Evaluation:
 
     def __init__(
         self,
-        tasks: Sequence[BatchLoss],
+        batches: Sequence[BatchLoss],
         batch_size: int | None,
         progress: Progress | None,
         *,
         second_order: bool = False,
     ) -> None:
-        self.tasks, self.batch_size, self.progress = tuple(tasks), batch_size, progress
+        self.batches, self.batch_size, self.progress = tuple(batches), batch_size, progress
         self.second_order = second_order
         self.asymmetry = math.nan
         self.fallbacks: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Evaluation:
         self._whole: Tensor | None = None
         self._loss: float | None = None
         self._blocks: dict[tuple[str, str], Tensor] = {}
-        self._of_panels: Sequence[BatchLoss] = self.tasks
+        self._of_panels: Sequence[BatchLoss] = self.batches
         self._nearby: list[float] | None = None  # the losses at generic parameters, when the result was made
 
     def seal(self) -> None:
@@ -63,15 +63,15 @@ class Evaluation:
         self._nearby = self._generic_losses() if self.handshake else None
 
     def _generic_losses(self) -> list[float]:
-        points = [nearby(self.tasks[0], size) for size in NEARBY]
-        at_points = ((_value_at(task, point) for point in points) for task in self.tasks)
+        points = [nearby(self.batches[0], size) for size in NEARBY]
+        at_points = ((_value_at(batch, point) for point in points) for batch in self.batches)
         return [next(filter(math.isfinite, values), math.nan) for values in at_points]
 
     def _check_unchanged(self) -> None:
         """Raise TraceError if the module or the loss computes something else than when the result was made."""
         if self._nearby is None:
             return
-        eps = torch.finfo(self.tasks[0].dtype).eps
+        eps = torch.finfo(self.batches[0].dtype).eps
         for before, now in zip(self._nearby, self._generic_losses(), strict=True):
             if math.isfinite(before) and not abs(before - now) <= ROUNDING * eps * max(abs(before), abs(now)):
                 raise TraceError(
@@ -83,7 +83,7 @@ class Evaluation:
     @property
     def handshake(self) -> bool:
         """Whether results are compared with the module's own loss and gradient."""
-        return all(task.reference is not None for task in self.tasks)
+        return all(batch.reference is not None for batch in self.batches)
 
     @property
     def is_complete(self) -> bool:
@@ -95,8 +95,8 @@ class Evaluation:
     def loss(self) -> float:
         """The loss, from a forward pass if no matrix has been computed."""
         if self._loss is None:
-            values = [task.own_value() if task.reference is None else task.reference.loss for task in self.tasks]
-            self._loss = math.fsum(task.share * value for task, value in zip(self.tasks, values, strict=True))
+            values = [batch.own_value() if batch.reference is None else batch.reference.loss for batch in self.batches]
+            self._loss = math.fsum(batch.share * value for batch, value in zip(self.batches, values, strict=True))
         return self._loss
 
     @computed_later
@@ -104,33 +104,33 @@ class Evaluation:
         """Return the P x P matrix; the first time it is computed in ``into``, if that is given."""
         if self._whole is None:
             self._check_unchanged()
-            self._whole = self._matrix(self.tasks, self.progress, outer=False, into=into)
+            self._whole = self._matrix(self.batches, self.progress, outer=False, into=into)
             self._blocks.clear()
         return self._whole
 
     def take(self, matrix: Tensor, asymmetry: float, fallbacks: tuple[str, ...]) -> None:
         """Set the P x P matrix, its asymmetry and fallbacks, when it was computed by panels."""
-        self._compare(self.tasks, matrix)
+        self._compare(self.batches, matrix)
         self._whole, self._loss, self.asymmetry, self.fallbacks = matrix, self.loss, asymmetry, fallbacks
 
     @computed_later
     def outer(self) -> Tensor:
         """Return the Gauss-Newton part of the P x P matrix, of a loss that reads one tensor of the module's."""
-        for task in self.tasks:
-            check_fits(task, "ggn")
+        for batch in self.batches:
+            check_fits(batch, "ggn")
         self._check_unchanged()
-        return self._matrix(self.tasks, None, outer=True)
+        return self._matrix(self.batches, None, outer=True)
 
     @computed_later
     def block(self, i: str, j: str) -> Tensor:
         """Return the block of two parameters, without computing any other."""
         if self._whole is not None:
-            slices = self.tasks[0].slices
+            slices = self.batches[0].slices
             return self._whole[slices[i], slices[j]]
         if (i, j) not in self._blocks:
             self._check_unchanged()
-            tasks = self._only(i, j)
-            part, slices = self._matrix(tasks, None, outer=False), tasks[0].slices
+            batches = self._only(i, j)
+            part, slices = self._matrix(batches, None, outer=False), batches[0].slices
             for a in slices:
                 for b in slices:
                     self._blocks[a, b] = part[slices[a], slices[b]]
@@ -158,55 +158,55 @@ class Evaluation:
         """Return some rows and columns of the Hessian of two parameters, by products with the unit vectors of the columns."""
         start = time.perf_counter()
         self._check_unchanged()
-        tasks = self._only(i, j)
-        size, device = tasks[0].size, tasks[0].device
+        batches = self._only(i, j)
+        size, device = batches[0].size, batches[0].device
         keep, along = keep.to(device), along.to(device)
-        total = torch.zeros(len(along), len(keep), dtype=tasks[0].dtype, device=device)
+        total = torch.zeros(len(along), len(keep), dtype=batches[0].dtype, device=device)
         with torch.no_grad():
-            for task in tasks:
-                batch = linearise(task, gauss_newton=False)
-                step = max(1, WORKSPACE // batch.bytes_per_vector)
+            for batch in batches:
+                linearised = linearise(batch, gauss_newton=False)
+                step = max(1, WORKSPACE // linearised.bytes_per_vector)
                 for positions, out in zip(along.split(step), total.split(step), strict=True):
                     units = total.new_zeros(len(positions), size).scatter_(1, positions.unsqueeze(1), 1.0)
-                    out.add_(batch.product(units)[:, keep], alpha=task.share)
-                self.fallbacks = tuple(dict.fromkeys(self.fallbacks + batch.fallbacks))
+                    out.add_(linearised.product(units)[:, keep], alpha=batch.share)
+                self.fallbacks = tuple(dict.fromkeys(self.fallbacks + linearised.fallbacks))
         if not bool(torch.isfinite(total).all()):
-            raise not_finite("hessian", i, j, tasks)
+            raise not_finite("hessian", i, j, batches)
         self.seconds += time.perf_counter() - start
         return total.T
 
     def _only(self, *names: str) -> list[BatchLoss]:
-        return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.tasks]
+        return [replace(t, parameters={n: p for n, p in t.parameters.items() if n in names}) for t in self.batches]
 
     @cached_property
     @computed_later
     def unused(self) -> tuple[str, ...]:
         """The parameters that the loss does not depend on in any batch."""
-        names: Iterable[str] = self.tasks[0].parameters
+        names: Iterable[str] = self.batches[0].parameters
         if self._whole is not None:  # a nonzero entry shows an effect
             diagonal = self._whole.diagonal()
-            flat = [n for n, rows in self.tasks[0].slices.items() if not bool(diagonal[rows].any())]
-            names = [n for n in flat if not bool(self._whole[self.tasks[0].slices[n]].any())]
+            flat = [n for n, rows in self.batches[0].slices.items() if not bool(diagonal[rows].any())]
+            names = [n for n in flat if not bool(self._whole[self.batches[0].slices[n]].any())]
         if names:
             self._check_unchanged()
-        reaching: set[str] = set().union(*(task.reached() for task in self.tasks)) if names else set()
+        reaching: set[str] = set().union(*(batch.reached() for batch in self.batches)) if names else set()
         return tuple(name for name in names if name not in reaching)
 
     def _matrix(
-        self, tasks: Sequence[BatchLoss], progress: Progress | None, *, outer: bool, into: Tensor | None = None
+        self, batches: Sequence[BatchLoss], progress: Progress | None, *, outer: bool, into: Tensor | None = None
     ) -> Tensor:
         start = time.perf_counter()
-        first = tasks[0]
+        first = batches[0]
         if into is None:
             smallest = min(CHUNK, first.size**2 * first.dtype.itemsize)
             check_matrix("hessian", first.size, first.size, first.dtype, first.device, workspace=smallest)
         matrix = SymmetricStorage(first.slices, first.dtype, first.device, None if into is None else into.zero_())
-        value, fallbacks = self._add_all(matrix, tasks, progress, self.look(first), outer=outer)
+        value, fallbacks = self._add_all(matrix, batches, progress, self.look(first), outer=outer)
         asymmetry = matrix.mirror()
-        check_finite(matrix, tasks)
+        check_finite(matrix, batches)
         self.check_symmetric(matrix, asymmetry, value, fallbacks, outer=outer)
         if not outer:
-            self._compare(tasks, matrix.data)
+            self._compare(batches, matrix.data)
             self.asymmetry = asymmetry if math.isnan(self.asymmetry) else max(self.asymmetry, asymmetry)
             self.fallbacks = fallbacks
             self._loss = value
@@ -216,12 +216,12 @@ class Evaluation:
     @property
     def _eps(self) -> float:
         """The rounding unit of the coarsest dtype of the modules' tensors and of the result."""
-        kinds = {x.dtype for task in self.tasks for _, x, _ in task.state.tensors() if x.is_floating_point()}
-        return max(torch.finfo(kind).eps for kind in (self.tasks[0].dtype, *kinds))
+        kinds = {x.dtype for batch in self.batches for _, x, _ in batch.state.tensors() if x.is_floating_point()}
+        return max(torch.finfo(kind).eps for kind in (self.batches[0].dtype, *kinds))
 
-    def _compare(self, tasks: Sequence[BatchLoss], matrix: Tensor) -> None:
+    def _compare(self, batches: Sequence[BatchLoss], matrix: Tensor) -> None:
         if self.second_order:
-            compare_second_order(tasks, self._eps, lambda v: matrix @ v)
+            compare_second_order(batches, self._eps, lambda v: matrix @ v)
 
     def check_symmetric(
         self, matrix: SymmetricStorage, asymmetry: float, loss: float, fallbacks: tuple[str, ...], *, outer: bool = False
@@ -249,12 +249,14 @@ class Evaluation:
     def _rounding(self, *, outer: bool) -> float:
         """Return the largest rounding error of the product with random signs, for a unit roundoff of 1."""
         generator = torch.Generator().manual_seed(0)
-        drawn = {n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.tasks[0].parameters.items()}
+        drawn = {
+            n: torch.randint(0, 2, x.shape, generator=generator, device="cpu") for n, x in self.batches[0].parameters.items()
+        }
         largest = []
-        for task in self.tasks:
-            direction = {name: 2 * drawn[name].to(x) - 1 for name, x in task.parameters.items()}
-            _, errors = rounding_errors(task, direction, gauss_newton=outer)
-            largest.append(task.share * max(float(x.abs().max()) for x in errors.values()))
+        for batch in self.batches:
+            direction = {name: 2 * drawn[name].to(x) - 1 for name, x in batch.parameters.items()}
+            _, errors = rounding_errors(batch, direction, gauss_newton=outer)
+            largest.append(batch.share * max(float(x.abs().max()) for x in errors.values()))
         return math.fsum(largest)
 
     def panel(
@@ -265,32 +267,32 @@ class Evaluation:
         ``parts`` are all panels: rows and columns as positions of parameters. Loss and gradient are compared with the module's
         own in the first panel that is computed.
         """
-        first, (rows, columns), samples = self.tasks[0], parts[n], sum(task.batch for task in self.tasks)
+        first, (rows, columns), samples = self.batches[0], parts[n], sum(batch.n_samples for batch in self.batches)
         panel = SymmetricStorage(first.slices, first.dtype, first.device, rows=rows, columns=columns)
         tell = None if self.progress is None else _shifted(self.progress, n * samples, len(parts) * samples)
         loss, fallbacks = self._add_all(panel, self._of_panels, tell, look, outer=outer)
-        self._of_panels = [task.unchecked() for task in self.tasks]
+        self._of_panels = [batch.unchecked() for batch in self.batches]
         return panel, loss, fallbacks
 
     def _add_all(
-        self, matrix: SymmetricStorage, tasks: Sequence[BatchLoss], progress: Progress | None, look: Look | None, *, outer: bool
+        self, matrix: SymmetricStorage, batches: Sequence[BatchLoss], progress: Progress | None, look: Look | None, *, outer: bool
     ) -> tuple[float, tuple[str, ...]]:
         """Add all batches to a matrix or a panel of it; return the loss and the fallbacks."""
-        samples, done = sum(task.batch for task in tasks), 0
+        samples, done = sum(batch.n_samples for batch in batches), 0
         values: list[float] = []
         fallbacks: list[str] = list(self.fallbacks)
         options: dict[str, Any] = {"batch_size": self.batch_size, "gauss_newton": outer, "on_memory": look}
-        for task in tasks:
+        for batch in batches:
             tell = None if progress is None else _shifted(progress, done, samples)
             try:
-                value, names = assemble(task, matrix, progress=tell, **options)
+                value, names = assemble(batch, matrix, progress=tell, **options)
             except TraceError:
-                if task.reached():
+                if batch.reached():
                     raise
-                value, names = task.own_value(), ()  # no parameter has an effect on it
-            values.append(task.share * value)
+                value, names = batch.own_value(), ()  # no parameter has an effect on it
+            values.append(batch.share * value)
             fallbacks += names
-            done += task.batch
+            done += batch.n_samples
         return math.fsum(values), tuple(dict.fromkeys(fallbacks))
 
     @staticmethod
@@ -300,23 +302,23 @@ class Evaluation:
         return lambda taken: check_workspace(taken, matrix, first.device, free)
 
 
-def _value_at(task: BatchLoss, point: Mapping[str, Tensor]) -> float:
+def _value_at(batch: BatchLoss, point: Mapping[str, Tensor]) -> float:
     """Return the loss at some parameters; NaN where the module raises, as a Cholesky factorisation may."""
     try:
-        return task.own_value(point)
+        return batch.own_value(point)
     except torch.OutOfMemoryError:
         raise
     except Exception:  # whatever a module may raise outside its domain
         return math.nan
 
 
-def check_finite(matrix: SymmetricStorage, tasks: Sequence[BatchLoss]) -> None:
+def check_finite(matrix: SymmetricStorage, batches: Sequence[BatchLoss]) -> None:
     """Raise the error for the first block of a mirrored matrix, or of a panel of it, that is not finite, if one is."""
     names = list(matrix.slices)
     pairs = ((names[i], names[j]) for i in matrix.rows for j in matrix.columns) if not matrix.is_finite else ()
     for i, j in pairs:
         if not bool(torch.isfinite(matrix.block(i, j)).all()):
-            raise not_finite("hessian", i, j, tasks)
+            raise not_finite("hessian", i, j, batches)
 
 
 def automatic(fallbacks: Sequence[str]) -> str:

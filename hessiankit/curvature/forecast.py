@@ -107,10 +107,10 @@ class Forecast(Printed, WithDict):
         yield table(_HEADERS, self._rows(), left=2, prose=_HEADERS)
 
 
-def forecast(tasks: Sequence[BatchLoss], batch_size: int | None, out: Path | None) -> Forecast:
+def forecast(batches: Sequence[BatchLoss], batch_size: int | None, out: Path | None) -> Forecast:
     """Return the memory, disk and time that the Hessian of some batches takes, in a file if there is a path of one."""
-    first = tasks[0]
-    plan = make_plan(tasks, batch_size, math.inf if out is None else PANEL)
+    first = batches[0]
+    plan = make_plan(batches, batch_size, math.inf if out is None else PANEL)
     size = first.size
     matrix = size * size * first.dtype.itemsize
     workspace = round(LOOSE * plan.workspace) + MARGIN + (SLAB if out is not None else 0)
@@ -122,8 +122,8 @@ def forecast(tasks: Sequence[BatchLoss], batch_size: int | None, out: Path | Non
         parameters=size,
         dtype=str(first.dtype).removeprefix("torch."),
         device=str(first.device),
-        samples=sum(task.batch for task in tasks),
-        batches=len(tasks),
+        samples=sum(batch.n_samples for batch in batches),
+        batches=len(batches),
         chunks=len(plan.costs),
         panels=len(plan.panels),
         matrix_bytes=matrix,

@@ -176,16 +176,16 @@ def frobenius_norms(
         raise InputError(f"{WHO}: panel_bytes={panel_bytes} holds no entry; pass 1 or more, or None")
     check_count("batch_size", batch_size, "sample")
     request = read_request(module, inputs, target, **asked)
-    tasks, kind = request.together(), request.curvature.kind
-    evaluation, outer = Evaluation(tasks, batch_size, progress), kind != "hessian"
+    batches, kind = request.together(), request.curvature.kind
+    evaluation, outer = Evaluation(batches, batch_size, progress), kind != "hessian"
     with torch.no_grad():
         found = _at_once(evaluation, outer=outer) if panel_bytes is None else None
         norms, value, fallbacks = found or _by_panels(evaluation, panel_bytes, outer=outer)
-    shapes = tasks[0].shapes
-    if not any(norms.values()) and not any(task.reached() for task in tasks):
+    shapes = batches[0].shapes
+    if not any(norms.values()) and not any(batch.reached() for batch in batches):
         raise without_effect(WHO, shapes)
     if fallbacks and found is None:
-        check_fallbacks(tasks, kind)
+        check_fallbacks(batches, kind)
     blocks = {(i, j): norms[i, j] for i in shapes for j in shapes if (i, j) in norms}
     return FrobeniusNorms(blocks, shapes, kind, value, fallbacks, time.perf_counter() - start, request.handshake)
 
@@ -196,7 +196,7 @@ Found: TypeAlias = tuple[dict[tuple[str, str], float], float, tuple[str, ...]]
 
 def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
     """Return what the whole matrix gives; None where it leaves too little memory."""
-    first = evaluation.tasks[0]
+    first = evaluation.batches[0]
     if SHARE * first.size**2 * first.dtype.itemsize > available_memory(first.device):
         return None
     every = range(len(first.parameters))
@@ -204,7 +204,7 @@ def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
         matrix, value, fallbacks = evaluation.panel([(every, every)], 0, outer=outer, look=evaluation.look(first))
     except OutOfMemoryError:  # said before the derivatives are made; one panel leaves them more room
         return None
-    norms = _norms(matrix, evaluation.tasks)
+    norms = _norms(matrix, evaluation.batches)
     if fallbacks:
         evaluation.check_symmetric(matrix, matrix.mirror(), value, fallbacks, outer=outer)
     return norms, value, fallbacks
@@ -212,26 +212,26 @@ def _at_once(evaluation: Evaluation, *, outer: bool) -> Found | None:
 
 def _by_panels(evaluation: Evaluation, limit: int | None, *, outer: bool) -> Found:
     """Return what panels of ``limit`` bytes give, or of None few and large ones, of which one is kept at a time."""
-    tasks, first = evaluation.tasks, evaluation.tasks[0]
-    plan = make_plan(tasks, evaluation.batch_size, limit or PANEL)
+    batches, first = evaluation.batches, evaluation.batches[0]
+    plan = make_plan(batches, evaluation.batch_size, limit or PANEL)
     if limit is None and len(plan.panels) > 1:
         plan = replace(plan, limit=max(PANEL, (available_memory(first.device) - plan.workspace) // 2))
     check_workspace(plan.workspace, plan.largest, first.device)
     norms: dict[tuple[str, str], float] = {}
     for n in range(len(plan.panels)):
         panel, value, fallbacks = evaluation.panel(plan.panels, n, outer=outer)
-        norms |= _norms(panel, tasks)
+        norms |= _norms(panel, batches)
         del panel  # before the next one comes
     return norms, value, fallbacks
 
 
-def _norms(panel: SymmetricStorage, tasks: Sequence[BatchLoss]) -> dict[tuple[str, str], float]:
+def _norms(panel: SymmetricStorage, batches: Sequence[BatchLoss]) -> dict[tuple[str, str], float]:
     """Return the norms of the blocks of a panel, all of which have to be finite."""
     names = list(panel.order)
     norms = {(names[i], names[j]): _norm(panel.block(names[i], names[j])) for i in panel.rows for j in panel.columns if i <= j}
     for pair, norm in norms.items():
         if not math.isfinite(norm):
-            raise not_finite(WHO, *pair, tasks)
+            raise not_finite(WHO, *pair, batches)
     return norms
 
 

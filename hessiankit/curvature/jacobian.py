@@ -44,27 +44,27 @@ class JacobianOperator(TensorOperator):
         fallbacks: Operations without a closed form, which are differentiated automatically one by one.
     """
 
-    def __init__(self, task: BatchLoss) -> None:
-        traced = loss_trace(task, later=True)
+    def __init__(self, batch: BatchLoss) -> None:
+        traced = loss_trace(batch, later=True)
         if traced.output is None:
             raise InputError(f"{WHO}: the module does not return one tensor; wrap it so that it does")
         trace, self._output = traced.trace, traced.output
-        with task.at(), torch.no_grad():
-            if task.reference is not None:
-                compare = Handshake(task)
+        with batch.at(), torch.no_grad():
+            if batch.reference is not None:
+                compare = Handshake(batch)
                 compare.add(trace, trace.adjoints())
                 compare.close()
-            self._prepare(task, trace)
+            self._prepare(batch, trace)
         self.output_shape = tuple(trace.values[self._output].shape)
-        super().__init__((math.prod(self.output_shape), task.size), task.dtype, task.device)
-        self.names, self.slices, self.fallbacks = tuple(task.parameters), task.slices, trace.fallbacks
-        self._ids = {name: trace.parameters[name] for name in task.parameters}
+        super().__init__((math.prod(self.output_shape), batch.size), batch.dtype, batch.device)
+        self.names, self.slices, self.fallbacks = tuple(batch.parameters), batch.slices, trace.fallbacks
+        self._ids = {name: trace.parameters[name] for name in batch.parameters}
         self._shapes = {name: trace.values[at].shape for name, at in self._ids.items()}
-        self._task = task.unchecked()
-        widest = sum(trace.values[a.output].numel() for a in trace.applications) + task.size
-        self.block_size = max(1, WORKSPACE // (widest * task.dtype.itemsize))
+        self._batch = batch.unchecked()
+        widest = sum(trace.values[a.output].numel() for a in trace.applications) + batch.size
+        self.block_size = max(1, WORKSPACE // (widest * batch.dtype.itemsize))
 
-    def _prepare(self, task: BatchLoss, trace: Any) -> None:
+    def _prepare(self, batch: BatchLoss, trace: Any) -> None:
         """Linearise the applications on the way to the output."""
         needed, self._steps = {self._output}, list[Step]()
         for a in reversed(trace.applications):
@@ -76,12 +76,12 @@ class JacobianOperator(TensorOperator):
             self._steps.insert(0, Step(point, inputs, a.output))
             needed.update(at for at in inputs if at is not None)
         self._reads = reads(self._steps, {self._output})
-        if not needed & {trace.parameters[name] for name in task.parameters}:
+        if not needed & {trace.parameters[name] for name in batch.parameters}:
             raise InputError(f"{WHO}: none of the parameters has an effect on the output; the module does not use them")
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
-        with self._task.at() if self.fallbacks else nullcontext(), torch.no_grad(), full_precision():
+        with self._batch.at() if self.fallbacks else nullcontext(), torch.no_grad(), full_precision():
             yield
 
     def _rows(self, rows: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class JacobianOperator(TensorOperator):
         with self._at_the_point():
             products = torch.cat([sweep(part) for part in rows.split(self.block_size)])
         if not bool(torch.isfinite(products).all()) and bool(torch.isfinite(rows).all()):
-            place = origin_of_any([self._task])
+            place = origin_of_any([self._batch])
             raise InputError(f"{WHO}: products with the Jacobian are NaN or infinite{place}. {REMEDY}")
         return products
 

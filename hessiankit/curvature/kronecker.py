@@ -35,30 +35,30 @@ PULLED, DRAWS = 4096, 16
 are more."""
 
 
-def columns(task: BatchLoss, Z: Tensor) -> Tensor:
+def columns(batch: BatchLoss, Z: Tensor) -> Tensor:
     """Return vectors s, (K, B, T, C), whose outer products sum to the second derivative in each row of the loss, times its share.
 
     Squared error: sqrt(2/N) e_c. Cross entropy: sqrt(p_c / N) (e_c - p). A sampled Fisher: its gradients. Z is the output.
     """
-    sampled, share, count = task.loss.primitive(task.normalizer), task.share, task.normalizer
+    sampled, share, count = batch.loss.primitive(batch.normalizer), batch.share, batch.normalizer
     if isinstance(sampled, SampledLoss):
-        G = torch.stack(list(sampled.terms(Z, task.target)))
+        G = torch.stack(list(sampled.terms(Z, batch.target)))
         return share**0.5 * G.reshape(*G.shape[:2], -1, G.shape[-1])
-    if task.loss.name == "mse":
+    if batch.loss.name == "mse":
         rows = Z.reshape(-1, 1, 1) if Z.ndim < 2 else Z.reshape(len(Z), -1, Z.shape[-1])
         eye = torch.eye(rows.shape[-1], dtype=Z.dtype, device=Z.device)
         return (2 * share / count) ** 0.5 * eye[:, None, None, :].expand(-1, *rows.shape)
     rows = Z.reshape(1 if Z.ndim == 1 else len(Z), -1, Z.shape[-1])
     p = torch.softmax(rows, -1)
     s = p.movedim(-1, 0).unsqueeze(-1).sqrt() * (torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)[:, None, None, :] - p)
-    return (share / count) ** 0.5 * s * has_label(task, Z).reshape(1, *rows.shape)
+    return (share / count) ** 0.5 * s * has_label(batch, Z).reshape(1, *rows.shape)
 
 
-def has_label(task: BatchLoss, Z: Tensor) -> Tensor:
+def has_label(batch: BatchLoss, Z: Tensor) -> Tensor:
     """Return the entries of the output that a term of the loss reads: those of rows whose label is not ignored."""
-    if task.loss.plain == "mse":
+    if batch.loss.plain == "mse":
         return torch.ones_like(Z, dtype=torch.bool)
-    return (task.own_target != IGNORE_INDEX).reshape(Z.shape[:-1]).unsqueeze(-1).expand(Z.shape)
+    return (batch.own_target != IGNORE_INDEX).reshape(Z.shape[:-1]).unsqueeze(-1).expand(Z.shape)
 
 
 def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
@@ -117,20 +117,20 @@ class FactoredBatch(JacobianOperator):
     pulled back at once. ``held`` are the weights and biases whose whole gradient comes from one site, by the id of its value.
     """
 
-    def __init__(self, task: BatchLoss, seed: int) -> None:
-        super().__init__(task)
+    def __init__(self, batch: BatchLoss, seed: int) -> None:
+        super().__init__(batch)
         Z = self.output
-        together = Z.ndim > 0 and len(Z) == task.batch > 1 and samples_are_independent(task)
-        self.together = together and all(n == task.batch for n in self.leading.values())
-        labelled, classes = has_label(task, Z), Z.shape[-1] if Z.ndim else 1
-        self.reached, self.samples = self._reached(labelled), task.batch
+        together = Z.ndim > 0 and len(Z) == batch.n_samples > 1 and samples_are_independent(batch)
+        self.together = together and all(n == batch.n_samples for n in self.leading.values())
+        labelled, classes = has_label(batch, Z), Z.shape[-1] if Z.ndim else 1
+        self.reached, self.samples = self._reached(labelled), batch.n_samples
         sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
-        self.drawn = sweeps > PULLED and classes > 1 and task.loss.name in NAMES
-        self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(task) if self.drawn else task, Z)
+        self.drawn = sweeps > PULLED and classes > 1 and batch.loss.name in NAMES
+        self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(batch) if self.drawn else batch, Z)
         self.held = self._used_once()
 
-    def _prepare(self, task: BatchLoss, trace: Trace) -> None:
-        super()._prepare(task, trace)
+    def _prepare(self, batch: BatchLoss, trace: Trace) -> None:
+        super()._prepare(batch, trace)
         reached = {step.output for step in self._steps}
         self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
         self.leading = {at: trace.values[at].shape[0] for at in self.sites}
@@ -205,12 +205,12 @@ class KroneckerFactors:
     other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
     """
 
-    def __init__(self, tasks: Sequence[BatchLoss], *, seed: int = 0) -> None:
-        if not all(task.loss.name for task in tasks):
+    def __init__(self, batches: Sequence[BatchLoss], *, seed: int = 0) -> None:
+        if not all(batch.loss.name for batch in batches):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
-        self.slices = tasks[0].slices
+        self.slices = batches[0].slices
         self.weights: list[LayerFactors] = []
-        self._batches = [FactoredBatch(task, seed) for task in tasks]
+        self._batches = [FactoredBatch(batch, seed) for batch in batches]
         self.is_drawn = any(batch.drawn for batch in self._batches)
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:

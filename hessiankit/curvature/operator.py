@@ -25,7 +25,7 @@ from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
-from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
+from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
 from hessiankit.request.batch_loss import BatchLoss, OwnGradient
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.read import Request, read_request
@@ -57,11 +57,13 @@ def weighted_sum(terms: Iterable[Tensor], weights: Sequence[float]) -> Tensor:
     return total.to(first.dtype)
 
 
-def _product(batches: Sequence[Batch], weights: Sequence[float], total: Total, progress: Progress, rows: Tensor) -> Tensor:
+def _product(
+    linearised: Sequence[LinearisedBatch], weights: Sequence[float], total: Total, progress: Progress, rows: Tensor
+) -> Tensor:
     def terms() -> Iterator[Tensor]:
-        for done, batch in enumerate(batches, start=1):
-            term = batch.product(rows)
-            progress(done, len(batches))
+        for done, one in enumerate(linearised, start=1):
+            term = one.product(rows)
+            progress(done, len(linearised))
             yield term
 
     return total(terms(), weights)
@@ -90,44 +92,48 @@ class HessianOperator(SymmetricOperator):
 
     def __init__(
         self,
-        tasks: Sequence[BatchLoss],
-        batches: list[Batch],
+        batches: Sequence[BatchLoss],
+        linearised: list[LinearisedBatch],
         kind: str,
         block_size: int | None,
         *,
         total: Total = weighted_sum,
         progress: Progress = silent,
     ) -> None:
-        task = tasks[0]
-        super().__init__((task.size, task.size), task.dtype, task.device)
-        self.names, self.slices, self.kind = tuple(task.parameters), task.slices, kind
-        self.shapes = task.shapes
-        self._batches, self._weights, self.handshake = batches, [task.share for task in tasks], task.reference is not None
-        self._tasks = [task.unchecked() for task in tasks]
+        batch = batches[0]
+        super().__init__((batch.size, batch.size), batch.dtype, batch.device)
+        self.names, self.slices, self.kind = tuple(batch.parameters), batch.slices, kind
+        self.shapes = batch.shapes
+        self._linearised, self._weights, self.handshake = (
+            linearised,
+            [batch.share for batch in batches],
+            batch.reference is not None,
+        )
+        self._batches = [batch.unchecked() for batch in batches]
         self._approximations: dict[str, StructuredOperator] = {}
-        self.loss = sum(w * b.loss for w, b in zip(self._weights, batches, strict=True))
-        self.fallbacks = tuple(dict.fromkeys(name for b in batches for name in b.fallbacks))
-        self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in batches))
-        self._total, self._block = total, partial(_product, batches, self._weights, total, progress)
+        self.loss = sum(w * b.loss for w, b in zip(self._weights, linearised, strict=True))
+        self.fallbacks = tuple(dict.fromkeys(name for b in linearised for name in b.fallbacks))
+        self.block_size = block_size or max(1, WORKSPACE // max(b.bytes_per_vector for b in linearised))
+        self._total, self._block = total, partial(_product, linearised, self._weights, total, progress)
         quiet = total is weighted_sum and progress is silent  # a graph tells nothing, nor speaks to other ranks
-        self._replayed = Replayed(self._block) if quiet and task.device.type == "cuda" and not self.fallbacks else None
+        self._replayed = Replayed(self._block) if quiet and batch.device.type == "cuda" and not self.fallbacks else None
         self._symmetry: float | None = None
         self._is_untested = True
         self._pair: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, tasks: Sequence[BatchLoss], kind: str = "hessian", block_size: int | None = None) -> HessianOperator:
+    def of(cls, batches: Sequence[BatchLoss], kind: str = "hessian", block_size: int | None = None) -> HessianOperator:
         """Return the operator of the losses of some batches."""
         with torch.no_grad():
-            batches = [linearise(task, gauss_newton=kind != "hessian") for task in tasks]
-        check_effect(tasks, batches)
-        return cls(tasks, batches, kind, block_size)
+            linearised = [linearise(batch, gauss_newton=kind != "hessian") for batch in batches]
+        check_effect(batches, linearised)
+        return cls(batches, linearised, kind, block_size)
 
     @cached_property
     def gradient(self) -> Tensor:
         """The gradient at this point, (P,); the first access costs half a product."""
         with torch.no_grad(), full_precision():
-            return self._total((b.gradient() for b in self._batches), self._weights)
+            return self._total((b.gradient() for b in self._linearised), self._weights)
 
     @property
     def symmetry_error(self) -> float:
@@ -167,8 +173,8 @@ class HessianOperator(SymmetricOperator):
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks) if blocks else rows.clone()
 
     def _check_shared(self) -> None:
-        for task in self._tasks:
-            task.state.check_shared("HessianOperator")
+        for batch in self._batches:
+            batch.state.check_shared("HessianOperator")
 
     def __matmul__(self, other: Any) -> Any:
         if not _is_parameters(other):
@@ -252,15 +258,15 @@ class HessianOperator(SymmetricOperator):
         check_name(WHO, "approximation", name, PRECONDITIONERS)
         if name not in self._approximations:
             self._check_shared()
-            tasks = list(map(_at_the_point, self._tasks, self._batches))
-            parts = [] if name == "diagonal" else getattr(KroneckerFactors(tasks), name)()
+            batches = list(map(_at_the_point, self._batches, self._linearised))
+            parts = [] if name == "diagonal" else getattr(KroneckerFactors(batches), name)()
             gauss_newton = self.kind != "hessian" or name != "diagonal"
             factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
-            self._approximations[name] = factored.completed(lambda: self._diagonal(tasks, gauss_newton=gauss_newton))
+            self._approximations[name] = factored.completed(lambda: self._diagonal(batches, gauss_newton=gauss_newton))
         return self._approximations[name]
 
-    def _diagonal(self, tasks: list[BatchLoss], *, gauss_newton: bool) -> Tensor:
-        sums = DiagonalSum(WHO, tasks, None, None, MOST)
+    def _diagonal(self, batches: list[BatchLoss], *, gauss_newton: bool) -> Tensor:
+        sums = DiagonalSum(WHO, batches, None, None, MOST)
         try:
             sums.run(gauss_newton=gauss_newton)
         except TooCostly as error:
@@ -290,7 +296,7 @@ class HessianOperator(SymmetricOperator):
 
     def _check_finite(self, rows: Tensor, products: Tensor) -> None:
         if not bool(torch.isfinite(torch.stack(torch.aminmax(products))).all()) and bool(torch.isfinite(rows).all()):
-            place = next((phrase for b in self._batches if (phrase := b.origin())), None)
+            place = next((phrase for b in self._linearised if (phrase := b.origin())), None)
             named = f": the operation {place}" if place else ""
             raise InputError(f"{WHO}: products with the Hessian are NaN or infinite{named}. {REMEDY}")
 
@@ -298,7 +304,7 @@ class HessianOperator(SymmetricOperator):
     def _asymmetry(self, u: Tensor, Hu: Tensor, v: Tensor, Hv: Tensor) -> float:
         scale, apart = float(u.norm() * Hv.norm() + v.norm() * Hu.norm()) / 2, abs(float(u @ Hv) - float(v @ Hu))
         error = apart / scale if scale else 0.0
-        eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._batches))
+        eps = max(torch.finfo(self.torch_dtype).eps, *(b.eps for b in self._linearised))
         allowed = eps**0.5
         if not error <= allowed:  # NaN too; where terms cancel, H is rounding of them
             errors = float(u.norm() * self._rounding_of(v) + v.norm() * self._rounding_of(u))
@@ -317,8 +323,8 @@ class HessianOperator(SymmetricOperator):
         direction = {name: v[where].reshape(self.shapes[name]) for name, where in self.slices.items()}
 
         def errors() -> Iterator[Tensor]:
-            for task in self._tasks:
-                _, error = rounding_errors(task, direction, gauss_newton=self.kind != "hessian")
+            for batch in self._batches:
+                _, error = rounding_errors(batch, direction, gauss_newton=self.kind != "hessian")
                 yield torch.cat([error[name].reshape(1, -1) for name in self.slices], 1)
 
         return self._total(errors(), self._weights).norm()
@@ -329,14 +335,14 @@ def _is_parameters(x: Any) -> bool:
     return isinstance(x, Mapping) or (isinstance(x, (list, tuple)) and any(isinstance(part, Tensor) and part.ndim for part in x))
 
 
-def _at_the_point(task: BatchLoss, batch: Batch) -> BatchLoss:
+def _at_the_point(batch: BatchLoss, one: LinearisedBatch) -> BatchLoss:
     """Return a request with the loss and the gradient of its linearisation to compare with: what it reads may have changed."""
-    if isinstance(batch, Constant):
-        return replace(task, reference=OwnGradient(batch.loss, dict.fromkeys(task.parameters)))
+    if isinstance(one, Constant):
+        return replace(batch, reference=OwnGradient(one.loss, dict.fromkeys(batch.parameters)))
     with torch.no_grad():
-        slopes = batch.gradient().split([x.numel() for x in task.parameters.values()])
-    named = {name: slope.reshape(x.shape) for (name, x), slope in zip(task.parameters.items(), slopes, strict=True)}
-    return replace(task, reference=OwnGradient(batch.loss, named))
+        slopes = one.gradient().split([x.numel() for x in batch.parameters.values()])
+    named = {name: slope.reshape(x.shape) for (name, x), slope in zip(batch.parameters.items(), slopes, strict=True)}
+    return replace(batch, reference=OwnGradient(one.loss, named))
 
 
 @checked("hessian_operator")
@@ -396,41 +402,41 @@ def hessian_operator(
     is_large = sum(p.numel() for p in module.parameters() if not is_lazy(p)) > LARGE
     lean = recompute is not None or micro_batch is not None or is_large
     request = read_request(module, data, target, share=lean if snapshot is None else not snapshot, compares=True, **asked)
-    tasks, batches = linearised(request, recompute=recompute, micro_batch=micro_batch)
-    check_effect(tasks, batches)
-    operator = HessianOperator(tasks, batches, request.curvature.kind, block_size, progress=progress or silent)
+    batches, linearised = linearise_all(request, recompute=recompute, micro_batch=micro_batch)
+    check_effect(batches, linearised)
+    operator = HessianOperator(batches, linearised, request.curvature.kind, block_size, progress=progress or silent)
     if request.second_order:
-        eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in batches))
-        compare_second_order(tasks, eps, operator.__matmul__)
-    tasks.clear()  # with the module's own gradient
+        eps = max(torch.finfo(operator.torch_dtype).eps, *(b.eps for b in linearised))
+        compare_second_order(batches, eps, operator.__matmul__)
+    batches.clear()  # with the module's own gradient
     hand_back_memory(operator.shape[0])
     return operator
 
 
 @one_at_a_time
-def linearised(
+def linearise_all(
     request: Request, *, recompute: Recompute = None, micro_batch: int | None = None
-) -> tuple[list[BatchLoss], list[Batch]]:
+) -> tuple[list[BatchLoss], list[LinearisedBatch]]:
     """Return the loss of every batch, and the same linearised; options as in :func:`hessian_operator`."""
-    tasks: list[BatchLoss] = []
-    batches: list[Batch] = []
+    batches: list[BatchLoss] = []
+    linearised: list[LinearisedBatch] = []
     gauss_newton = request.curvature.kind != "hessian"
-    for task in request.batches():
+    for batch in request.batches():
         with torch.no_grad():
-            batches.append(linearise(task, gauss_newton=gauss_newton, recompute=recompute, micro_batch=micro_batch))
-        tasks.append(task.unchecked() if tasks else task)  # one gradient, not one a batch
-    return request.shared(tasks), batches
+            linearised.append(linearise(batch, gauss_newton=gauss_newton, recompute=recompute, micro_batch=micro_batch))
+        batches.append(batch.unchecked() if batches else batch)  # one gradient, not one a batch
+    return request.shared(batches), linearised
 
 
-def check_effect(tasks: Sequence[BatchLoss], batches: Sequence[Batch]) -> None:
+def check_effect(batches: Sequence[BatchLoss], linearised: Sequence[LinearisedBatch]) -> None:
     """Raise InputError if no batch's loss depends on the parameters."""
-    if all(isinstance(batch, Constant) for batch in batches):
-        raise without_effect(WHO, tasks[0].parameters)
+    if all(isinstance(one, Constant) for one in linearised):
+        raise without_effect(WHO, batches[0].parameters)
 
 
-def check_fallbacks(tasks: Sequence[BatchLoss], kind: str, diagonal: Tensor | None = None) -> None:
+def check_fallbacks(batches: Sequence[BatchLoss], kind: str, diagonal: Tensor | None = None) -> None:
     """Test products for symmetry, and against the largest entry of a diagonal: half a matrix does not show lost digits."""
-    operator = HessianOperator.of(tasks, kind)
+    operator = HessianOperator.of(batches, kind)
     _ = operator.symmetry_error
     if diagonal is None:
         return
@@ -438,7 +444,7 @@ def check_fallbacks(tasks: Sequence[BatchLoss], kind: str, diagonal: Tensor | No
     unit = torch.zeros_like(diagonal)
     unit[at] = 1.0
     seen, expected = float(diagonal[at]), float((operator @ unit)[at])
-    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in operator._batches)) ** 0.5
+    allowed = max(torch.finfo(diagonal.dtype).eps, *(b.eps for b in operator._linearised)) ** 0.5
     if not abs(seen - expected) <= allowed * max(abs(seen), abs(expected)):
         raise InputError(
             f"{WHO}: the largest entry of the diagonal is {seen:.6g}, and {expected:.6g} by a product with the Hessian"

@@ -99,35 +99,35 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ..
     return tuple(parts)
 
 
-def make_plan(tasks: Sequence[BatchLoss], batch_size: int | None, limit: float = math.inf) -> Plan:
+def make_plan(batches: Sequence[BatchLoss], batch_size: int | None, limit: float = math.inf) -> Plan:
     """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
     known: dict[Any, Cost | None] = {}
     last: Cost | None = None
     costs: list[Cost] = []
-    for task in sorted(tasks, key=_entries, reverse=True):
-        key = _signature(task)
+    for batch in sorted(batches, key=_entries, reverse=True):
+        key = _signature(batch)
         if key not in known:
-            known[key] = _measured(task, batch_size) if len(known) < MEASURED else last
+            known[key] = _measured(batch, batch_size) if len(known) < MEASURED else last
         last = known[key]
         if last is not None:
-            costs += [last] * math.ceil(task.batch / last.samples)
-    sizes = tuple(p.numel() for p in tasks[0].parameters.values())
-    return Plan(tuple(costs), sizes, tasks[0].dtype.itemsize, limit)
+            costs += [last] * math.ceil(batch.n_samples / last.samples)
+    sizes = tuple(p.numel() for p in batches[0].parameters.values())
+    return Plan(tuple(costs), sizes, batches[0].dtype.itemsize, limit)
 
 
-def _measured(task: BatchLoss, batch_size: int | None) -> Cost | None:
+def _measured(batch: BatchLoss, batch_size: int | None) -> Cost | None:
     """Return the cost of a chunk of a batch; None if the parameters have no effect."""
-    cut = is_cut(task, batch_size)
-    with task.at(), torch.no_grad():
+    cut = is_cut(batch, batch_size)
+    with batch.at(), torch.no_grad():
         try:
-            part = next(parts(task, batch_size, cut=cut))
+            part = next(parts(batch, batch_size, cut=cut))
         except TraceError:
-            if task.reached():
+            if batch.reached():
                 raise
             return None
-    trace, cost, itemsize = part.paths.trace, part.cost, task.dtype.itemsize
+    trace, cost, itemsize = part.paths.trace, part.cost, batch.dtype.itemsize
     if part.is_long:
-        products = product_cost(trace, task.size, itemsize)
+        products = product_cost(trace, batch.size, itemsize)
         values = 4 * itemsize * sum(x.numel() for x in trace.values)
         moved, taken = itemsize * products.passes, products.bytes + values
         return Cost(part.stop, 2 * products.multiplications, moved, products.operations, taken, trace.fallbacks)
@@ -142,10 +142,10 @@ def check_workspace(need: int, matrix: int, device: torch.device, free: int | No
     check_room("hessian", need + matrix, what, device, remedy, free=free)
 
 
-def _entries(task: BatchLoss) -> int:
-    return sum(x.numel() for x in torch.utils._pytree.tree_leaves((task.args, task.kwargs)) if isinstance(x, Tensor))
+def _entries(batch: BatchLoss) -> int:
+    return sum(x.numel() for x in torch.utils._pytree.tree_leaves((batch.args, batch.kwargs)) if isinstance(x, Tensor))
 
 
-def _signature(task: BatchLoss) -> Any:
-    leaves = torch.utils._pytree.tree_leaves((task.args, task.kwargs, task.target))
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves), task.normalizer > 0
+def _signature(batch: BatchLoss) -> Any:
+    leaves = torch.utils._pytree.tree_leaves((batch.args, batch.kwargs, batch.target))
+    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves), batch.normalizer > 0

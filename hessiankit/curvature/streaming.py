@@ -52,8 +52,8 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
         raise InputError(
             f"hessian: {path} exists; pass resume=True to continue it, overwrite=True to replace it, or another out=..."
         )
-    first = evaluation.tasks[0]
-    plan = make_plan(evaluation.tasks, evaluation.batch_size, PANEL)
+    first = evaluation.batches[0]
+    plan = make_plan(evaluation.batches, evaluation.batch_size, PANEL)
     check_workspace(plan.workspace + SLAB, plan.largest, first.device)
     if resume and path.exists():
         matrix = _opened(path, first.size, first.dtype)
@@ -72,7 +72,7 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
 
 def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Panel]) -> float:
     """Write the rows that are not finished; return the relative asymmetry of their blocks (i, i), NaN of none."""
-    cuts = list(evaluation.tasks[0].slices.values())
+    cuts = list(evaluation.batches[0].slices.values())
     asymmetry = largest = math.nan
     for rows, numbers in groupby(range(len(parts)), lambda n: parts[n][0]):
         at = range(cuts[rows[0]].start, cuts[rows[-1]].stop)
@@ -81,7 +81,7 @@ def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Pan
         for n in numbers:
             panel, _, _ = evaluation.panel(parts, n)
             apart = panel.mirror() * panel.largest()
-            check_finite(panel, evaluation.tasks)
+            check_finite(panel, evaluation.batches)
             if panel.top.start == panel.left.start:
                 diagonal = panel.data.diagonal().cpu().numpy().copy()
                 panel.data.fill_diagonal_(math.nan)
@@ -140,7 +140,7 @@ def _reserve(path: Path, size: int) -> None:
 
 def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
     """Raise if a random combination of the finished rows of a parameter is not a product with the Hessian, to rounding."""
-    first, generator = evaluation.tasks[0], torch.Generator().manual_seed(0)
+    first, generator = evaluation.batches[0], torch.Generator().manual_seed(0)
     finished = [(name, rows) for name, rows in first.slices.items() if not bool(np.isnan(matrix.diagonal()[rows]).any())]
     along = torch.zeros(len(finished) + 1, first.size, dtype=torch.float64, device="cpu")
     along[-1].normal_(generator=generator)  # the size of H, of which the finished rows may be a small part
@@ -152,9 +152,9 @@ def _check_rows(path: Path, matrix: np.memmap, evaluation: Evaluation) -> None:
             chunk = slice(start, min(start + step, rows.stop))
             seen[k] += torch.from_numpy(along[k, chunk].numpy() @ matrix[chunk])
     expected = torch.zeros_like(along)
-    for task in evaluation.tasks:
-        batch = linearise(task, gauss_newton=False)
-        expected += task.share * batch.product(along.to(first.device, first.dtype)).cpu().double()
+    for batch in evaluation.batches:
+        linearised = linearise(batch, gauss_newton=False)
+        expected += batch.share * linearised.product(along.to(first.device, first.dtype)).cpu().double()
     eps, largest = torch.finfo(first.dtype).eps, float(expected.abs().max())
     for k, (name, _) in enumerate(finished):
         for other, columns in first.slices.items():

@@ -1,4 +1,4 @@
-"""The P x P Hessian of a task: for each chunk of samples a sweep, or products with unit vectors, added to one matrix."""
+"""The P x P Hessian of a batch: for each chunk of samples a sweep, or products with unit vectors, added to one matrix."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vecto
 
 
 def assemble(
-    task: BatchLoss,
+    batch: BatchLoss,
     matrix: SymmetricStorage,
     *,
     batch_size: int | None = None,
@@ -28,10 +28,10 @@ def assemble(
     gauss_newton: bool = False,
     on_memory: Callable[[int], None] | None = None,
 ) -> tuple[float, tuple[str, ...]]:
-    """Add the Hessian of a task to a matrix.
+    """Add the Hessian of a batch to a matrix.
 
     Args:
-        task: One batch.
+        batch: One batch.
         matrix: Its lower half is left alone.
         batch_size: As in :func:`parts`.
         progress: Called with (samples done, samples in all).
@@ -40,17 +40,17 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
-    handshake, cut = Handshake(task), is_cut(task, batch_size)
+    handshake, cut = Handshake(batch), is_cut(batch, batch_size)
     losses, fallbacks = list[float](), tuple[str, ...]()
-    with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        for part in parts(task, batch_size, cut=cut, gauss_newton=gauss_newton):
+    with batch.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
+        for part in parts(batch, batch_size, cut=cut, gauss_newton=gauss_newton):
             if on_memory is not None:
                 on_memory(part.bytes)
             add_part(part, matrix, handshake, gauss_newton=gauss_newton)
             fallbacks = part.traced.trace.fallbacks
             losses.append(part.loss)
             if progress is not None:
-                progress(part.stop, task.batch)
+                progress(part.stop, batch.n_samples)
     handshake.close()
     return math.fsum(losses), fallbacks
 
@@ -58,9 +58,9 @@ def assemble(
 def add_part(part: BatchPart, matrix: SymmetricStorage, handshake: Handshake | None, *, gauss_newton: bool) -> None:
     """Add the Hessian of some samples to a matrix or a panel of it, by sweeps or by products with unit vectors."""
     if part.is_long:
-        linearised = Linearisation(part.task, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
-        add_products(linearised, part.task.share, matrix)
+        linearised = Linearisation(part.batch, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+        add_products(linearised, part.batch.share, matrix)
         return
     if handshake is not None:
-        handshake.add(part.paths.trace, part.paths.adjoints, part.task.share)
+        handshake.add(part.paths.trace, part.paths.adjoints, part.batch.share)
     BlockRows(part.paths, part.sections).read(MatrixRows(matrix, part.paths.tied))

@@ -21,9 +21,9 @@ def without_effect(who: str, names: Iterable[str]) -> InputError:
     )
 
 
-def not_finite(who: str, i: str, j: str, tasks: Sequence[BatchLoss]) -> InputError:
+def not_finite(who: str, i: str, j: str, batches: Sequence[BatchLoss]) -> InputError:
     """Return the error for a block that is not finite."""
-    return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{origin_of_any(tasks)}. {REMEDY}")
+    return InputError(f"{who}: the block ({i!r}, {j!r}) is NaN or infinite{origin_of_any(batches)}. {REMEDY}")
 
 
 REMEDY = (
@@ -47,11 +47,11 @@ def origin(traced: Trace) -> str | None:
     return None
 
 
-def origin_of_any(tasks: Sequence[BatchLoss]) -> str:
+def origin_of_any(batches: Sequence[BatchLoss]) -> str:
     """Return a clause that names the first such operation of some requests, or ""."""
     with torch.no_grad():
-        for task in tasks:
-            phrase = origin(loss_trace(task).trace)
+        for batch in batches:
+            phrase = origin(loss_trace(batch).trace)
             if phrase is not None:
                 return f": the operation {phrase}"
     return ""

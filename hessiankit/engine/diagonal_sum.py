@@ -39,7 +39,7 @@ class DiagonalSum:
 
     Args:
         who: Name that starts an error message.
-        tasks: One request a batch, for the same parameters.
+        batches: One request a batch, for the same parameters.
         batch_size: Samples of a chunk, or None.
         progress: Called with (samples done, samples in all).
         most: Raise :class:`TooCostly` where a batch would take longer than so many products with its Hessian.
@@ -52,50 +52,50 @@ class DiagonalSum:
     """
 
     who: str
-    tasks: Sequence[BatchLoss]
+    batches: Sequence[BatchLoss]
     batch_size: int | None
     progress: Callable[[int, int], None] | None
     most: float = math.inf
 
     def __post_init__(self) -> None:
-        first = self.tasks[0]
+        first = self.batches[0]
         self.entries = torch.zeros(first.size, dtype=first.dtype, device=first.device)
-        self.samples, self.done = sum(task.batch for task in self.tasks), 0
+        self.samples, self.done = sum(batch.n_samples for batch in self.batches), 0
         self.loss, self.cost, self.fallbacks = 0.0, 0.0, list[str]()
 
     def run(self, *, gauss_newton: bool) -> None:
         """Add all batches."""
         has_effect = False
-        for task in self.tasks:
+        for batch in self.batches:
             try:
-                handshake, cut = Handshake(task), is_cut(task, self.batch_size)
-                with task.at(), torch.no_grad():
-                    value = self._add(task, handshake, cut=cut, gauss_newton=gauss_newton)
+                handshake, cut = Handshake(batch), is_cut(batch, self.batch_size)
+                with batch.at(), torch.no_grad():
+                    value = self._add(batch, handshake, cut=cut, gauss_newton=gauss_newton)
                 handshake.close()
                 has_effect = True
             except TraceError:
-                if task.reached():
+                if batch.reached():
                     raise
-                value = task.own_value()  # nothing that is asked for has an effect on this batch
-            self.loss += task.share * value
+                value = batch.own_value()  # nothing that is asked for has an effect on this batch
+            self.loss += batch.share * value
         if not has_effect:
-            raise without_effect(self.who, self.tasks[0].parameters)
+            raise without_effect(self.who, self.batches[0].parameters)
 
-    def _add(self, task: BatchLoss, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
+    def _add(self, batch: BatchLoss, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
         value, before = 0.0, self.done
-        for part in parts(task, self.batch_size, cut=cut, gauss_newton=gauss_newton, alone=True):
+        for part in parts(batch, self.batch_size, cut=cut, gauss_newton=gauss_newton, alone=True):
             value += part.loss
             self.fallbacks += part.traced.trace.fallbacks
-            products = product_cost(part.paths.trace, task.size, task.dtype.itemsize)
-            estimate = task.size * part.cost.coupled / (FASTER * products.numbers)  # products that take as long
-            if part.is_long or estimate > task.size:
-                self._announce(task.size)
-                linearised = Linearisation(part.task, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
-                self._products(linearised, task)
+            products = product_cost(part.paths.trace, batch.size, batch.dtype.itemsize)
+            estimate = batch.size * part.cost.coupled / (FASTER * products.numbers)  # products that take as long
+            if part.is_long or estimate > batch.size:
+                self._announce(batch.size)
+                linearised = Linearisation(part.batch, gauss_newton=gauss_newton, handshake=handshake, traced=part.traced)
+                self._products(linearised, batch)
             else:
                 self._announce(estimate)
-                handshake.add(part.paths.trace, part.paths.adjoints, task.share)
+                handshake.add(part.paths.trace, part.paths.adjoints, batch.share)
                 read_diagonal(part.paths, part.sections, self._add_entries)
             self.done = before + part.stop
             if self.progress is not None:
@@ -103,7 +103,7 @@ class DiagonalSum:
         return value
 
     def _add_entries(self, u: ParameterJacobian, values: Tensor) -> None:
-        into = self.entries[self.tasks[0].slices[u.parameter]]
+        into = self.entries[self.batches[0].slices[u.parameter]]
         for span, entries in u.runs():
             into[entries] += values[span].to(into.dtype)
 
@@ -112,10 +112,10 @@ class DiagonalSum:
         if self.cost > self.most:
             raise TooCostly(self.cost)
 
-    def _products(self, batch: Linearisation, task: BatchLoss) -> None:
+    def _products(self, linearised: Linearisation, batch: BatchLoss) -> None:
         """Add the diagonal of a linearised batch by products with unit vectors."""
-        step = max(1, min(WORKSPACE // batch.bytes_per_vector, CHUNK // (task.size * task.dtype.itemsize)))
-        for at in torch.arange(task.size, device=task.device).split(step):
-            units = self.entries.new_zeros(at.numel(), task.size)
+        step = max(1, min(WORKSPACE // linearised.bytes_per_vector, CHUNK // (batch.size * batch.dtype.itemsize)))
+        for at in torch.arange(batch.size, device=batch.device).split(step):
+            units = self.entries.new_zeros(at.numel(), batch.size)
             units.diagonal(int(at[0])).fill_(1.0)
-            self.entries[at] += task.share * batch.product(units).diagonal(int(at[0]))
+            self.entries[at] += batch.share * linearised.product(units).diagonal(int(at[0]))

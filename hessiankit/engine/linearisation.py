@@ -41,20 +41,20 @@ CACHED = 10 * 2**20
 
 NOWHERE = Nowhere()
 
-Batch: TypeAlias = "Linearisation | MicroBatched | Constant"
+LinearisedBatch: TypeAlias = "Linearisation | MicroBatched | Constant"
 
 
 class Linearisation:
     """The traced loss of one batch, linearised: what products need and no vector changes.
 
     Args:
-        task: The batch.
+        batch: The batch.
         gauss_newton: Whether second derivatives count in the loss only.
         recompute: What is computed again in every product: nothing (None), the values between checkpoints, where a single value
             passes ("layers"), or everything ("all").
         count: What a named loss divides its sum by; None: its value for this batch.
         handshake: Loss and gradient to compare with, for a part of a batch; it is left open.
-        traced: The trace of the task, if there is one; its values are released.
+        traced: The trace of the batch, if there is one; its values are released.
 
     Attributes:
         loss: The loss.
@@ -65,19 +65,19 @@ class Linearisation:
 
     def __init__(
         self,
-        task: BatchLoss,
+        batch: BatchLoss,
         *,
         gauss_newton: bool,
         recompute: Recompute = None,
         handshake: Handshake | None = None,
         traced: LossTrace | None = None,
     ) -> None:
-        traced = traced or loss_trace(task, later=True)
+        traced = traced or loss_trace(batch, later=True)
         trace = traced.trace
         self.loss, self.eps, self.fallbacks = float(trace.values[trace.output]), trace.eps, trace.fallbacks
-        self._ids = {name: trace.parameters[name] for name in task.parameters}
+        self._ids = {name: trace.parameters[name] for name in batch.parameters}
         own = set(self._ids.values())
-        self._narrow, self._is_large = trace.narrow, task.size > LARGE
+        self._narrow, self._is_large = trace.narrow, batch.size > LARGE
         self._moving, self._output, self._recompute = trace.moving, trace.output, recompute
         output = traced.output if gauss_newton else None
         self._nonlinear = traced.loss_side() if gauss_newton else None
@@ -93,21 +93,21 @@ class Linearisation:
         self._constants = {at: x for at, x in enumerate(trace.values) if at in own or at not in trace.moving}
         self._seed = torch.ones_like(trace.values[trace.output]).unsqueeze(0)
         passing = [sum(size(trace.values[a.output]) for a in segment.applications) for segment in self._segments]
-        self.bytes_per_vector = 3 * max(passing) + 2 * task.size * task.dtype.itemsize
+        self.bytes_per_vector = 3 * max(passing) + 2 * batch.size * batch.dtype.itemsize
         self._asymmetries: list[tuple[Application, Tensor]] = []
-        compare = handshake or Handshake(task)
+        compare = handshake or Handshake(batch)
         compare.add(trace, {})
-        with task.at(), torch.no_grad():
+        with batch.at(), torch.no_grad():
             self._sweep(trace, compare)
             self._read_tests()
         if handshake is None:
             compare.close()
         _, self._last_reads = reads(path if recompute else self._steps(0), own)
-        self._task = task.unchecked()
+        self._batch = batch.unchecked()
 
     def product(self, rows: Tensor) -> Tensor:
         """Return H V as rows: (S, P) to (S, P)."""
-        self._task.state.check_shared("HessianOperator")
+        self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):  # tensors that autograd takes, wherever the product is asked for
             rows = rows.clone() if rows.is_inference() else rows
             out = torch.empty_like(rows, memory_format=torch.contiguous_format)
@@ -119,9 +119,9 @@ class Linearisation:
 
     def gradient(self) -> Tensor:
         """Return the gradient of the loss, (P,)."""
-        self._task.state.check_shared("HessianOperator")
+        self._batch.state.check_shared("HessianOperator")
         with torch.inference_mode(False):
-            out = torch.empty(1, self._task.size, dtype=self._task.dtype, device=self._task.device)
+            out = torch.empty(1, self._batch.size, dtype=self._batch.dtype, device=self._batch.device)
         with self._at_the_point(), self._sums(out) as sums:
             bars: Bars = {self._output: self._seed}
             for k in reversed(range(len(self._segments))):
@@ -131,7 +131,7 @@ class Linearisation:
     def origin(self) -> str | None:
         """Return a phrase that names the first operation with a value or derivative that is not finite, or None."""
         with torch.no_grad():
-            return origin(loss_trace(self._task).trace)
+            return origin(loss_trace(self._batch).trace)
 
     @contextmanager
     def _at_the_point(self) -> Iterator[None]:
@@ -140,7 +140,7 @@ class Linearisation:
             with torch.inference_mode():
                 yield
         else:
-            with self._task.at(), torch.no_grad():
+            with self._batch.at(), torch.no_grad():
                 yield
 
     @contextmanager
@@ -308,9 +308,9 @@ class Constant:
 
     eps, fallbacks = 0.0, ()
 
-    def __init__(self, task: BatchLoss) -> None:
-        self.loss = task.own_value()
-        self._zeros = torch.zeros((), dtype=task.dtype, device=task.device).expand(task.size)
+    def __init__(self, batch: BatchLoss) -> None:
+        self.loss = batch.own_value()
+        self._zeros = torch.zeros((), dtype=batch.dtype, device=batch.device).expand(batch.size)
         self.bytes_per_vector = size(self._zeros)
 
     def product(self, rows: Tensor) -> Tensor:
@@ -334,27 +334,27 @@ DEPENDENT = (
 class MicroBatched:
     """A batch in parts of some samples, each recomputed in every product, with the interface of :class:`Linearisation`."""
 
-    def __init__(self, task: BatchLoss, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
-        starts = range(0, task.batch, size)
-        if not task.loss.name:
+    def __init__(self, batch: BatchLoss, size: int, *, gauss_newton: bool, recompute: Recompute) -> None:
+        starts = range(0, batch.n_samples, size)
+        if not batch.loss.name:
             raise InputError("micro_batch needs a loss whose sum over samples is known: 'mse' or 'cross_entropy', or torch's own")
-        if task.reference is None and not samples_are_independent(task):
+        if batch.reference is None and not samples_are_independent(batch):
             raise TraceError(DEPENDENT)
-        handshake = Handshake(task, len(starts))
+        handshake = Handshake(batch, len(starts))
         linearised = partial(Linearisation, gauss_newton=gauss_newton, recompute=recompute or "all", handshake=handshake)
         try:
-            self._parts = [linearised(task.part(slice(start, start + size))) for start in starts]
+            self._parts = [linearised(batch.part(slice(start, start + size))) for start in starts]
         except HessiankitError:
             raise
         except ValueError as error:  # of shapes that fit for the whole batch
             raise InputError(
-                f"micro_batch={size}, of {task.batch} samples: {str(error).rstrip('.')}; inputs, output and target need the "
+                f"micro_batch={size}, of {batch.n_samples} samples: {str(error).rstrip('.')}; inputs, output and target need the "
                 "samples as their first axis: return z.transpose(0, 1), say, or leave micro_batch out"
             ) from error
         try:
             handshake.close()
         except TraceError as error:
-            raise (error if samples_are_independent(task) else TraceError(DEPENDENT)) from error
+            raise (error if samples_are_independent(batch) else TraceError(DEPENDENT)) from error
         self.loss, self.eps = sum(part.loss for part in self._parts), max(part.eps for part in self._parts)
         self.fallbacks = tuple(dict.fromkeys(name for part in self._parts for name in part.fallbacks))
         self.bytes_per_vector = max(part.bytes_per_vector for part in self._parts)
@@ -372,20 +372,22 @@ class MicroBatched:
         return next((phrase for part in self._parts if (phrase := part.origin())), None)
 
 
-def linearise(task: BatchLoss, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None) -> Batch:
+def linearise(
+    batch: BatchLoss, *, gauss_newton: bool, recompute: Recompute = None, micro_batch: int | None = None
+) -> LinearisedBatch:
     """Linearise one batch, whole or some samples at a time; arguments as in :class:`Linearisation`.
 
     Raises:
         TraceError: If torch cannot trace the module, or if samples are not independent.
     """
     try:
-        if micro_batch is not None and micro_batch < task.batch:
-            return MicroBatched(task, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
-        return Linearisation(task, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
+        if micro_batch is not None and micro_batch < batch.n_samples:
+            return MicroBatched(batch, micro_batch, gauss_newton=gauss_newton, recompute=recompute)
+        return Linearisation(batch, gauss_newton=gauss_newton, recompute=recompute or ("all" if micro_batch else None))
     except TraceError:
-        if task.reached():
+        if batch.reached():
             raise
-    return Constant(task)
+    return Constant(batch)
 
 
 def _total(terms: Iterable[Tensor]) -> Tensor:

@@ -30,7 +30,7 @@ class BatchPart:
     """Some samples of a batch.
 
     Attributes:
-        task: Of these samples.
+        batch: Of these samples.
         traced: Its loss.
         paths: Of the trace.
         sections: Of the paths, those that take least.
@@ -39,7 +39,7 @@ class BatchPart:
         loss: Its share of the loss.
     """
 
-    task: BatchLoss
+    batch: BatchLoss
     traced: LossTrace
     paths: Paths
     sections: list[Section]
@@ -50,16 +50,16 @@ class BatchPart:
     @property
     def bytes(self) -> int:
         """Approximate bytes that the derivatives take at one time."""
-        return self.cost.numbers * self.task.dtype.itemsize
+        return self.cost.numbers * self.batch.dtype.itemsize
 
     @property
     def is_long(self) -> bool:
         """Whether products take less than sweeps."""
-        return products_are_cheaper(self.cost, self.paths.trace, self.task.size, self.task.dtype.itemsize)
+        return products_are_cheaper(self.cost, self.paths.trace, self.batch.size, self.batch.dtype.itemsize)
 
 
 def parts(
-    task: BatchLoss,
+    batch: BatchLoss,
     batch_size: int | None,
     *,
     cut: bool,
@@ -69,48 +69,48 @@ def parts(
     """Yield a batch in parts of ``batch_size`` samples; with None, whole, or in parts if its derivatives take too much.
 
     Args:
-        task: One batch.
+        batch: One batch.
         batch_size: Samples of a part.
         cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`BatchLoss.at`.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.
     """
-    step, start = batch_size if cut and batch_size else task.batch, 0
-    while start < task.batch:
-        stop = min(start + step, task.batch)
-        samples = task.part(slice(start, stop)) if cut else task
+    step, start = batch_size if cut and batch_size else batch.n_samples, 0
+    while start < batch.n_samples:
+        stop = min(start + step, batch.n_samples)
+        samples = batch.part(slice(start, stop)) if cut else batch
         traced = loss_trace(samples)
-        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, task.share, by_column=alone)
+        paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, batch.share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
         chosen, cost = cheapest(samples, paths, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
-        if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
-            cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
+        if batch_size is None and not cut and part.bytes > LARGE * _limit(batch) and _can_be_split(batch):
+            cut, step = True, max(1, _limit(batch) * batch.n_samples // part.bytes)
             continue
         yield part
         start = stop
 
 
-def cheapest(task: BatchLoss, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
+def cheapest(batch: BatchLoss, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
     """Return the sections of a trace with the cheapest sweeps, and their cost: with the cuts that pay, all cuts, or none."""
     chosen = sections(paths, alone=alone)
     cost = sweep_cost(paths, chosen, alone=alone)
-    if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, task.size, task.dtype.itemsize):
+    if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, batch.size, batch.dtype.itemsize):
         return chosen, cost
     others = [sections(paths, cut=cut) for cut in (True, False)]
     costs = [(chosen, cost), *((other, sweep_cost(paths, other)) for other in others)]
     return min(costs, key=lambda pair: pair[1].work)
 
 
-def is_cut(task: BatchLoss, batch_size: int | None) -> bool:
+def is_cut(batch: BatchLoss, batch_size: int | None) -> bool:
     """Tell whether a batch is cut into parts of ``batch_size`` samples."""
-    return batch_size is not None and batch_size < task.batch and _can_be_split(task)
+    return batch_size is not None and batch_size < batch.n_samples and _can_be_split(batch)
 
 
-def _can_be_split(task: BatchLoss) -> bool:
+def _can_be_split(batch: BatchLoss) -> bool:
     """Tell whether the loss of a batch is a known sum over its samples."""
-    return task.batch > 1 and bool(task.loss.name) and samples_are_independent(task)
+    return batch.n_samples > 1 and bool(batch.loss.name) and samples_are_independent(batch)
 
 
-def _limit(task: BatchLoss) -> int:
-    return min(MOST, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))
+def _limit(batch: BatchLoss) -> int:
+    return min(MOST, max(2 * CHUNK, batch.size**2 * batch.dtype.itemsize // 4))

@@ -152,12 +152,12 @@ def critical_sharpness(
     (2.0, 4.0, 2.0, 'SGD')
     """
     start = time.perf_counter()
-    tasks = read_request(module, inputs, target, **asked).together()
-    operator = HessianOperator.of(tasks, "hessian")
+    batches = read_request(module, inputs, target, **asked).together()
+    operator = HessianOperator.of(batches, "hessian")
     groups = {} if by is None else groups_of(by, operator, module)
     own = {name: module.get_parameter(name) for name in operator.slices}
     with preserved_random_states(module):
-        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(tasks), groups, passes)
+        search = along_step(WHO, optimizer, own, operator.gradient, operator.__matmul__, loss_around(batches), groups, passes)
     return replace(search, seconds=time.perf_counter() - start)
 
 

@@ -236,23 +236,23 @@ def loss_slices(
         raise InputError(f"{WHO}: points={points}; expected 2 or more")
     if not 0 < tolerance < 1:
         raise InputError(f"{WHO}: tolerance={tolerance}; expected a share between 0 and 1, such as 0.1")
-    tasks = read_request(module, inputs, target, **asked).together()
-    names, D, notes = _directions(along, tasks[0])
-    D = _normalised(D, tasks[0], normalise)
+    batches = read_request(module, inputs, target, **asked).together()
+    names, D, notes = _directions(along, batches[0])
+    D = _normalised(D, batches[0], normalise)
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
         raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
     if plane and len(names) != 2:
         raise InputError(
             f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2, bottom=0"
         )
-    operator = HessianOperator.of(tasks, "hessian")
+    operator = HessianOperator.of(batches, "hessian")
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")
     least = 1e-9 * (high - low)  # 0 itself may come out as rounding
     steps = torch.cat([steps[steps < -least], torch.zeros(1, dtype=torch.float64, device="cpu"), steps[steps > least]])
     eps = torch.finfo(operator.torch_dtype).eps
     slopes, curvatures = operator.gradient.double() @ D.double(), D.double().T @ HD.double()
-    slices, loss_of = [], loss_around(tasks)
+    slices, loss_of = [], loss_around(batches)
     for k, (name, d) in enumerate(zip(names, D.T, strict=True)):
         losses = _along(loss_of, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
@@ -280,14 +280,14 @@ def _span(span: Any) -> tuple[float, float]:
     return float(span[0]), float(span[1])
 
 
-def loss_around(tasks: Sequence[BatchLoss]) -> Callable[[Tensor], float]:
+def loss_around(batches: Sequence[BatchLoss]) -> Callable[[Tensor], float]:
     """Return the function d (P,), float64 -> the loss at theta + d, by the module's own call."""
-    first = tasks[0]
+    first = batches[0]
 
     def loss(d: Tensor) -> float:
         moved = {name: d[rows].reshape(first.parameters[name].shape) for name, rows in first.slices.items()}
         at = {name: (p.double() + moved[name]).to(p.dtype) for name, p in first.parameters.items()}
-        return math.fsum(task.share * task.own_value(at) for task in tasks)
+        return math.fsum(batch.share * batch.own_value(at) for batch in batches)
 
     return loss
 
@@ -334,59 +334,59 @@ def _extent(holds: Callable[[float], bool], steps: list[float]) -> tuple[float, 
     return abs(good), False
 
 
-def _directions(along: Any, task: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
+def _directions(along: Any, batch: BatchLoss) -> tuple[list[str], Tensor, tuple[str, ...]]:
     """Return names, columns (P, k), and notes."""
-    like = {"device": task.device, "dtype": task.dtype}
+    like = {"device": batch.device, "dtype": batch.dtype}
     if isinstance(along, Spectrum):
         D = along.directions
-        if D.shape[0] != task.size:
+        if D.shape[0] != batch.size:
             raise InputError(
-                f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {task.size}; pass the same params"
+                f"{WHO}: the eigenvectors have {D.shape[0]} entries, the parameters {batch.size}; pass the same params"
             )
         return [f"eigenvalue {value:.4g}" for value in along.eigenvalues.tolist()], D.to(**like), ()  # type: ignore[call-overload]
     others = [along] if isinstance(along, Mapping) else along
     if isinstance(others, list | tuple) and others and all(isinstance(there, Mapping) for there in others):
-        directions = [_to_checkpoint(there, task) for there in others]
+        directions = [_to_checkpoint(there, batch) for there in others]
         names = ["to the checkpoint"] if others is not along else [f"to checkpoint {k + 1}" for k in range(len(others))]
         notes = tuple(dict.fromkeys(note for _, several in directions for note in several))
         return names, torch.stack([d for d, _ in directions], dim=1), notes
     plain = isinstance(along, Tensor) and along.layout == torch.strided and not along.is_meta and along.is_floating_point()
-    if not plain or along.ndim not in (1, 2) or along.shape[0] != task.size or not along.numel():
+    if not plain or along.ndim not in (1, 2) or along.shape[0] != batch.size or not along.numel():
         seen = f"{along.dtype} of shape {tuple(along.shape)}" if isinstance(along, Tensor) else type(along).__name__
         raise InputError(
-            f"{WHO}: along is {seen}; expected a vector ({task.size},), columns ({task.size}, k), a spectrum, or state dicts"
+            f"{WHO}: along is {seen}; expected a vector ({batch.size},), columns ({batch.size}, k), a spectrum, or state dicts"
         )
     D = along.detach().to(**like)  # type: ignore[call-overload]
     D = D.unsqueeze(1) if D.ndim == 1 else D
     return [f"direction {k + 1}" for k in range(D.shape[1])], D, ()
 
 
-def _to_checkpoint(there: Mapping[str, Any], task: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
+def _to_checkpoint(there: Mapping[str, Any], batch: BatchLoss) -> tuple[Tensor, tuple[str, ...]]:
     """Return there - here of the parameters that move, (P,), and what else differs."""
-    here, parts = dict(task.module.state_dict()), []
+    here, parts = dict(batch.module.state_dict()), []
     for name, x in there.items():
         if name not in here:
             raise InputError(f"{WHO}: the checkpoint's {name!r} {not_known(str(name), here)}")
         if not isinstance(x, Tensor) or x.shape != here[name].shape:
             seen = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise InputError(f"{WHO}: {name!r} of the checkpoint is {seen}, of the module {tuple(here[name].shape)}")
-    for name, p in task.parameters.items():
+    for name, p in batch.parameters.items():
         if name not in there:
             raise InputError(f"{WHO}: the checkpoint has no {name!r}; pass a state_dict() of this module")
         parts.append((there[name].to(p.device, torch.float64) - p.double()).reshape(-1))
-    others = [n for n, x in there.items() if n not in task.parameters and not torch.equal(x.to(here[n]), here[n])]
+    others = [n for n, x in there.items() if n not in batch.parameters and not torch.equal(x.to(here[n]), here[n])]
     notes = (f"not moved, though the checkpoint has other values: {', '.join(map(repr, others))}",) if others else ()
-    return torch.cat(parts).to(task.dtype), notes
+    return torch.cat(parts).to(batch.dtype), notes
 
 
-def _normalised(D: Tensor, task: BatchLoss, how: str) -> Tensor:
+def _normalised(D: Tensor, batch: BatchLoss, how: str) -> Tensor:
     if how == "none":
         return D
     if how == "unit":
         return D / D.norm(dim=0)
     D = D.clone()
-    for name, p in task.parameters.items():
-        rows = task.slices[name]
+    for name, p in batch.parameters.items():
+        rows = batch.slices[name]
         if p.ndim < 2:
             D[rows] = 0.0
             continue

@@ -198,7 +198,7 @@ class BatchLoss(ModulePoint):
     # Parts --------------------------------------------------------------------------------------------------------------
 
     @cached_property
-    def batch(self) -> int:
+    def n_samples(self) -> int:
         """Number of samples: the length of the first axis that inputs and target share, else of the first tensor."""
         lengths = [int(x.shape[0]) for _, x in named_tensors((self.args, self.kwargs)) if x.ndim]
         if isinstance(self.target, Tensor) and self.target.ndim and self.target.shape[0] in lengths:
@@ -220,7 +220,7 @@ class BatchLoss(ModulePoint):
 
     def part(self, rows: slice | Tensor) -> BatchLoss:
         """Return the loss of some samples."""
-        args, kwargs, target = samples((self.args, self.kwargs, self.target), rows, self.batch)
+        args, kwargs, target = samples((self.args, self.kwargs, self.target), rows, self.n_samples)
         return replace(self, args=args, kwargs=kwargs, target=target, reference=None)
 
     def moved(self, parameters: Mapping[str, Tensor]) -> BatchLoss:

@@ -1,4 +1,4 @@
-"""A task's scalar loss as one trace: the module, followed by the loss in its closed form or traced."""
+"""The scalar loss of a batch as one trace: the module, followed by the loss in its closed form or traced."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def samples_are_independent(batch: BatchLoss) -> bool:
     The parts are halves, and single samples too where the module reads numbers out of tensors: a branch that all of the batch
     takes together may be another for one of its samples.
     """
-    count = batch.batch
+    count = batch.n_samples
     if count < 2 or not isinstance(batch.target, Tensor) or batch.target.ndim == 0 or batch.target.shape[0] != count:
         return False
     numbers = torch.arange(count, device=batch.device)
@@ -147,7 +147,7 @@ def _halves(numbers: Tensor) -> Iterator[Tensor]:
 
 def _agrees_on_parts(batch: BatchLoss, whole: Tensor, parts: Iterable[Tensor]) -> bool:
     """Compare the output on parts of the samples with that on all of them."""
-    if whole.ndim == 0 or whole.shape[0] != batch.batch:
+    if whole.ndim == 0 or whole.shape[0] != batch.n_samples:
         return False
     tolerance = min(1e3 * torch.finfo(whole.dtype).eps, 1e-3) * float(whole.abs().max())
     for rows in parts:

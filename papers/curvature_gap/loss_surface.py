@@ -132,12 +132,12 @@ def loss_surface_bound(
     distance = math.hypot(*radius.values())
     here, there, gradients, curvature = [], [], [], 0.0
     for x, t in zip(inputs, targets, strict=True):
-        task = read_request(block, x.unsqueeze(0), t.unsqueeze(0), loss=loss).only()
-        own = task.own_gradient(star)
+        batch = read_request(block, x.unsqueeze(0), t.unsqueeze(0), loss=loss).only()
+        own = batch.own_gradient(star)
         slopes = {name: torch.zeros_like(p) if (g := own.gradient[name]) is None else g for name, p in star.items()}
         gradients.append(torch.cat([g.reshape(-1) for g in slopes.values()]))
         here.append(own.loss)
-        there.append(task.own_value(other))
+        there.append(batch.own_value(other))
         curvature = max(curvature, a_priori(block, x, t, loss=loss, radius=radius).whole)
     steps = []
     for k in range(1, len(here)):

@@ -75,8 +75,8 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
 
 def paths_of(module: nn.Module, x: Any, target: Tensor | None = None, loss: Any = None, *, by_column: bool = False) -> Paths:
     """Return the paths of a module's loss."""
-    task = read_request(module, x, target, loss=loss).only()
-    return Paths(loss_trace(task).trace, by_column=by_column)
+    batch = read_request(module, x, target, loss=loss).only()
+    return Paths(loss_trace(batch).trace, by_column=by_column)
 
 
 @cache

@@ -130,9 +130,9 @@ def test_a_part_is_cut_as_the_forecasts_say() -> None:
     """Of four narrow blocks with many words, all cuts together take less than those that pay one by one."""
     model = hk.Transformer(30, 16, 32, 4, n_heads=2, seed=0).double()
     tokens = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
-    task = read_request(model, tokens, tokens.flip(1), loss="cross_entropy").only()
-    with task.at(), torch.no_grad():
-        (part,) = parts(task, None, cut=False)
+    batch = read_request(model, tokens, tokens.flip(1), loss="cross_entropy").only()
+    with batch.at(), torch.no_grad():
+        (part,) = parts(batch, None, cut=False)
         ways = {cut: sections.sections(part.paths, cut=cut) for cut in (None, True, False)}
         costs = {cut: sweep_cost(part.paths, way).work for cut, way in ways.items()}
     assert [s.end for s in part.sections] == [s.end for s in ways[True]]

@@ -254,7 +254,7 @@ def test_nothing_of_the_size_of_the_weights_is_kept() -> None:
     first, second = (p for p in applied(operator) if isinstance(p, ScaledDotProductAttention))
     assert first.mask is not None
     assert first.mask is second.mask
-    (batch,) = operator._batches
+    (batch,) = operator._linearised
     assert not [y for y in batch._constants.values() if y.untyped_storage().nbytes() >= length * length]
 
 
@@ -282,7 +282,7 @@ def test_reshapes_and_biases_are_fused_for_products(kind: str) -> None:
     operator = hessian_operator(module, x, target, kind=kind)
     expected = (reverse_over_reverse if kind == "hessian" else gauss_newton)(module, x, target, mse)
     assert error(operator.to_matrix(), expected) <= EXACT
-    primitives = [step.primitive.primitive for step in operator._batches[0]._steps(0)]
+    primitives = [step.primitive.primitive for step in operator._linearised[0]._steps(0)]
     assert sum(isinstance(p, Reshape) for p in primitives) == 3
     assert sum(isinstance(p, Add) for p in primitives) == 1  # the product that is read twice keeps its own
 
@@ -381,7 +381,7 @@ OUT = draw(FEATURES, CLASSES, seed=4)
 
 def test_nothing_of_tokens_times_classes_is_kept() -> None:
     operator = hessian_operator(HeadModel(HEADS["linear"][0]), IDS, IDS, loss="cross_entropy")
-    (batch,) = operator._batches
+    (batch,) = operator._linearised
     assert isinstance(batch, Linearisation)
     kept = [
         *batch._constants.values(),

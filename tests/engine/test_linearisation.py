@@ -35,7 +35,7 @@ def test_a_block_in_parts_equals_the_block(name: str, monkeypatch: pytest.Monkey
     operator = hessian_operator(MODULES[name](), X, T)
     V = draw(operator.shape[0], 5, seed=6)
     expected = torch.stack([operator @ v for v in V.T], 1)
-    (batch,) = operator._batches
+    (batch,) = operator._linearised
     for vectors in (1, 2):
         monkeypatch.setattr(linearisation, "CACHED", vectors * batch.bytes_per_vector)
         found = operator @ V
@@ -67,7 +67,7 @@ def test_less_memory_gives_the_same_products(options: dict[str, Any]) -> None:
     assert error(lean.gradient, whole.gradient) <= EXACT
     assert lean.loss == pytest.approx(whole.loss, rel=1e-14)
     if options.get("recompute"):
-        assert len(getattr(lean._batches[0], "_parts", lean._batches)[0]._segments) > 4
+        assert len(getattr(lean._linearised[0], "_parts", lean._linearised)[0]._segments) > 4
 
 
 def test_a_product_with_other_parameters_is_refused_without_copies() -> None:
@@ -183,5 +183,5 @@ def test_runs_of_entrywise_operations_are_one_step() -> None:
     module = Formula(written_out, lin=nn.Linear(4, 4), gate=nn.Linear(4, 4))
     operator = hessian_operator(module, X, T)
     assert error(operator.to_matrix(), reverse_over_reverse(module, X, T, mse)) <= EXACT
-    (batch,) = operator._batches
-    assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._task).trace)) - 6
+    (batch,) = operator._linearised
+    assert len(batch._steps(0)) < len(ancestors_of_output(loss_trace(batch._batch).trace)) - 6

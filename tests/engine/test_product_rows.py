@@ -98,10 +98,10 @@ def test_the_choice_follows_shapes() -> None:
     from hessiankit.request.read import read_request
 
     def chosen(net: nn.Module, x: Tensor, t: Tensor, *, alone: bool = False) -> bool:
-        task = read_request(net, x, t).only()
-        paths = Paths(loss_trace(task).trace, by_column=alone)
+        batch = read_request(net, x, t).only()
+        paths = Paths(loss_trace(batch).trace, by_column=alone)
         return product_rows.products_are_cheaper(
-            sweep_cost(paths, sections(paths, alone=alone), alone=alone), paths.trace, task.size, 8
+            sweep_cost(paths, sections(paths, alone=alone), alone=alone), paths.trace, batch.size, 8
         )
 
     deep = randomised(nn.Sequential(*[layer for _ in range(40) for layer in (nn.Linear(6, 6), nn.Tanh())]))

@@ -138,8 +138,8 @@ def approximations(
     if damping is not None and not (math.isfinite(damping) and damping >= 0):
         raise InputError(f"{WHO}: damping={damping}; pass a finite number, 0 or more, or None")
     check_count("batch_size", batch_size, "sample")
-    tasks = read_request(module, inputs, target, kind=against, seed=seed, draws=draws, **asked).together()
-    point = Point(module, tasks, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
+    batches = read_request(module, inputs, target, kind=against, seed=seed, draws=draws, **asked).together()
+    point = Point(module, batches, against, batch_size, method, damping, products, minibatch, rank, seed, groupings)
     notes: list[str] = []
     found: dict[str, Approximation] = {}
     wanted = [name for name in known if name == "identity" or selected is None or name in selected]
@@ -167,7 +167,7 @@ class Point:
     """The exact matrix and what approximations are made of, at one point; each is computed when it is first needed."""
 
     module: nn.Module
-    tasks: Sequence[BatchLoss]
+    batches: Sequence[BatchLoss]
     kind: str
     batch_size: int | None
     method: str
@@ -180,7 +180,7 @@ class Point:
 
     def __post_init__(self) -> None:
         """Choose between the matrix and its products."""
-        first = self.tasks[0]
+        first = self.batches[0]
         self.slices, self.shapes, self.size = first.slices, first.shapes, first.size
         self.device, self.dtype = first.device, first.dtype
         self.is_dense = self.method == "dense" or (self.method == "auto" and self.size <= DENSE)
@@ -190,20 +190,20 @@ class Point:
     @cached_property
     def matrix(self) -> Tensor:
         """The exact matrix A, (P, P)."""
-        evaluation = Evaluation(self.tasks, self.batch_size, None)
+        evaluation = Evaluation(self.batches, self.batch_size, None)
         return evaluation.whole() if self.kind == "hessian" else evaluation.outer()
 
     @cached_property
     def operator(self) -> HessianOperator:
         """A by its products."""
-        return HessianOperator.of(self.tasks, self.kind)
+        return HessianOperator.of(self.batches, self.kind)
 
     @cached_property
     def truth(self) -> DenseTruth | ProductTruth:
         """The exact matrix that approximations are compared with, dense or by its products."""
         if self.is_dense:
             return DenseTruth(self.matrix, self.operator.gradient, self.slices, self.damping)
-        convex = all(task.loss.name for task in self.tasks)  # the named losses are
+        convex = all(batch.loss.name for batch in self.batches)  # the named losses are
         positive = self.kind != "hessian" and convex
         return ProductTruth(self.operator, self.damping, self.products, self.seed, positive=positive)
 
@@ -213,19 +213,19 @@ class Point:
         return self.matrix.diagonal() if self.is_dense else self._diagonal_of(self.kind)
 
     def _diagonal_of(self, kind: str) -> Tensor:
-        return diagonal_of(self.tasks, kind, batch_size=self.batch_size).flat
+        return diagonal_of(self.batches, kind, batch_size=self.batch_size).flat
 
     @cached_property
     def factors(self) -> KroneckerFactors:
         """Kronecker factors of weights and biases."""
-        return KroneckerFactors(self.tasks, seed=self.seed)
+        return KroneckerFactors(self.batches, seed=self.seed)
 
     @cached_property
     def moments(self) -> MiniBatchMoments:
         """Second moments of the gradients of mini-batches."""
-        if any(task.loss.reads != "logits" for task in self.tasks):
+        if any(batch.loss.reads != "logits" for batch in self.batches):
             raise InputError("gradients of single samples need the module's output as one tensor; pass loss=... and target=...")
-        return MiniBatchMoments(sample_gradients(self.tasks), self.minibatch, self.shapes, self.slices)
+        return MiniBatchMoments(sample_gradients(self.batches), self.minibatch, self.shapes, self.slices)
 
     def model(self, name: str) -> tuple[Model, str]:
         """Return an approximation by name, and its structure in words; an InputError says why one cannot be made here."""

@@ -64,14 +64,14 @@ class GaussNewtonBackend:
             raise InputError(
                 f"{WHO}: a batch has labels of {IGNORE_INDEX}, which count among its samples; leave these samples out"
             )
-        tasks = read_request(self.model, _inputs(x), y, **options).together()
-        factors = {w.parameter: w for w in KroneckerFactors(tasks).weights if w.at is None}
-        others = {name: p for name, p in tasks[0].parameters.items() if name not in factors}
+        batches = read_request(self.model, _inputs(x), y, **options).together()
+        factors = {w.parameter: w for w in KroneckerFactors(batches).weights if w.at is None}
+        others = {name: p for name, p in batches[0].parameters.items() if name not in factors}
         if bad := [name for name, p in others.items() if p.ndim != 1]:
             raise InputError(f"{WHO}: {bad[0]!r} has no Kronecker factors; freeze it, or take hessian_structure='diag'")
         rest = hessian_diagonal(self.model, _inputs(x), y, **{**self._options(), "params": list(others)}).values if others else {}
         blocks = []
-        for name in tasks[0].parameters:
+        for name in batches[0].parameters:
             w = factors.get(name)
             if w is not None and not w.is_even and len(y) < N:
                 raise InputError(
@@ -84,7 +84,7 @@ class GaussNewtonBackend:
                 blocks.append([w.gradients, len(y) / N * w.moment])
             else:
                 blocks.append([len(y) * w.moment, w.gradients / N])
-        return self._scaled(tasks[0].share * tasks[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
+        return self._scaled(batches[0].share * batches[0].reference.loss, Kron(blocks))  # type: ignore[union-attr, no-any-return]
 
 
 def _inputs(x: Any) -> Any:

@@ -21,17 +21,17 @@ from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.fisher import counted_samples
 
 
-def sample_gradients(tasks: Sequence[BatchLoss]) -> Tensor:
+def sample_gradients(batches: Sequence[BatchLoss]) -> Tensor:
     """Return the gradients of the losses of the B samples that count, scaled so that their mean is that of the whole: (B, P)."""
     rows = []
-    is_scalar = [isinstance(task.target, Tensor) and task.target.ndim == 0 for task in tasks]  # logits without an axis of samples
-    for task, one in zip(tasks, is_scalar, strict=True):
-        J = JacobianOperator(task.unchecked())
-        with task.at():
-            Z = task.read().detach().requires_grad_()
-            (slope,) = torch.autograd.grad(task.loss.value(Z, task.target), Z)
+    for batch in batches:
+        is_scalar = isinstance(batch.target, Tensor) and batch.target.ndim == 0  # logits without an axis of samples
+        J = JacobianOperator(batch.unchecked())
+        with batch.at():
+            Z = batch.read().detach().requires_grad_()
+            (slope,) = torch.autograd.grad(batch.loss.value(Z, batch.target), Z)
         c = slope.detach().to(J.torch_dtype)
-        rows.append(task.share * (J.pull(c.reshape(1, -1)) if one else J.sample_gradients(c)[counted_samples(task)]))
+        rows.append(batch.share * (J.pull(c.reshape(1, -1)) if is_scalar else J.sample_gradients(c)[counted_samples(batch)]))
     gradients = torch.cat(rows)
     return len(gradients) * gradients
 

@@ -63,16 +63,16 @@ class SiteRoots:
         return self.plus.any(0) | self.minus.any(0)
 
 
-def sites(task: BatchLoss) -> list[SiteRoots]:
+def sites(batch: BatchLoss) -> list[SiteRoots]:
     """Return the sites of a loss, whose shares add up to its Hessian."""
-    traced = loss_trace(task).trace
+    traced = loss_trace(batch).trace
     adjoints = traced.adjoints()
     steps = [(a, traced.moving_inputs(a), adjoints[a.output]) for a in traced.applications if a.output in adjoints]
     tail = _tail(traced, steps)
-    eye = torch.eye(task.size, dtype=task.dtype, device=task.device)
+    eye = torch.eye(batch.size, dtype=batch.dtype, device=batch.device)
     tangents = {  # of the parameters, (P, *shape) each
-        traced.parameters[name]: eye[:, task.slices[name]].reshape(task.size, *value.shape)
-        for name, value in task.parameters.items()
+        traced.parameters[name]: eye[:, batch.slices[name]].reshape(batch.size, *value.shape)
+        for name, value in batch.parameters.items()
     }
     roots: list[SiteRoots] = []
     for a, ids, adjoint in steps[: len(steps) - len(tail)]:
@@ -253,16 +253,16 @@ class Structured:
     sites: tuple[str, ...]  # that were kept apart
 
 
-def structured(task: BatchLoss) -> Structured:
+def structured(batch: BatchLoss) -> Structured:
     """Return the bounds of a traced loss.
 
     Each block is bounded twice, by the sum of the norms of the sites' shares and by the signs, and the whole by the norm of
     the matrix of block bounds and by the signs; the smaller counts. An InputError names a site too large to be written out.
     """
-    if task.dtype != torch.float64:
-        raise InputError(f"structured: the parameters are {task.dtype}, and rounding is allowed for as in float64; convert them")
-    roots, slices = sites(task), task.slices
-    plus, minus = (roots[0].plus.new_zeros(task.size, task.size) for _ in range(2))
+    if batch.dtype != torch.float64:
+        raise InputError(f"structured: the parameters are {batch.dtype}, and rounding is allowed for as in float64; convert them")
+    roots, slices = sites(batch), batch.slices
+    plus, minus = (roots[0].plus.new_zeros(batch.size, batch.size) for _ in range(2))
     own: dict[str, tuple[float, float]] = {}
     smaller: dict[tuple[str, str], float] = {}
     pairs = list(combinations_with_replacement(slices, 2))

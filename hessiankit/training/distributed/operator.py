@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from hessiankit.curvature.operator import HessianOperator, check_options, linearised
+from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
 from hessiankit.engine.assembly import WORKSPACE
-from hessiankit.engine.linearisation import Batch, Constant
+from hessiankit.engine.linearisation import Constant, LinearisedBatch
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.data import Weights, read_data
 from hessiankit.request.fisher import KINDS
@@ -51,11 +51,13 @@ class DistributedOperator(HessianOperator):
     ``loss`` and ``gradient`` are those of all the data.
     """
 
-    def __init__(self, ranks: Ranks, tasks: list[BatchLoss], batches: list[Batch], kind: str, block_size: int | None) -> None:
+    def __init__(
+        self, ranks: Ranks, batches_of_rank: list[BatchLoss], linearised: list[LinearisedBatch], kind: str, block_size: int | None
+    ) -> None:
         self.ranks = ranks
-        held = batches or [_Nothing(tasks[0])]
+        held = linearised or [_Nothing(batches_of_rank[0])]
         most = max(ranks.gather(max(batch.bytes_per_vector for batch in held)))
-        super().__init__(tasks, held, kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks))
+        super().__init__(batches_of_rank, held, kind, block_size or max(1, WORKSPACE // most), total=partial(_sum, ranks))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -80,9 +82,9 @@ def _sum(ranks: Ranks, terms: Iterable[Tensor], weights: Sequence[float]) -> Ten
 class _Nothing(Constant):
     """The batch of a rank without data: loss, gradient and products are zero."""
 
-    def __init__(self, task: BatchLoss) -> None:
+    def __init__(self, batch: BatchLoss) -> None:
         self.loss = 0.0
-        self._zeros = next(iter(task.parameters.values())).new_zeros(()).expand(task.size)
+        self._zeros = next(iter(batch.parameters.values())).new_zeros(()).expand(batch.size)
         self.bytes_per_vector = 1
 
 
@@ -158,46 +160,50 @@ def hessian_operator(
     check_same_tensors(ranks, {n: x for n, x in module.named_parameters() if n not in chosen}, "constant parameter")
     check_same_tensors(ranks, dict(module.named_buffers()), "buffer")
 
-    def own() -> tuple[list[BatchLoss], list[Batch]]:
+    def own() -> tuple[list[BatchLoss], list[LinearisedBatch]]:
         read = read_loss(loss)
         pairs, counts = _counting(module, data, target, loss, weights)
         if not pairs:
             state = ModuleState(module, read.function)
             return [BatchLoss(module, dict(chosen), state, read, (), {}, count=0.0)], []
         several = iter(pairs) if loss is not None else (inputs for inputs, _ in pairs)
-        return linearised(read_request(module, several, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction))
+        return linearise_all(
+            read_request(module, several, loss=loss, params=params, kind=kind, weights=counts, reduction=reduction)
+        )
 
-    tasks, linearisations = ranks.together(own)
-    _check_same_function(ranks, tasks[0], bool(linearisations))
-    held = ranks.gather(([task.count for task in tasks], any(not isinstance(batch, Constant) for batch in linearisations)))
+    batches_of_rank, linearisations = ranks.together(own)
+    _check_same_function(ranks, batches_of_rank[0], bool(linearisations))
+    held = ranks.gather(
+        ([batch.count for batch in batches_of_rank], any(not isinstance(batch, Constant) for batch in linearisations))
+    )
     terms = math.fsum(count for its, _ in held for count in its)
     if not terms:
         raise InputError(f"{WHO}: no rank holds a batch that counts; pass data on one of them at least")
     if not any(moves for _, moves in held):
         raise InputError(f"{WHO}: none of the parameters has an effect on the loss; the module does not use them")
     total = 1.0 if (reduction or read_loss(loss).reduction) == "sum" else terms
-    tasks = [replace(task, share=task.count / total) for task in tasks]
-    return ranks.together(lambda: DistributedOperator(ranks, tasks, linearisations, kind, block_size))
+    batches_of_rank = [replace(batch, share=batch.count / total) for batch in batches_of_rank]
+    return ranks.together(lambda: DistributedOperator(ranks, batches_of_rank, linearisations, kind, block_size))
 
 
-def _check_same_function(ranks: Ranks, task: BatchLoss, has_data: bool) -> None:
+def _check_same_function(ranks: Ranks, batch: BatchLoss, has_data: bool) -> None:
     """Compare modules, and losses of the user's own, by what they do with the first batch of the first rank that holds data."""
     if ranks.size == 1:
         return
-    data = map_tensors(lambda x: x.detach().cpu(), (task.args, task.kwargs, task.target, task.loss.reads))
+    data = map_tensors(lambda x: x.detach().cpu(), (batch.args, batch.kwargs, batch.target, batch.loss.reads))
     sent = common(ranks, [data] if has_data else [])
     if sent is None:
         return
-    *data, reads = map_tensors(lambda x: x.to(task.device), sent)
-    same = replace(task, args=data[0], kwargs=data[1], target=data[2], loss=replace(task.loss, reads=reads), reference=None)
+    *data, reads = map_tensors(lambda x: x.to(batch.device), sent)
+    same = replace(batch, args=data[0], kwargs=data[1], target=data[2], loss=replace(batch.loss, reads=reads), reference=None)
 
     def run(watched: AbstractContextManager[Any]) -> None:
         with same.at(), watched:
             result = same.result()
-            if not task.loss.name:
+            if not batch.loss.name:
                 same.loss.value(result, same.target)
 
-    own = [(name, x) for name, *both in task.state.tensors() for x in both]
+    own = [(name, x) for name, *both in batch.state.tensors() for x in both]
     check_same_function(ranks, run, [*own, *named_tensors(data)])
 
 
