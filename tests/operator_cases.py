@@ -40,7 +40,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def applied(operator: hk.HessianOperator) -> list[Any]:
     """The primitives that the operator's batches are made of."""
-    parts = [part for batch in operator._batches for part in getattr(batch, "_parts", [batch])]
+    parts = [part for batch in operator._linearised for part in getattr(batch, "_parts", [batch])]
     return [a.primitive for part in parts for stretch in part._segments for a in stretch.applications]
 
 

@@ -120,7 +120,7 @@ def test_bad_requests(name: str) -> None:
 
 def asymmetric() -> HessianOperator:
     operator = hessian_operator(Formula(lambda m, x: torch.sinc(m.lin(x)), lin=nn.Linear(4, 4)), X, T)
-    batch = operator._batches[0]
+    batch = operator._linearised[0]
     inner = batch.product
     batch.product = lambda rows: inner(rows) + rows.roll(1, 1)  # type: ignore[method-assign]
     return operator
@@ -204,7 +204,7 @@ def test_a_large_model_makes_tangents_again_that_others_give_quickly(recompute: 
 def test_a_norm_keeps_its_rows_alone() -> None:
     operator = hessian_operator(block(), X, T)
     operator @ draw(operator.shape[0], seed=1)
-    norms = [s.primitive for s in operator._batches[0]._steps(0) if isinstance(s.primitive, LinearisedNorm)]
+    norms = [s.primitive for s in operator._linearised[0]._steps(0) if isinstance(s.primitive, LinearisedNorm)]
     kept = {name for norm in norms for name, x in vars(norm).items() if isinstance(x, Tensor) and x.shape == norm.x.shape}
     assert kept == {"x", "off"}  # one array, but where rows are of two entries
 
@@ -266,7 +266,7 @@ def test_blocks_are_cut_to_the_work_space(monkeypatch: pytest.MonkeyPatch) -> No
 
     module = block()
     wide = hessian_operator(module, X, T)
-    monkeypatch.setattr(room, "WORKSPACE", 3 * wide._batches[0].bytes_per_vector + 8)
+    monkeypatch.setattr(room, "WORKSPACE", 3 * wide._linearised[0].bytes_per_vector + 8)
     narrow = hessian_operator(module, X, T)
     assert wide.block_size > narrow.block_size == 3
     assert error(narrow.to_matrix(), wide.to_matrix()) <= EXACT
@@ -431,7 +431,7 @@ def test_an_operator_is_freed_at_once() -> None:
     x = torch.ones(2, 3)
     H = hessian_operator(torch.nn.Linear(3, 1), x, x[:, :1])
     H._replayed = Replayed(H._block)
-    batch = weakref.ref(H._batches[0])
+    batch = weakref.ref(H._linearised[0])
     gc.disable()
     try:
         del H

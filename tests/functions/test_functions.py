@@ -255,7 +255,7 @@ def test_a_traced_module_has_their_closed_forms() -> None:
 
     model, ids = Formula(forward, table=(7, 4), mix=(4, 12)), LABELS.clamp(0)
     operator = hk.hessian_operator(model, ids, loss=None)
-    assert not operator._batches[0].fallbacks
+    assert not operator._linearised[0].fallbacks
     assert error(operator.to_matrix(), reverse_over_reverse(model, ids, None, None)) <= 1e-10
 
 
