@@ -5,9 +5,11 @@ The class of a chapter of ``hessiankit.derive`` gets its formulas typeset: value
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,20 @@ def fenced(text: str) -> str:
     return DOCTEST.sub(lambda m: f"{m['indent']}```pycon\n{m[0]}\n{m['indent']}```", text)
 
 
+def spell_out(function: griffe.Function) -> None:
+    """Give a function that takes ``**asked: Unpack[...]`` the parameters and the docstring that it has at run time."""
+    runtime = getattr(import_module(function.module.path), function.name)
+    written = {p.name: p for p in function.parameters}
+
+    def parameter(p: inspect.Parameter) -> griffe.Parameter:
+        annotation, default = inspect.formatannotation(p.annotation).strip("'"), repr(p.default)
+        return griffe.Parameter(p.name, annotation=annotation, kind=griffe.ParameterKind.keyword_only, default=default)
+
+    every = inspect.signature(runtime).parameters.values()
+    function.parameters = griffe.Parameters(*(written.get(p.name) or parameter(p) for p in every))
+    function.docstring.value = inspect.getdoc(runtime)
+
+
 class Docstrings(griffe.Extension):
     """Rewrite the docstrings of a package once all of it has been read, and hide private fields of classes."""
 
@@ -101,6 +117,8 @@ class Docstrings(griffe.Extension):
         if obj.is_class:  # a dataclass's signature is made of its fields afterwards
             for name in [name for name, member in obj.members.items() if member.is_attribute and member.is_private]:
                 obj.del_member(name)
+        if obj.is_function and any("Unpack" in str(p.annotation) for p in obj.parameters):
+            spell_out(obj)
         if obj.docstring is not None:
             formulas = typeset(FORMULAS[obj.name]) if obj.is_class and obj.name in FORMULAS else ""
             obj.docstring.value = fenced(to_rows(linked(escaped(obj.docstring.value), obj))) + formulas

@@ -146,7 +146,7 @@ def test_products_through_strips_equal_reverse_over_reverse(recompute: str | Non
     expected = expected[: len(found), : len(found)]  # the frozen matrix comes last
     assert float((found - expected).abs().max()) <= 1e-10 * float(expected.abs().max())
     if recompute is None:
-        assert any(isinstance(step.primitive, AttentionInStrips) for step in operator._batches[0]._steps(0))
+        assert any(isinstance(step.primitive, AttentionInStrips) for step in operator._linearised[0]._steps(0))
 
 
 def test_weights_that_are_not_numbers_are_refused() -> None:
