@@ -24,9 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import RECORDING, full_precision
-from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, tensors_in, unwrapped
+from hessiankit.tracing.graph import NUMBER, Recording, tensors_in, unwrapped
+from hessiankit.tracing.graph_builder import GraphBuilder
 from hessiankit.tracing.in_place import functional_twin, overwritten
 from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.tensor_table import place
 
 aten = torch.ops.aten
 
@@ -224,6 +226,7 @@ class _Recorder(ProxyTorchDispatchMode):
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.builder, self.decompositions = builder, decompositions
+        self.has_complex = False  # whether an operation returned complex numbers that have a derivative
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or the operations that it consists of, and note it."""
@@ -238,7 +241,7 @@ class _Recorder(ProxyTorchDispatchMode):
         if func is aten.lift_fresh.default:
             self.builder.ready(args[0])
             return args[0]
-        if func is aten.detach_.default and id(args[0]) not in self.builder.nodes:
+        if func is aten.detach_.default and self.builder.tensors.node(args[0]) is None:
             return args[0]
         return self._run(func, args, kwargs)
 
@@ -252,7 +255,7 @@ class _Recorder(ProxyTorchDispatchMode):
         states = _random_states(args, kwargs) if may_draw(operation) else []
         with torch._C._DisablePythonDispatcher():
             if states:
-                self.builder.edges.look()
+                self.builder.edges.update()
             node = self.builder.call(operation, args, kwargs)
             value = operation(*args, **kwargs)
             if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
@@ -265,31 +268,32 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.recording.graph.remove_last()
                 return value
             if _is_complex(value):
-                self.builder.remove_last()
+                self.has_complex = True
+                self.builder.recording.graph.remove_last()  # what is made of it is known by autograd's graph alone
                 return value
             self.builder.keep(node, value)
             if isinstance(value, NUMBER):
                 self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
-            self.builder.made(node, value)
+            self.builder.created(node, value)
         return value
 
     def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:
         """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
-        if operation in _DUAL or (self.builder.complex and _is_complex((args, kwargs))):
+        if operation in _DUAL or (self.has_complex and _is_complex((args, kwargs))):
             return True
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
-        return self.builder.is_outside(targets) or self.builder.passes_gradients(targets)
+        return self.builder.is_external(targets) or self.builder.passes_gradients(targets)
 
     def _untraced(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
         targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
             if targets:
-                self.builder.edges.look()  # they belong to the values before
+                self.builder.edges.update()  # they belong to the values before
                 self.builder.keep_constants(targets)
             value = operation(*args, **kwargs)
         self.builder.add_untraced(value)
