@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,13 @@ from hessiankit.blocks.norms import norm_of
 
 Array = Any
 """An object array of numbers."""
+
+
+def row_softmax(logits: Array, exp: Callable[[Any], Any], mask: Array | None = None) -> Array:
+    """Return the softmax of each row; where ``mask`` is False the weight is exactly 0."""
+    powers = np.frompyfunc(exp, 1, 1)(logits)
+    powers = powers if mask is None else np.where(mask, powers, 0)
+    return powers / powers.sum(1)[:, None]
 
 
 class BlockParts:
@@ -100,9 +107,7 @@ class BlockParts:
 
     def weights(self, logits: Array) -> Array:
         """Return the attention weights of one head, row by row."""
-        powers = np.frompyfunc(self.exp, 1, 1)(logits)
-        powers = np.where(np.tril(np.ones(logits.shape, dtype=bool)), powers, 0) if self.part.causal else powers
-        return powers / powers.sum(1)[:, None]
+        return row_softmax(logits, self.exp, np.tril(np.ones(logits.shape, dtype=bool)) if self.part.causal else None)
 
     def mixed(self, Q: Any, K: Any, V: Any) -> Any:
         """Return the contexts of all heads side by side, from queries and keys before they are rotated, and values."""

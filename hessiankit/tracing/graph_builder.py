@@ -81,11 +81,12 @@ class GraphBuilder:
         if not isinstance(x, Tensor):
             return x
         record = self.tensors.record(x)
-        if record is None or not record.is_valid:
-            if x.grad_fn is not None:
-                self.tensors.add(x, self._node_by_autograd(x))
-            else:
-                self._name_constant(x)
+        if record is not None and record.is_valid:
+            return record.node
+        if x.grad_fn is None:
+            self._name_constant(x)
+        else:
+            self.tensors.add(x, self._node_by_autograd(x))
         return self.tensors.node(x)
 
     def _node_by_autograd(self, x: Tensor) -> Node:
@@ -147,9 +148,8 @@ class GraphBuilder:
     def _name(self, x: Tensor, node: Node) -> None:
         if not self.differentiable:
             node.has_gradient = False
-        memory = self.tensors.memory(x)
+        memory = self.tensors.add(x, node)
         memory.is_external = bool(memory.is_external)
-        self.tensors.add(x, node)
 
     # Memory that is written into -----------------------------------------------------------------------------------------
 

@@ -48,9 +48,10 @@ class TensorRecord:
         """Whether the node stands for the tensor as it is now: the same entries, which pass gradients as its graph says."""
         if self.node is None or self.is_stale:
             return False
+        if self.node.has_gradient and not self.was_constant:
+            return True
         function = self.tensor.grad_fn
-        is_scripted = self.was_constant and type(function).__name__ == "CppFunction"
-        return function is None or (self.node.has_gradient and not is_scripted)
+        return function is None or (self.node.has_gradient and type(function).__name__ != "CppFunction")
 
 
 @dataclass(slots=True)
@@ -83,12 +84,13 @@ class TensorTable:
         self._records: dict[int, TensorRecord] = {}
         self._memories: defaultdict[int, Memory] = defaultdict(Memory)
 
-    def add(self, x: Tensor, node: Node | None) -> None:
-        """Record a tensor, in place of an earlier record of it."""
-        record = TensorRecord(x, node, not x.requires_grad)
+    def add(self, x: Tensor, node: Node | None) -> Memory:
+        """Record a tensor, in place of an earlier record of it, and return its memory."""
+        record, memory = TensorRecord(x, node, not x.requires_grad), self.memory(x)
         self._records[id(x)] = record
         self.history.append(record)
-        self.memory(x).records.append(record)
+        memory.records.append(record)
+        return memory
 
     def record(self, x: Tensor) -> TensorRecord | None:
         """Return the last record of a tensor, if any."""

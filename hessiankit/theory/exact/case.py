@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from derivations.activation_functions import KINDS
 from derivations.arrays import Array
 from derivations.matrix import Matrix
 from derivations.operation import Operation, Shape
@@ -67,21 +65,6 @@ class Draw:
         """Return an eps for which mean square + eps has a root, which is drawn."""
         root = self.number()
         return root * root - mean_square
-
-
-@contextmanager
-def formal_activation(function: FormalFunction) -> Iterator[None]:
-    """Teach the activation chapter a kind "formal" whose value and derivatives are those of a drawn function."""
-
-    def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
-        taylor: Any = np.frompyfunc(function.taylor, 1, 3)(x)
-        return taylor[0], taylor[1], taylor[2]
-
-    KINDS["formal"] = derivatives
-    try:
-        yield
-    finally:
-        del KINDS["formal"]
 
 
 @dataclass(frozen=True)

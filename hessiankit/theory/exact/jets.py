@@ -111,6 +111,11 @@ class FormalFunction:
     def __init__(self, draw: Callable[[Any], tuple[Any, Any, Any]]) -> None:
         self.taylor = cache(draw)  # value, first and second derivative at x, drawn once
 
+    def derivatives(self, x: Array, slope: Any = None) -> tuple[Array, Array, Array]:
+        """Return value, first and second derivative of every entry: a kind of ``derivations.activation_functions``."""
+        taylor: Any = np.frompyfunc(self.taylor, 1, 3)(x)
+        return taylor
+
     def __call__(self, x: Jet | Number) -> Any:
         """Return the function of x, a jet or a number as x is."""
         return x.chain(*self.taylor(x.value)) if isinstance(x, Jet) else self.taylor(x)[0]

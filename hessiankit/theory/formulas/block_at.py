@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from derivations.activation import ActivationAt
+from derivations.activation_functions import Kind
 from derivations.affine import AffineAt
-from derivations.arrays import Array, is_exact
+from derivations.arrays import Array, is_exact, symbolic
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import HadamardAt
@@ -50,7 +51,7 @@ class Exact:
     weights: Array | None = None  # attention weights, stacked over the heads, in place of a softmax
     scale: Any = None  # the factor of the logits
     turns: tuple[Array, Array] | None = None  # cosines and sines of the rotary embedding, each L x d_K / 2
-    activation: str | None = None  # a kind of ``derivations.activation`` in place of the network's, or of the gate's
+    activation: Kind | None = None  # an activation in place of the network's, or of the gate's
 
 
 @dataclass
@@ -239,7 +240,7 @@ def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, A
     if not isinstance(like, Tensor):
         by = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
         exact = np.array([[position * angle for angle in by] for position in range(length)], dtype=object)
-        return np.vectorize(sympy.cos, otypes=[object])(exact), np.vectorize(sympy.sin, otypes=[object])(exact)
+        return symbolic("cos", exact), symbolic("sin", exact)
     half = angles(length, width, theta).to(like.device)
     return half.cos().to(like.dtype), half.sin().to(like.dtype)
 
