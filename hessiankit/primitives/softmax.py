@@ -39,10 +39,10 @@ class Softmax(ByLinearising):
         """Return the rows of minus infinity only, of which torch makes NaN."""
         return output.isnan()
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         return LinearisedSoftmax(self, inputs, adjoint, self._axis(inputs[0]))
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim + self._axis(inputs[0])
 
     def _axis(self, T: Tensor) -> int:
@@ -76,16 +76,16 @@ class LinearisedSoftmax(Linearised):
         t = None if tangents is None else tangents[0]
         if t is None:
             return (None if bar is None else self.covariance(bar),)
-        centred = self.covariance
+        covariance = self.covariance
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
         for part, into, u in stacks(t, out, bar):
-            moved = centred.differences(part)
-            along = torch.mul(moved, self.a, out=into).sum(self.axis, keepdim=True)
+            differences = covariance.differences(part)
+            projection = torch.mul(differences, self.a, out=into).sum(self.axis, keepdim=True)
             if u is None:
-                torch.mul(moved, self.q, out=into)
+                torch.mul(differences, self.q, out=into)
             else:
-                centred.differences(u, out=into).mul_(self.a).addcmul_(moved, self.q)
-            centred.centre(into).addcmul_(self.q, along, value=-1)
+                covariance.differences(u, out=into).mul_(self.a).addcmul_(differences, self.q)
+            covariance.centre(into).addcmul_(self.q, projection, value=-1)
         return (out,)
 
 
@@ -106,8 +106,8 @@ class Covariance:
         self.a, self.axis = a, axis
         peak = peaks(a, axis)
         self.shape = peak.shape
-        every = torch.arange(a.numel(), device=a.device).reshape(a.shape)
-        self.positions = torch.take_along_dim(every, peak, axis).reshape(-1)
+        positions = torch.arange(a.numel(), device=a.device).reshape(a.shape)
+        self.positions = torch.take_along_dim(positions, peak, axis).reshape(-1)
 
     def __call__(self, t: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return C_a t for tangents (S, *shape of the weights), multiplied by a weight for each row if there is one."""
@@ -156,8 +156,8 @@ def peaks(a: Tensor, axis: int) -> Tensor:
     parts = rows[..., : size // width * width].unflatten(-1, (-1, width)).amax(-1)
     parts = torch.cat((parts, rows[..., -width:].amax(-1, keepdim=True)), -1)
     start = (parts.argmax(-1, keepdim=True) * width).clamp_(max=size - width)
-    inside = rows.gather(-1, start + torch.arange(width, device=a.device)).argmax(-1, keepdim=True)
-    return (start + inside).movedim(-1, axis)
+    offset = rows.gather(-1, start + torch.arange(width, device=a.device)).argmax(-1, keepdim=True)
+    return (start + offset).movedim(-1, axis)
 
 
 def nearly_one_hot(a: Tensor, axis: int) -> bool:
@@ -206,8 +206,8 @@ class LogSoftmax(Primitive):
         if not nearly_one_hot(a, axis):
             return (out,)
         top = torch.zeros_like(a, dtype=torch.bool).scatter(axis, peaks(a, axis), True)
-        others, rest = adjoint.masked_fill(top, 0).sum(axis, keepdim=True), a.masked_fill(top, 0).sum(axis, keepdim=True)
-        return (torch.where(top, adjoint * rest - a * others, out),)
+        adjoint_sum, rest = adjoint.masked_fill(top, 0).sum(axis, keepdim=True), a.masked_fill(top, 0).sum(axis, keepdim=True)
+        return (torch.where(top, adjoint * rest - a * adjoint_sum, out),)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         if tangents[0] is None:
@@ -215,7 +215,7 @@ class LogSoftmax(Primitive):
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
         return (-adjoint.sum(axis, keepdim=True) * covariance(a, tangents[0], peaks(a, axis), axis),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim + self._axis(inputs[0])
 
     def _axis(self, T: Tensor) -> int:

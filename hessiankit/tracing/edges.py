@@ -78,9 +78,9 @@ class Edges:
     def _nearest(self, functions: dict[Any, None]) -> dict[Edge, Node]:
         """Walk back from functions to the next values that were seen; add the functions on the way to ``functions``."""
         nodes: dict[Edge, Node] = {}
-        waiting = list(functions)
-        while waiting:
-            for edge in waiting.pop().next_functions:
+        queue = list(functions)
+        while queue:
+            for edge in queue.pop().next_functions:
                 if edge[0] is None or edge[0] in functions:
                     continue
                 position = self._at(edge)
@@ -88,7 +88,7 @@ class Edges:
                     nodes[edge] = position.node
                 elif not _is_leaf(edge[0]):
                     functions[edge[0]] = None
-                    waiting.append(edge[0])
+                    queue.append(edge[0])
         return nodes
 
     def _at(self, edge: Edge) -> Position | None:

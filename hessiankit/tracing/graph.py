@@ -64,16 +64,16 @@ class Graph:
         inputs: dict[Node, None] = {}
         map_nodes(lambda node: inputs.setdefault(node), (args, kwargs))
         node = Node(op, target, args, kwargs, self._unique(name or str(target)), tuple(inputs))
-        for entering in inputs:
-            entering.users.append(node)
+        for input_node in inputs:
+            input_node.users.append(node)
         self.nodes.append(node)
         return node
 
     def remove_last(self) -> None:
         """Take back the node that was added last."""
         node = self.nodes.pop()
-        for entering in node.all_input_nodes:
-            entering.users.remove(node)
+        for input_node in node.all_input_nodes:
+            input_node.users.remove(node)
 
     def clear(self) -> None:
         """Take the nodes apart: they refer to one another, so that their memory would wait for a garbage collection."""
@@ -103,7 +103,7 @@ class Unseen:
         root: A copy of the value that is part of the graph.
         edges: The values that were seen and that it is made of; the arguments of its node, in order.
         names: The functions of autograd between them; none where the value is one of those, written into without gradients.
-        leaves: What it depends on in the end, with their memory and version when it was made.
+        leaves: Leaves that it depends on, with their memory and version when it was made.
     """
 
     root: Tensor
@@ -115,14 +115,14 @@ class Unseen:
 def edges_behind(function: Any, end: Edge | None = None) -> dict[Edge, None]:
     """Return every edge that a function's derivative is passed on to, near or far, but not by way of ``end``."""
     edges: dict[Edge, None] = {}
-    known, waiting = {function}, [function]
-    while waiting:
-        for edge in waiting.pop().next_functions:
+    functions, queue = {function}, [function]
+    while queue:
+        for edge in queue.pop().next_functions:
             if edge[0] is not None and edge != end:
                 edges[edge] = None
-                if edge[0] not in known:
-                    known.add(edge[0])
-                    waiting.append(edge[0])
+                if edge[0] not in functions:
+                    functions.add(edge[0])
+                    queue.append(edge[0])
     return edges
 
 
@@ -134,10 +134,10 @@ class Recording:
     """A graph, and tensors that belong to it.
 
     Attributes:
-        graph: What was done.
-        constants: The tensors that were found ready: ``get_attr`` nodes carry their names.
-        values: What operations returned that would return the same if they were run again by themselves.
-        unseen: What is known of values that come from no operation that was seen: "segment" nodes stand for them.
+        graph: Operations of the run.
+        constants: Tensors that existed before the run: ``get_attr`` nodes carry their names.
+        values: Results of operations that would return the same if they were run again by themselves.
+        unseen: Descriptions of values that come from no operation that was seen: "segment" nodes stand for them.
         course: The operations that the function called, in order, each followed by the number that it read, if any.
     """
 

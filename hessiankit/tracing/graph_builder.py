@@ -22,7 +22,7 @@ class GraphBuilder:
     """A recording under construction.
 
     Attributes:
-        recording: What was recorded so far.
+        recording: The recording so far.
         keep_values: Whether results of operations are kept: until the first one that writes into memory.
         differentiable: Whether gradients are on at the end of the graph.
         tensors: Nodes and memory of the tensors that were met.
@@ -132,9 +132,9 @@ class GraphBuilder:
             )
         self._name(x, self.call(aten.detach.default, (data,), {}))
 
-    def stands_for(self, x: Tensor, other: Tensor) -> None:
+    def stands_for(self, x: Tensor, twin: Tensor) -> None:
         """Note a tensor of the same entries as another one, made in another way."""
-        self._name(x, self.node_of(other))
+        self._name(x, self.node_of(twin))
 
     def created(self, node: Node, x: Tensor) -> None:
         """Record a tensor created without inputs; torch may return it later as another object on the same memory."""

@@ -156,9 +156,9 @@ class _Apart(BaseException):
 class _Course(list[Any]):
     """A course that is compared with another one as it is taken."""
 
-    def __init__(self, other: Sequence[Any]) -> None:
+    def __init__(self, reference: Sequence[Any]) -> None:
         super().__init__()
-        self.other = other
+        self.other = reference
 
     def append(self, step: Any) -> None:
         expected = self.other[len(self)] if len(self) < len(self.other) else None
@@ -168,14 +168,14 @@ class _Course(list[Any]):
             raise _Apart(step, expected)
 
 
-def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], other: Sequence[Any]) -> tuple[Any, Any, str] | None:
+def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], reference: Sequence[Any]) -> tuple[Any, Any, str] | None:
     """Return the first step of a function that differs from another course, the other's step, and the user's line; or None."""
-    course = _Course(other)
+    course = _Course(reference)
     try:
         record(function, leaves, {}, course=course)
     except _Apart as apart:
         return (*apart.args, source_line(apart))
-    return (None, other[len(course)], "") if len(course) < len(other) else None
+    return (None, reference[len(course)], "") if len(course) < len(reference) else None
 
 
 def may_draw(operation: Any) -> bool:
@@ -184,13 +184,13 @@ def may_draw(operation: Any) -> bool:
 
 
 def _random_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    own = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    return [*own, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    states = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return [*states, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` needs."""
-    needed = (
+    internals = (
         (_INTERNALS, "_DisablePythonDispatcher"),
         (_INTERNALS, "_ForceDispatchKeyGuard"),
         (_INTERNALS, "_is_any_autocast_enabled"),
@@ -200,7 +200,7 @@ def can_record() -> bool:
         (getattr(_INTERNALS, "_functorch", None), "get_unwrapped"),
         (getattr(_INTERNALS, "_functorch", None), "maybe_current_level"),
     )
-    return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in needed)
+    return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in internals)
 
 
 def _moves(*arguments: Any) -> bool:
@@ -236,8 +236,8 @@ class _Recorder(ProxyTorchDispatchMode):
         self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
             return self._untraced(func, args, kwargs)  # within a transform of torch.func, such as vmap
-        if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
-            return taken_apart
+        if (value := self._parts(func, args, kwargs)) is not NotImplemented:
+            return value
         if func is aten.lift_fresh.default:
             self.builder.ready(args[0])
             return args[0]
@@ -263,8 +263,8 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.add_untraced(value)
                 self.builder.write_untraced(overwritten(operation, args, kwargs))
                 return value
-            same = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
-            if same and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
+            is_input = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
+            if is_input and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
                 self.builder.recording.graph.remove_last()
                 return value
             if _is_complex(value):
@@ -304,16 +304,16 @@ class _Recorder(ProxyTorchDispatchMode):
     def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operations that one consists of; one that writes, as its twin that does not, and a copy."""
         twin = None if func in self.decompositions else functional_twin(func)
-        whole = func if twin is None else twin
-        if whole not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
+        operation = func if twin is None else twin
+        if operation not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
         course = self.builder.recording.course
-        known = len(course)
+        length = len(course)
         with self:
-            value = self.decompositions[whole](*args, **kwargs)
-            del course[known:]  # what the function itself called alone
-            if whole is _NORM and value is not NotImplemented:
-                value = self._by_itself(whole, args, kwargs, value)
+            value = self.decompositions[operation](*args, **kwargs)
+            del course[length:]  # what the function itself called alone
+            if operation is _NORM and value is not NotImplemented:
+                value = self._by_itself(operation, args, kwargs, value)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
     def _by_itself(self, operation: Any, args: Any, kwargs: Any, parts: Tensor) -> Tensor:
@@ -375,11 +375,11 @@ class _FunctionMode(TorchFunctionMode):
             for x in tensors_in(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
-        moved = func == _SET_DATA and place(args[0]) != place(args[1])
+        has_new_data = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
             self.recorder.builder.add_untraced(value)
-        if moved:
+        if has_new_data:
             self.recorder.builder.given(*args)
         return value

@@ -59,7 +59,7 @@ class Memory:
     """A piece of memory that tensors share.
 
     Attributes:
-        is_external: Whether it was there before the function ran and is no argument's, as a buffer's; None as long as no node
+        is_external: Whether it existed before the function ran and is no argument's, as a buffer's; None as long as no node
             stands for a tensor in it.
         is_hidden: Whether it was filled where no operation was seen.
         is_overwritten: Whether it was written into where no operation was seen.

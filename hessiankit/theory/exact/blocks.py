@@ -118,7 +118,7 @@ VARIANTS = (
     BlockStructure("", "rmsnorm", "leaky_relu", n_heads=2, n_kv_heads=2, norm_scope="full", attention_bias=True),
     BlockStructure("", "rmsnorm", "gelu", attention_bias=True, output_projection=True, rotary=True),
 )
-"""What else a block can have, dealt out to the placements in turn."""
+"""Other options of a block, dealt out to the placements in turn."""
 
 
 def structures() -> Iterator[BlockStructure]:
@@ -154,9 +154,9 @@ def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Compariso
         activation=None if network.W_G is None and network.activation in PIECEWISE else draw.smooth.derivatives,
     )
     Z = block_stage(BlockAt(block, at, exact=exact), leaf("X", X))
-    written = _Written()
+    numbers_of = _Written()
     for comparison in against(Z, point, output):
-        yield replace(comparison, closed=written(comparison.closed))
+        yield replace(comparison, closed=numbers_of(comparison.closed))
 
 
 class _Written:

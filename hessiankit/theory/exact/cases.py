@@ -7,7 +7,7 @@ commutation shows. Blocks and compositions, which are made of them, keep the wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -45,30 +45,32 @@ from hessiankit.theory.formulas.block_at import causal_mask
 from hessiankit.theory.formulas.symbols import symbol_of
 
 Build = Callable[[Draw], Iterator[Comparison]]
+Pair = Callable[[Variables, Draw], tuple[Operation, Array]]
+"""An operation at a point, and its output on the jets of the point."""
 
 
 # Operations of named arguments ------------------------------------------------------------------------------------------
 
 
-def case(pair: Callable[[Variables, Draw], tuple[Operation, Array]], *, value: bool = True, **shapes: Shape) -> Build:
+def case(pair: Pair, shapes: Mapping[str, Shape], *, value: bool = True) -> Build:
     """Compare an operation with its output on jets, both made at drawn arguments of the given shapes (see ``against``)."""
 
     def build(draw: Draw) -> Iterator[Comparison]:
         point = draw.point(**shapes)
-        closed, output = pair(point, draw)
-        yield from against(closed, point, output, value=value)
+        formula, output = pair(point, draw)
+        yield from against(formula, point, output, value=value)
 
     return build
 
 
 def operation(chapter: Callable[..., Operation], formula: Callable[..., Array], **shapes: Shape) -> Build:
     """Compare a closed form at drawn arguments of the given shapes with a formula of jets by the same names."""
-    return case(lambda p, _: (chapter(**p.at), formula(**p.jets)), **shapes)
+    return case(lambda p, _: (chapter(**p.at), formula(**p.jets)), shapes)
 
 
-def linear_map(matrix: Matrix, formula: Callable[[Array], Array], before: Shape, after: Shape) -> Build:
+def linear_map(matrix: Matrix, formula: Callable[[Array], Array], input_shape: Shape, output_shape: Shape) -> Build:
     """Compare a linear map of vec_r with the entries that it should move."""
-    return operation(lambda X: LinearMapAt(X, matrix, after), formula, X=before)
+    return operation(lambda X: LinearMapAt(X, matrix, output_shape), formula, X=input_shape)
 
 
 def linear(X: Array, W: Array, b: Array | None = None) -> Array:
@@ -105,7 +107,7 @@ def head_product(heads: int, kind: str, P: Shape, R: Shape) -> Build:
 def piecewise(kind: str, slope: Fraction) -> Build:
     """Compare relu or leaky relu off its kink."""
     relu = np.frompyfunc(lambda x: x.relu(slope), 1, 1)
-    return case(lambda p, _: (ActivationAt(kind, p.at["X"], slope), relu(p.jets["X"])), X=(2, 3))
+    return case(lambda p, _: (ActivationAt(kind, p.at["X"], slope), relu(p.jets["X"])), {"X": (2, 3)})
 
 
 # Norms, softmax, losses: roots and exponentials are drawn --------------------------------------------------------------
@@ -122,7 +124,7 @@ def norm(kind: str, *names: str, groups: int = 1) -> Build:
         output = jets.norm(p.jets["X"], part, "norm")
         return chapter(**p.at, eps=jets.eps_of(part)), output
 
-    return case(pair, X=(2, 3 * groups), **dict.fromkeys(names, (3 * groups,)))
+    return case(pair, {"X": (2, 3 * groups), **dict.fromkeys(names, (3 * groups,))})
 
 
 def layer_norm_theorems(draw: Draw) -> Iterator[Comparison]:
@@ -139,7 +141,7 @@ def layer_norm_theorems(draw: Draw) -> Iterator[Comparison]:
             rows.append(row)
     p = Variables({"X": np.stack(rows)})
     M, mean_squares = centred(p.jets["X"])
-    output = M / np.frompyfunc(Jet.sqrt, 1, 1)(mean_squares)[:, None]
+    output = M / np.frompyfunc(Jet.sqrt, 1, 1)(mean_squares[:, None])
     yield Comparison("theorem2_jacobian", theorem2_jacobian(p.at["X"]), p.jacobian(output, "X"))
     yield Comparison("theorem3_hessian", theorem3_hessian(p.at["X"]), p.hessian(output, "X", "X"))
 
@@ -151,7 +153,7 @@ def softmax(mask: Array | None = None) -> Build:
         T, jets = (row_softmax(logits, draw.exp, mask) for logits in (p.at["T"], p.jets["T"]))
         return SoftmaxAt(p.at["T"], mask=mask, weights=T), jets
 
-    return case(pair, T=(2, 3))
+    return case(pair, {"T": (2, 3)})
 
 
 def squared_error(Z: Array, target: Array) -> Array:
@@ -207,7 +209,7 @@ def attention(L: int, d_V: int, d_K: int, d_v: int, d_out: int | None = None, *,
         mask = causal_mask(L, 1) if causal else None
         return AttentionAt(**p.at, scale=SCALE, mask=mask, weights=jets.stacked), output
 
-    return case(pair, **shapes)
+    return case(pair, shapes)
 
 
 HEAD_SHAPES: dict[str, Shape] = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 2)}
@@ -237,7 +239,7 @@ def feed_forward(*biases: str, residual: bool = True, smooth: bool = False) -> B
         at = FeedForwardAt(**p.at, residual=residual, activation=draw.smooth.derivatives if smooth else "relu")
         return at, p.jets["Y"] + branch if residual else branch
 
-    return case(pair, **{name: shapes[name] for name in ("Y", "W_1", "W_2", *biases)})
+    return case(pair, {name: shapes[name] for name in ("Y", "W_1", "W_2", *biases)})
 
 
 def composition(draw: Draw) -> Iterator[Comparison]:
@@ -332,20 +334,22 @@ def vecr_rules(draw: Draw) -> Iterator[Comparison]:
         ("d2N/dYdX from d2N/dXdY", vecr.slice_transpose(Dense(N_XY), 8, 6, 12), N_YX),
         ("d2<adjoint, N>/dXdY", vecr.contract(adjoint, Dense(N_XY), 6), p.hessian(scalar, "X", "Y")),
     ]
-    for label, closed, expected in rules:
-        yield Comparison(label, closed, expected)
+    for label, formula, expected in rules:
+        yield Comparison(label, formula, expected)
 
 
 # The table --------------------------------------------------------------------------------------------------------------
 
 _BIASES, _GAINS = ("b_1", "b_2"), ("gamma_1", "beta_1", "gamma_2", "beta_2")
 _COS, _SIN = rational_turns(3)
-_SOME = np.array([[True, False, True], [True, True, True]])
+_MASK = np.array([[True, False, True], [True, True, True]])
 _FF, _BLOCK, _KINKS = "L=2 d_V=3 d_ff=4", "L=2 d_V=3 d_K=1 d_ff=4", 2**8
 _split, _merged = partial(by_head, heads=2), partial(by_token, heads=2)
 _pooled = partial(operation, MeanPoolHeadAt, mean_pool_head, Z=(2, 3), W_c=(3, 4))
 _tokens = [3, 0, 3]
-_two_heads = case(multi_head_attention, X=(2, 3), **{f"{name}[{h}]": HEAD_SHAPES[name] for h in range(2) for name in HEAD_SHAPES})
+_two_heads = case(
+    multi_head_attention, {"X": (2, 3), **{f"{name}[{h}]": HEAD_SHAPES[name] for h in range(2) for name in HEAD_SHAPES}}
+)
 
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("vecr", "rules", "X 2x3, Y 3x4, D 2x2", vecr_rules),
@@ -355,7 +359,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("normalization", "RMS norm", "L=2 d=3", norm("rmsnorm")),
     ("normalization", "RMS norm, gamma", "L=2 d=3", norm("rmsnorm", "gamma")),
     ("softmax", "softmax", "L=2 S=3", softmax()),
-    ("softmax", "softmax, mask", "L=2 S=3", softmax(_SOME)),
+    ("softmax", "softmax, mask", "L=2 S=3", softmax(_MASK)),
     ("activation", "relu", "2x3", piecewise("relu", Fraction(0)), 2**6),
     ("activation", "leaky relu", "2x3", piecewise("leaky_relu", Fraction(1, 3)), 2**6),
     ("feedforward", "relu", _FF, feed_forward(), _KINKS),
@@ -400,8 +404,8 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("group_normalization", "two groups", "L=2 d=6", norm("layernorm", groups=2)),
     ("group_normalization", "two groups, gamma, beta", "L=2 d=6", norm("layernorm", "gamma", "beta", groups=2)),
     ("group_normalization", "two groups, RMS norm, gamma", "L=2 d=6", norm("rmsnorm", "gamma", groups=2)),
-    ("loss", "mean squared error", "2x3", case(mean_squared_error, Z=(2, 3))),
-    ("loss", "cross entropy", "L=2 C=3", case(cross_entropy, value=False, logits=(2, 3))),
+    ("loss", "mean squared error", "2x3", case(mean_squared_error, {"Z": (2, 3)})),
+    ("loss", "cross entropy", "L=2 C=3", case(cross_entropy, {"logits": (2, 3)}, value=False)),
     ("pooling", "mean-pool head", "L=2 d_V=3 C=4", _pooled()),
     ("pooling", "mean-pool head, bias", "L=2 d_V=3 C=4", _pooled(b_c=(4,))),
     ("composition", "layer norm of a residual, Gauss-Newton", "L=2 d_V=3 d_ff=1", composition),
@@ -409,7 +413,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
         "composition",
         "cross entropy of the mean-pool head",
         "L=2 d_V=3 C=4",
-        case(classifier, value=False, Z=(2, 3), W_c=(3, 4), b_c=(4,)),
+        case(classifier, {"Z": (2, 3), "W_c": (3, 4), "b_c": (4,)}, value=False),
     ),
     ("transformer", "post-norm block, all pairs", _BLOCK, post_norm_block(), _KINKS),
     ("transformer", "Eq. 7, the loss Hessian", _BLOCK, post_norm_block(loss=True), _KINKS),

@@ -29,10 +29,10 @@ class ExactRow:
         size: the dimensions of the check.
         passed: whether every entry of every block is equal.
         seconds: wall-clock time.
-        note: what was compared, or the first block that differs.
+        note: blocks and entries compared, or the first block that differs.
         entries: how many numbers were compared.
-        degree: of the numerators of all differences, a bound.
-        chance: that a wrong formula passes, a bound (Schwartz and Zippel).
+        degree: bound on the degree of the numerators of all differences.
+        chance: bound on the probability that a wrong formula passes (Schwartz and Zippel).
         method: "modular", the arithmetic: jets over residues.
     """
 
@@ -69,7 +69,7 @@ def check_exact(chapter: str | None = None, *, seed: int = 0) -> tuple[ExactRow,
 
     Args:
         chapter: the module of ``derivations`` to check, or "placements" for whole blocks (see ``chapters``); None checks all.
-        seed: of the points and formal weights.
+        seed: seed of the points and formal weights.
 
     Raises:
         ValueError: if there is no such chapter.
@@ -90,7 +90,7 @@ def check_exact_blocks(module: nn.Module, *, seed: int = 0) -> tuple[ExactRow, .
 
     Args:
         module: a block, or a module that holds some.
-        seed: of the points.
+        seed: seed of the points.
 
     Raises:
         InputError: if there is no block in the module.

@@ -133,9 +133,9 @@ class Variables:
     def __init__(self, at: Mapping[str, Array]) -> None:
         self.at, self.jets, self._offset, start = dict(at), dict[str, Array](), dict[str, int](), 0
         for name, numbers in at.items():
-            lifted = np.empty(numbers.size, dtype=object)
-            lifted[:] = [Jet(value, {start + k: 1}) for k, value in enumerate(numbers.reshape(-1))]
-            self.jets[name], self._offset[name] = lifted.reshape(numbers.shape), start
+            jets = np.empty(numbers.size, dtype=object)
+            jets[:] = [Jet(value, {start + k: 1}) for k, value in enumerate(numbers.reshape(-1))]
+            self.jets[name], self._offset[name] = jets.reshape(numbers.shape), start
             start += numbers.size
 
     def _indices(self, name: str) -> range:

@@ -79,12 +79,12 @@ def derive(
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
             theorem differentiates; of a block ("query", "value").
         inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
-        target: For a loss: the values or labels that the output is compared with. By default drawn; of a loss itself zero,
+        target: Values or labels that a loss compares the output with. By default drawn; of a loss itself zero,
             and label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.
-        seed: Of the drawn inputs, targets and, for a name, parameters.
+        seed: Seed of the drawn inputs, targets and, for a name, parameters.
 
     Returns:
         A :class:`Derivation`; printing it shows the formula and the objects it refers to. A ``Linear`` is Y = X W + 1 b^T with

@@ -188,7 +188,7 @@ def broken(formula: str, limit: float = WIDTH) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where a formula can be broken: the position, the depth of brackets, at a sum or in a product."""
+    """Place where a formula can be broken: the position, the depth of brackets, at a sum or in a product."""
 
     at: int
     depth: int

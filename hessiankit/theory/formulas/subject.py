@@ -1,4 +1,4 @@
-"""What ``derive`` differentiates: a value at a point, and the same value at sizes that are printed as letters."""
+"""Subject of ``derive``: a value at a point, and the same value at sizes that are printed as letters."""
 
 from __future__ import annotations
 

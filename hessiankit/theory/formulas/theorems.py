@@ -42,7 +42,7 @@ PAPERS = {
     "sharpness-disparity": "The Sharpness Disparity Principle",
     "hybridnorm": "HybridNorm",
 }
-"""By the first part of the ids of their statements, as in the ledger."""
+"""Papers by the first part of the ids of their statements, as in the ledger."""
 
 THEOREMS: dict[str, dict[str, Theorem]] = {
     "curvature-gap": {
