@@ -18,7 +18,26 @@ from hessiankit.primitives.primitive import ByLinearising, Covectors, Inputs, Li
 
 
 @dataclass(frozen=True)
-class Softmax(ByLinearising):
+class _AlongAxis(Primitive):
+    """Base class of Softmax and LogSoftmax: rows along one axis."""
+
+    dim: int = -1
+    regular = (0.0,)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        """Return the rows of minus infinity only, of which torch makes NaN."""
+        return output.isnan()
+
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim + self._axis(inputs[0])
+
+    def _axis(self, T: Tensor) -> int:
+        """The axis counted from the end, which is the same for T and for a stack of tangents."""
+        return self.dim if self.dim < 0 else self.dim - T.ndim
+
+
+@dataclass(frozen=True)
+class Softmax(_AlongAxis, ByLinearising):
     """Softmax along one axis as a primitive; inputs (T,).
 
     With q = A o (w - A.w) for an adjoint w, the contracted second derivative is q o t - q (A.t) - A (q.t): diagonal plus
@@ -28,26 +47,11 @@ class Softmax(ByLinearising):
     [[0.25, -0.25]]
     """
 
-    dim: int = -1
-
-    regular = (0.0,)
-
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.softmax(inputs[0], self.dim)
 
-    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
-        """Return the rows of minus infinity only, of which torch makes NaN."""
-        return output.isnan()
-
     def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         return LinearisedSoftmax(self, inputs, adjoint, self._axis(inputs[0]))
-
-    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim + self._axis(inputs[0])
-
-    def _axis(self, T: Tensor) -> int:
-        """The axis counted from the end, which is the same for T and for a stack of tangents."""
-        return self.dim if self.dim < 0 else self.dim - T.ndim
 
 
 class LinearisedSoftmax(Linearised):
@@ -173,7 +177,7 @@ def from_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogSoftmax(Primitive):
+class LogSoftmax(_AlongAxis):
     """N = T - log sum exp T along one axis as a primitive; inputs (T,).
 
     With A = softmax(T): D N [t] = t - A.t, its transpose is w - A (1.w), and the contracted second derivative is
@@ -184,16 +188,8 @@ class LogSoftmax(Primitive):
     [[0.5, -0.5]]
     """
 
-    dim: int = -1
-
-    regular = (0.0,)
-
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.log_softmax(inputs[0], self.dim)
-
-    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
-        """Return the rows of minus infinity only, of which torch makes NaN."""
-        return output.isnan()
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
@@ -214,9 +210,3 @@ class LogSoftmax(Primitive):
             return (None,)
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
         return (-adjoint.sum(axis, keepdim=True) * covariance(a, tangents[0], peaks(a, axis), axis),)
-
-    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim + self._axis(inputs[0])
-
-    def _axis(self, T: Tensor) -> int:
-        return self.dim if self.dim < 0 else self.dim - T.ndim

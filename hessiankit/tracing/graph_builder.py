@@ -136,10 +136,6 @@ class GraphBuilder:
         """Note a tensor of the same entries as another one, made in another way."""
         self._name(x, self.node_of(twin))
 
-    def created(self, node: Node, x: Tensor) -> None:
-        """Record a tensor created without inputs; torch may return it later as another object on the same memory."""
-        self.creations[place(x)] = node
-
     def _constant(self, x: Tensor) -> Node:
         name = f"constant_{len(self.recording.constants)}"
         self.recording.constants[name] = x

@@ -95,16 +95,11 @@ def filled(into: Tensor, number: Any) -> Tensor:
     return number.expand(into.shape).clone() if isinstance(number, Tensor) else torch.full_like(into, number)
 
 
-def zeroed(into: Tensor) -> Tensor:
-    """Return the value of ``into`` after ``into.zero_()``."""
-    return torch.zeros_like(into)
-
-
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.copy_.default: copied,
     torch.ops.aten.fill_.Scalar: filled,
     torch.ops.aten.fill_.Tensor: filled,
-    torch.ops.aten.zero_.default: zeroed,
+    torch.ops.aten.zero_.default: torch.zeros_like,
 }
 
 

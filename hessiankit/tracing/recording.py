@@ -276,7 +276,7 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
-            self.builder.created(node, value)
+            self.builder.creations[place(value)] = node
         return value
 
     def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:

@@ -48,8 +48,8 @@ def subject_of(
             block = TransformerBlock(4, 5, d_k=2, affine=False, eps=0.0, **BLOCKS[theorem.chapter]).double()
         subject = of_block(block, inputs, length, seed, branch=theorem.branch)
     else:
-        named = [wrt] if isinstance(wrt, str) else list(wrt or ())
-        subject = of_chapter(theorem.chapter, [*theorem.given, *named], inputs, None, length, seed)
+        arguments = [wrt] if isinstance(wrt, str) else list(wrt or ())
+        subject = of_chapter(theorem.chapter, [*theorem.given, *arguments], inputs, None, length, seed)
     title = f"of {theorem.place} of {PAPERS[paper]}"
     return replace(subject, wrt=subject.names(theorem.wrt), title=title, claims=theorem.ids(paper), loss=theorem.loss)
 
@@ -166,8 +166,8 @@ def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
 
 
 def _left(Z: Stage, loss: str | None, symbols: Sequence[str]) -> str:
-    below = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
-    return rf"\frac{{\partial{'^2' if len(symbols) == 2 else ''} {Z.symbol if loss is None else LOSS}}}{{{below}}}"
+    denominator = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
+    return rf"\frac{{\partial{'^2' if len(symbols) == 2 else ''} {Z.symbol if loss is None else LOSS}}}{{{denominator}}}"
 
 
 def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:
