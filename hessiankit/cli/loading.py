@@ -63,9 +63,9 @@ def load_model(
             no weights, or the file is named, they are drawn with the seed, and ``origin`` says so.
             ``"module:function"``: what the function returns when it is called without arguments; modules of the current folder
             are found.
-        seed: Of parameters that are drawn.
-        device: Where the model is put.
-        dtype: Of its floating-point parameters; None leaves them as they are.
+        seed: Seed of parameters that are drawn.
+        device: Device that the model is put on.
+        dtype: Type of its floating-point parameters; None leaves them as they are.
 
     Raises:
         InputError: If the source is none of these, a package is missing or broken, weights do not belong to the model, or what

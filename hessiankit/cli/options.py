@@ -26,7 +26,7 @@ from hessiankit.support.tables import Printed, show
 SEEDS = 2**32 - 1
 """The largest seed that Python, NumPy, scikit-learn and torch all take."""
 SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
-"""What ``--model`` takes."""
+"""Sources that ``--model`` takes."""
 
 
 def writable(_: object, path: Path | None) -> None:

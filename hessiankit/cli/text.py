@@ -97,7 +97,7 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
             :data:`STDLIB_EXCLUDED`; or a path: a text file, or a folder, of which every file counts at any depth but hidden
             ones and those with a zero byte, which are no text.
         split: ``"train"`` or ``"validation"``.
-        seed: Which files are held out.
+        seed: Seed that decides which files are held out.
 
     Raises:
         InputError: The source or the split is unknown, a file cannot be read, or nothing is left for the split.

@@ -67,12 +67,13 @@ class GraphBuilder:
             if node.target is not aten.detach_.default:  # which changes no entry
                 self.keep_values = False
                 self.recording.values.clear()
-        elif self._may_keep(value):
+        elif (
+            self.keep_values
+            and isinstance(value, Tensor)
+            and not value.is_inference()
+            and not torch._C._is_any_autocast_enabled()
+        ):
             self.recording.values[node] = value.detach()
-
-    def _may_keep(self, value: Any) -> bool:
-        is_plain = isinstance(value, Tensor) and not value.is_inference()
-        return self.keep_values and is_plain and not torch._C._is_any_autocast_enabled()
 
     # Nodes of tensors -------------------------------------------------------------------------------------------------
 
@@ -83,32 +84,29 @@ class GraphBuilder:
         record = self.tensors.record(x)
         if record is not None and record.is_valid:
             return record.node
+        is_stale = record is not None and record.is_stale
         if x.grad_fn is None:
-            self._name_constant(x)
+            self._name_constant(x, is_stale)
         else:
-            self.tensors.add(x, self._node_by_autograd(x))
+            self.tensors.add(x, self._node_by_autograd(x, is_stale or self.tensors.memory(x).is_overwritten))
         return self.tensors.node(x)
 
-    def _node_by_autograd(self, x: Tensor) -> Node:
+    def _node_by_autograd(self, x: Tensor, is_overwritten: bool) -> Node:
         """Return a node for a tensor of which autograd knows more than was seen: what its derivative is, and by what."""
         start, position = self.edges.position(x)
-        if position is not None:
-            record = self.tensors.record(x)
-            is_overwritten = self.tensors.memory(x).is_overwritten or (record is not None and record.is_stale)
-            if position.place == place(x) and not is_overwritten:
-                return position.node  # another tensor object for the same value
+        if position is not None and position.place == place(x) and not is_overwritten:
+            return position.node  # another tensor object for the same value
         boundary, names = ({start: position.node}, ()) if position is not None else self.edges.boundary(start)
         node = self.recording.graph.add("segment", ", ".join(names), tuple(boundary.values()), name="segment")
         self.recording.unseen[node] = self.edges.unseen(x, start, boundary, names)
         return node
 
-    def _name_constant(self, x: Tensor) -> None:
+    def _name_constant(self, x: Tensor, is_stale: bool) -> None:
         """Give a tensor without a derivative, and without a valid node, one."""
-        record, memory = self.tensors.record(x), self.tensors.memory(x)
-        node = None if record is not None and record.is_stale else self.creations.get(place(x))
+        node, memory = None if is_stale else self.creations.get(place(x)), self.tensors.memory(x)
         if node is not None:
             self._name(x, node)
-        elif memory.is_hidden or (record is not None and record.is_stale):
+        elif memory.is_hidden or is_stale:
             self.ready(x)
         else:
             if memory.is_external is None:
