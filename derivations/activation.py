@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 
-from derivations.activation_functions import Derivatives, derivatives
+from derivations.activation_functions import Derivatives, Kind, derivatives
 from derivations.arrays import Array, Scalar
 from derivations.matrix import Diagonal, DiagonalLift, Matrix
 from derivations.operation import OperationAt, shape_of, size
@@ -23,7 +23,8 @@ class ActivationAt(OperationAt):
     r"""N = sigma(X), entry by entry, at a point.
 
     Args:
-        kind: "relu", "leaky_relu", "gelu" (with the error function), "gelu_tanh", "silu", "tanh" or "identity".
+        kind: "relu", "leaky_relu", "gelu" (with the error function), "gelu_tanh", "silu", "tanh" or "identity", or a function of
+            X and the slope that returns sigma(X), sigma'(X) and sigma''(X).
         X: m x n.
         negative_slope: the slope of leaky_relu left of 0.
 
@@ -37,7 +38,7 @@ class ActivationAt(OperationAt):
     """
 
     argument_names = ("X",)
-    kind: str
+    kind: Kind
     X: Array
     negative_slope: Scalar = Fraction(1, 100)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from derivations.arrays import Array, Scalar, exp, full, is_exact, scale
+from derivations.arrays import Array, Scalar, exp, full, inverse_sqrt, is_exact, scale, symbolic
 
 Derivatives = tuple[Array, Array, "Array | None"]
 """The value, the first and the second derivative of an activation, entry by entry; None for a second that is zero."""
@@ -59,13 +59,15 @@ def _gelu_tanh(x: Array, slope: Scalar) -> Derivatives:
     return x * half, half + scale(Fraction(1, 2), x * steep * du), second
 
 
+Kind = str | Callable[[Array, Scalar], Derivatives]
+"""An activation by its name in ``KINDS``, or as a function."""
 KINDS: dict[str, Callable[[Array, Scalar], Derivatives]] = {
     f.__name__[1:]: f for f in (_identity, _relu, _leaky_relu, _gelu, _gelu_tanh, _silu, _tanh)
 }
 SMOOTH = ("gelu", "gelu_tanh", "silu", "tanh")
 
 
-def derivatives(kind: str, X: Array, negative_slope: Scalar = Fraction(1, 100)) -> Derivatives:
+def derivatives(kind: Kind, X: Array, negative_slope: Scalar = Fraction(1, 100)) -> Derivatives:
     r"""Return sigma(X), sigma'(X) and sigma''(X), entry by entry; the last is None where it vanishes identically.
 
         relu        x 1{x>0},           1{x>0},                    0
@@ -78,7 +80,7 @@ def derivatives(kind: str, X: Array, negative_slope: Scalar = Fraction(1, 100)) 
     At a kink the derivative is the one from the left, as in torch.
 
     Args:
-        kind: one of ``KINDS``.
+        kind: one of ``KINDS``, or a function of X and the slope that returns the three.
         X: array of any shape. Exact numbers stay exact: the smooth kinds give SymPy expressions.
         negative_slope: a, for leaky_relu only.
 
@@ -88,6 +90,8 @@ def derivatives(kind: str, X: Array, negative_slope: Scalar = Fraction(1, 100)) 
     >>> [None if v is None else v.tolist() for v in derivatives("relu", torch.tensor([-2.0, 3.0]))]
     [[-0.0, 3.0], [0.0, 1.0], None]
     """
+    if callable(kind):
+        return kind(X, negative_slope)
     if kind not in KINDS:
         raise ValueError(f"activation: there is no kind {kind!r}; the kinds are {', '.join(KINDS)}")
     return KINDS[kind](X, negative_slope)
@@ -118,7 +122,7 @@ def _sqrt_2_over_pi(x: Array) -> Scalar:
 
 
 def _tanh_of(x: Array) -> Array:
-    return _symbolic(lambda sympy, v: sympy.tanh(v), x) if is_exact(x) else torch.tanh(x)
+    return symbolic("tanh", x) if is_exact(x) else torch.tanh(x)
 
 
 def _steepness(x: Array) -> Array:
@@ -131,12 +135,5 @@ def _steepness(x: Array) -> Array:
 
 def _normal_cdf(x: Array) -> Array:
     if is_exact(x):
-        return _symbolic(lambda sympy, v: (1 + sympy.erf(v / sympy.sqrt(2))) / 2, x)
+        return (1 + symbolic("erf", x * inverse_sqrt(2, x))) / 2
     return torch.erfc(x * -math.sqrt(0.5)) / 2  # torch.special.ndtr has an absolute error, and no digits in the tail
-
-
-def _symbolic(f: Callable[[Any, Any], Any], x: Array) -> Array:
-    """Return f(sympy, v) of every entry v."""
-    import sympy
-
-    return np.frompyfunc(lambda v: f(sympy, sympy.sympify(v)), 1, 1)(x)

@@ -182,11 +182,18 @@ def sqrt(x: Array) -> Array:
 
 def exp(x: Array) -> Array:
     """Return the entrywise exponential (symbolic on exact numbers)."""
-    if not is_exact(x):
-        return torch.exp(x)
+    return symbolic("exp", x) if is_exact(x) else torch.exp(x)
+
+
+def symbolic(name: str, x: Array) -> Array:
+    """Return the function of SymPy of this name, of each entry of an exact array.
+
+    >>> symbolic("log", np.array([Fraction(1, 2)], dtype=object))
+    array([log(1/2)], dtype=object)
+    """
     import sympy
 
-    return np.frompyfunc(lambda v: sympy.exp(_to_sympy(v)), 1, 1)(x)
+    return np.frompyfunc(lambda v: getattr(sympy, name)(_to_sympy(v)), 1, 1)(x)
 
 
 def inverse_sqrt(n: int, like: Array) -> Scalar:

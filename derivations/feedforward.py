@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from derivations.activation import ActivationAt
+from derivations.activation_functions import Kind
 from derivations.arrays import Array
 from derivations.matrix import Commutation, Dense, Diagonal, DiagonalLift, Identity, Matrix, Ones, Zero, kron
 from derivations.operation import OperationAt, shape_of, size
@@ -51,7 +52,7 @@ class FeedForwardAt(OperationAt):
     W_2: Array
     b_1: Array | None = None
     b_2: Array | None = None
-    activation: str = "relu"
+    activation: Kind = "relu"
     residual: bool = True
 
     def __post_init__(self) -> None:

@@ -96,11 +96,6 @@ class LayerNormTheorems:
         return Named("G", centring, r"$\partial M/\partial X$, linear in $X$")
 
     @cached_property
-    def dsigma(self) -> Matrix:
-        """dsigma/dX = diag^{-1}(M^{o2} 1)^{o1/2} (I_L (x) 1^T) diag(vec_r M) dM/dX / sqrt(d), L x Ld."""
-        return self._root * (self.A2 @ self.B2)
-
-    @cached_property
     def dP(self) -> Matrix:
         """dP/dX = (-D^{-1} (x) D^{-T}) E (...) / sqrt(d) = A_1 B_1 / sqrt(d), L^2 x Ld: the H of Theorem 3
         (curvature-gap/thm8-dp)."""

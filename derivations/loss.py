@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from derivations.arrays import Array, is_exact, scale, to_sympy
+from derivations.arrays import Array, is_exact, scale, symbolic
 from derivations.matrix import Dense, Identity, Matrix
 from derivations.operation import OperationAt, shape_of, size
 from derivations.row_blocks import RowCovariance
@@ -121,10 +121,7 @@ class CrossEntropyAt(OperationAt):
         rows = len(self._labels)
         chosen = [self.P[i, label] for i, label in enumerate(self._labels)]
         if is_exact(self.logits):
-            import sympy
-
-            logs = to_sympy(np.array([chosen], dtype=object)).applyfunc(sympy.log)
-            return np.array([[-sum(logs) / rows]], dtype=object)
+            return np.array([[-sum(symbolic("log", np.array(chosen, dtype=object))) / rows]], dtype=object)
         if self.weights is not None:
             return -torch.stack(chosen).log().mean().reshape(1, 1)
         labels = torch.as_tensor(self._labels, device=self.logits.device)

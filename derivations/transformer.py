@@ -19,6 +19,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
+from derivations.activation_functions import Kind
 from derivations.arrays import Array, Scalar
 from derivations.attention import AttentionAt
 from derivations.composition import GaussNewton
@@ -80,7 +81,7 @@ class PostNormBlockAt:
     W_O: Array | None = None
     mask: Array | None = None
     eps: Any = 0
-    activation: str = "relu"
+    activation: Kind = "relu"
     scale: Scalar | None = None
     weights: Array | None = None
 

@@ -24,7 +24,7 @@ from benchmarks.routes.torch_routes import ROUTES, central_differences
 from hessiankit.curvature.dense import hessian
 from hessiankit.support.errors import HessiankitError, InputError, unknown
 from hessiankit.support.files import WithDict
-from hessiankit.support.tables import ALL, Detail, Piece, Printed, as_markdown, as_text, table
+from hessiankit.support.tables import FULL_HINT, Detail, Piece, Printed, as_markdown, as_text, table
 from hessiankit.tracing.graph import Node
 from hessiankit.tracing.recording import record
 from hessiankit.verify.problem import Problem
@@ -221,7 +221,7 @@ class RouteTable(Printed, WithDict):
         yield from map(Detail, ["", "Central differences judge alone:", *notes] if notes else [])
 
     def __str__(self) -> str:  # however many lines: a wrong cell is never left out
-        return as_text(*(part for part in self._parts() if not isinstance(part, Detail)), ALL)
+        return as_text(*(part for part in self._parts() if not isinstance(part, Detail)), FULL_HINT)
 
     def markdown(self) -> str:
         """Return the table, its legend, its routes and its operations as Markdown (without the time taken)."""

@@ -107,14 +107,6 @@ class AttentionNorms:
         o = None if self.o is None else add(self.o)
         return replace(self, q=add(self.q), k=add(self.k), v=add(self.v), o=o)
 
-    def spectral_only(self) -> AttentionNorms:
-        """Return the same without row norms, Frobenius norms and the diameter.
-
-        >>> AttentionNorms(1, 1, 1.0, (2.0,), (0.0,), (1.0,), 0.0, rho=0.5).spectral_only().rho is None
-        True
-        """
-        return replace(self, rho=None, diameter=None, t_F=None, tau=None)
-
     @property
     def row(self) -> float:
         """The bound on the norms of tokens."""

@@ -38,7 +38,7 @@ def rotate(x: Tensor, theta: float = THETA) -> Tensor:
     return x * turn.cos().to(x) + torch.cat([-second, first], -1) * turn.sin().to(x)
 
 
-NORMED = "qkvc"
+NORM_LETTERS = "qkvc"
 SCOPES = ("head", "full")
 
 
@@ -54,7 +54,7 @@ class Attention(nn.Module):
         n_kv_heads: Number of heads of keys and values; query head h reads key head h // (n_heads / n_kv_heads).
         output_projection: Whether W_O follows. The papers' single head has none.
         bias: Whether queries, keys, values (and the output) have biases.
-        norms: Which of q, k, v, c have a norm, such as ``"qkv"``.
+        norms: Letters of those of q, k, v, c that have a norm, such as ``"qkv"``.
         norm_scope: ``"head"``: over each head by itself, with one gain of the head's width that all heads share (HybridNorm,
             Qwen3); ``"full"``: over all heads side by side, with a gain for each (OLMo 2).
 
@@ -109,8 +109,8 @@ class Attention(nn.Module):
             )
         if norm_scope not in SCOPES:
             raise unknown("Attention", "norm_scope", norm_scope, SCOPES)
-        if set(norms) - set(NORMED):
-            raise InputError(f"Attention: norms={norms!r}, expected letters of {NORMED!r}: queries, keys, values, context")
+        if set(norms) - set(NORM_LETTERS):
+            raise InputError(f"Attention: norms={norms!r}, expected letters of {NORM_LETTERS!r}: queries, keys, values, context")
         q, k, v, c = n_heads * self.d_k, self.n_kv_heads * self.d_k, self.n_kv_heads * self.d_v, n_heads * self.d_v
         self.W_Q = weight(d_model, q)
         self.W_K = weight(d_model, k)
@@ -176,11 +176,11 @@ class Attention(nn.Module):
                 f"Attention: key_padding_mask is {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}; expected "
                 f"torch.bool {tuple(x.shape[:-1])}, True where a token is padding"
             )
-        others = ~torch.eye(length, dtype=torch.bool, device=x.device)
-        padded = key_padding_mask[..., None, :] & others  # (..., L, L)
+        off_diagonal = ~torch.eye(length, dtype=torch.bool, device=x.device)
+        padding = key_padding_mask[..., None, :] & off_diagonal  # (..., L, L)
         if self.n_heads > 1:
-            padded = padded[..., None, :, :]  # (..., 1, L, L)
-        return padded if causal is None else padded | causal
+            padding = padding[..., None, :, :]  # (..., 1, L, L)
+        return padding if causal is None else padding | causal
 
     def extra_repr(self) -> str:
         """Return the words of ``print(attention)`` beside the class name."""

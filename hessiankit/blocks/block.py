@@ -102,30 +102,39 @@ class TransformerBlock(nn.Module):
         scale_init: float | None = None,
     ) -> None:
         super().__init__()
-        asked = placement_of(placement)
+        requested = placement_of(placement)
         check_sizes("TransformerBlock", layer=layer, n_layers=n_layers)
         if not 0 <= alpha <= 1:
             raise InputError(f"TransformerBlock: alpha={alpha}, expected the fraction of Post-Norm blocks, from 0 to 1")
         self.placement, self.d_model, self.layer, self.n_layers, self.alpha = placement, d_model, layer, n_layers, alpha
-        own = self.own_placement
-        for option, given, used in (("factor", factor, own.factor), ("scale_init", scale_init, own.scales)):
-            if given is not None and not used and asked.rule is None:
-                raise InputError(f"TransformerBlock: {option}={given}, and {placement!r} has no such number; drop {option}=")
-        self.factor = own.factor(layer, n_layers) if own.factor is not None and factor is None else factor
+        at_layer = self.own_placement
+        for option, number, is_used in (
+            ("factor", factor, at_layer.factor),
+            ("scale_init", scale_init, at_layer.scales),
+        ):
+            if number is not None and not is_used and requested.rule is None:
+                raise InputError(f"TransformerBlock: {option}={number}, and {placement!r} has no such number; drop {option}=")
+        self.factor = at_layer.factor(layer, n_layers) if at_layer.factor is not None and factor is None else factor
         self.attention = Attention(
             d_model, n_heads, d_k=d_k, d_v=d_v, n_kv_heads=n_kv_heads, bias=attention_bias,
             output_projection=n_heads > 1 if output_projection is None else output_projection,
             causal=causal, rotary=rotary, rotary_theta=rotary_theta,
-            norms=own.attention_norms, norm=norm, norm_scope=norm_scope or own.norm_scope, eps=eps, affine=affine,
+            norms=at_layer.attention_norms, norm=norm, norm_scope=norm_scope or at_layer.norm_scope, eps=eps, affine=affine,
         )  # fmt: skip
         make = partial(
-            make_norm, "TransformerBlock", norm, d_model, eps=eps, affine=affine, groups=groups if own.grouped else None
+            make_norm,
+            "TransformerBlock",
+            norm,
+            d_model,
+            eps=eps,
+            affine=affine,
+            groups=groups if at_layer.grouped else None,
         )
-        self.norm_1 = make() if 1 in own.norms else None
+        self.norm_1 = make() if 1 in at_layer.norms else None
         self.feedforward = FeedForward(d_model, d_ff, activation=activation, bias=bias)
         for k in (2, 3, 4):
-            setattr(self, f"norm_{k}", make() if k in own.norms else None)
-        for scale in own.scales:
+            setattr(self, f"norm_{k}", make() if k in at_layer.norms else None)
+        for scale in at_layer.scales:
             initial = scale.initial(layer, n_layers) if scale_init is None else scale_init
             for k in (1, 2):
                 value = torch.full((d_model,) if scale.vector else (), initial)
@@ -153,8 +162,8 @@ class TransformerBlock(nn.Module):
     def extra_repr(self) -> str:
         """Return the words of ``print(block)`` beside the class name."""
         depth = f", layer {self.layer} of {self.n_layers}" if placement_of(self.placement).depends_on_depth else ""
-        own = self.own_placement.name
-        return f"placement={self.placement}{depth}{f' ({own})' if own != self.placement else ''}"
+        layer_name = self.own_placement.name
+        return f"placement={self.placement}{depth}{f' ({layer_name})' if layer_name != self.placement else ''}"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -182,9 +191,14 @@ class TransformerBlock(nn.Module):
         if key in unexpected_keys:
             unexpected_keys.remove(key)
         layer, n_layers, alpha, factor = state_dict[key].tolist()
-        saved, own = placement_of_layer(self.placement, int(layer), int(n_layers), alpha), self.own_placement
-        if (saved.norms, saved.attention_norms) != (own.norms, own.attention_norms):
-            error_msgs.append(f"{key}: layer {int(layer)} is a {saved.name} block, this one was built as {own.name}")
+        saved_placement, at_layer = (
+            placement_of_layer(self.placement, int(layer), int(n_layers), alpha),
+            self.own_placement,
+        )
+        if (saved_placement.norms, saved_placement.attention_norms) != (at_layer.norms, at_layer.attention_norms):
+            error_msgs.append(
+                f"{key}: layer {int(layer)} is a {saved_placement.name} block, this one was built as {at_layer.name}"
+            )
             return
         self.layer, self.n_layers, self.alpha = int(layer), int(n_layers), alpha
         self.factor = None if self.factor is None else factor

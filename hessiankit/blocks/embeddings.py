@@ -134,8 +134,8 @@ class MeanPoolHead(_ClassLogits):
     def _read(self, z: Tensor, key_padding_mask: Tensor | None) -> Tensor:
         if key_padding_mask is None:
             return z.mean(-2)
-        kept = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
-        return (z * kept).sum(-2) / kept.sum(-2)
+        mask = (~key_padding_mask).to(z).unsqueeze(-1)  # (..., L, 1)
+        return (z * mask).sum(-2) / mask.sum(-2)
 
 
 class ClassHead(_ClassLogits):
@@ -158,9 +158,9 @@ class ClassHead(_ClassLogits):
         if not self.last or key_padding_mask is None:
             return z[..., -1 if self.last else 0, :]
         # 1 at the last token that is not padding: as many such tokens from here to the end as one, this one among them
-        kept = (~key_padding_mask).to(z)  # (..., L)
-        chosen = kept * (kept.flip(-1).cumsum(-1).flip(-1) == 1)
-        return (z * chosen.unsqueeze(-1)).sum(-2)
+        mask = (~key_padding_mask).to(z)  # (..., L)
+        last_token = mask * (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+        return (z * last_token.unsqueeze(-1)).sum(-2)
 
     def extra_repr(self) -> str:
         """Return the words of ``print(head)`` beside the class name."""

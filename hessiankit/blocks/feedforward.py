@@ -58,8 +58,8 @@ class FeedForward(nn.Module):
         check_sizes("FeedForward", d_model=d_model, d_ff=d_ff)
         self.activation, gated = activation, activation in GATED
 
-        def b(width: int, wanted: bool = bias) -> nn.Parameter | None:
-            return nn.Parameter(torch.zeros(width)) if wanted else None
+        def b(width: int, present: bool = bias) -> nn.Parameter | None:
+            return nn.Parameter(torch.zeros(width)) if present else None
 
         self.W_1 = weight(d_model, d_ff)
         self.register_parameter("b_1", b(d_ff))

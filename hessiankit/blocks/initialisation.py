@@ -107,14 +107,14 @@ def xavier(place: WeightPlace) -> Distribution:
 
 def deepnorm(place: WeightPlace) -> Distribution:
     """``xavier`` with W_V, W_O and the network times (8 L)^(-1/4), for a decoder or an encoder alone (Wang et al. 2022)."""
-    scaled = place.letter in ("W_V", "W_O", "W_1", "W_G", "W_2")
-    return Distribution(xavier(place).std * ((8 * place.n_layers) ** -0.25 if scaled else 1.0))
+    is_scaled = place.letter in ("W_V", "W_O", "W_1", "W_G", "W_2")
+    return Distribution(xavier(place).std * ((8 * place.n_layers) ** -0.25 if is_scaled else 1.0))
 
 
 def ds_init(place: WeightPlace) -> Distribution:
     """Xavier's uniform distribution, every matrix of block l divided by sqrt(l) (DS-Init, Zhang et al. 2019)."""
-    outside = place.letter in ("W_E", "P", "W_C")  # embedding and head
-    return Distribution(xavier(place).std / (1.0 if outside else math.sqrt(place.layer)), uniform=True)
+    is_shared = place.letter in ("W_E", "P", "W_C")  # embedding and head
+    return Distribution(xavier(place).std / (1.0 if is_shared else math.sqrt(place.layer)), uniform=True)
 
 
 SCHEMES: dict[str, Callable[[WeightPlace], Distribution]] = {
@@ -149,10 +149,10 @@ def initialise(
         module: A block, a model or a container of these.
         scheme: A name in ``SCHEMES``, whose formulas are in ``hessiankit.blocks.initialisation``.
         seed: Fixes the weights, whatever dtype and device the module has.
-        generator: In place of a seed; by default torch's global one.
+        generator: Generator in place of a seed; by default torch's global one.
         n_layers: Number of blocks L, where it is not what the blocks were built with.
-        std: In place of 1 / sqrt(2.5 d), such as 0.02, in ``normal``, ``megatron`` and ``depth-scaled``.
-        embedding_std: For the embedding and the learned positions, such as 0.02; by default what the scheme has.
+        std: Standard deviation in place of 1 / sqrt(2.5 d), such as 0.02, in ``normal``, ``megatron`` and ``depth-scaled``.
+        embedding_std: Standard deviation of the embedding and the learned positions, such as 0.02; by default the scheme's.
 
     Returns:
         The module.
@@ -190,20 +190,20 @@ def _parameters(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Paramete
     """Every weight, bias and gain once, with its owner, its letter, and the layer and depth of its block."""
     blocks = {prefix: m for prefix, m in module.named_modules() if isinstance(m, TransformerBlock)}
     depth = max((block.n_layers for block in blocks.values()), default=1)
-    seen = set[int]()
+    ids = set[int]()
     for prefix, owner in module.named_modules():
-        around = next((block for name, block in blocks.items() if not name or f"{prefix}.".startswith(f"{name}.")), None)
+        block_of_p = next((block for name, block in blocks.items() if not name or f"{prefix}.".startswith(f"{name}.")), None)
         for letter, p in owner.named_parameters(recurse=False):
-            if id(p) in seen:
+            if id(p) in ids:
                 continue
             if not isinstance(owner, (*_OWNERS, *_NORMS, TransformerBlock)):
                 raise InputError(
                     f"initialise: {f'{prefix}.{letter}'.lstrip('.')!r} belongs to a {type(owner).__name__}, whose place in a "
                     "transformer is not known; initialise hessiankit's own modules, and this one yourself"
                 )
-            seen.add(id(p))
+            ids.add(id(p))
             if not isinstance(owner, TransformerBlock):
-                yield owner, letter, p, around.layer if around else 1, around.n_layers if around else depth
+                yield owner, letter, p, block_of_p.layer if block_of_p else 1, block_of_p.n_layers if block_of_p else depth
 
 
 def profile_admin(model: nn.Module, inputs: Any) -> list[float]:

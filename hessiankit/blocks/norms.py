@@ -55,20 +55,20 @@ class GroupNorm(nn.Module):
         return f"{self.groups} x {self.size}, {self.kind}, eps={self.eps}"
 
 
-def make_norm(who: str, kind: str, width: int, *, eps: float, affine: bool, groups: int | None = None) -> nn.Module:
+def make_norm(caller: str, kind: str, width: int, *, eps: float, affine: bool, groups: int | None = None) -> nn.Module:
     """Return the norm of rows of ``width`` features, or with ``groups`` of each group of features separately.
 
     Raises:
         InputError: If the kind is not known, eps is negative, or the groups do not divide the width.
     """
     if kind not in NORMS:
-        raise unknown(who, "norm", kind, NORMS)
+        raise unknown(caller, "norm", kind, NORMS)
     if not isinstance(eps, (int, float)) or not eps >= 0:
-        raise InputError(f"{who}: eps={eps}, expected 0 or more; it is added to a variance, under the root")
+        raise InputError(f"{caller}: eps={eps}, expected 0 or more; it is added to a variance, under the root")
     if groups is not None:
-        check_sizes(who, groups=groups)
+        check_sizes(caller, groups=groups)
         if width % groups:
-            raise InputError(f"{who}: d_model={width} does not split into groups={groups} equal groups; pass a divisor")
+            raise InputError(f"{caller}: d_model={width} does not split into groups={groups} equal groups; pass a divisor")
         return GroupNorm(width, groups, kind=kind, eps=eps, affine=affine)
     if kind == "layernorm":
         return nn.LayerNorm(width, eps=eps, elementwise_affine=affine)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,13 @@ Array = Any
 """An object array of numbers."""
 
 
+def row_softmax(logits: Array, exp: Callable[[Any], Any], mask: Array | None = None) -> Array:
+    """Return the softmax of each row; where ``mask`` is False the weight is exactly 0."""
+    powers = np.frompyfunc(exp, 1, 1)(logits)
+    powers = powers if mask is None else np.where(mask, powers, 0)
+    return powers / powers.sum(1)[:, None]
+
+
 class BlockParts:
     """The attention, network, norms and parameters of a block, or of an attention alone, under the names that equations use.
 
@@ -25,8 +32,8 @@ class BlockParts:
     (cosines and sines of the rotary positions) and ``activation(X, kind)``; one for other values overrides what acts on them.
 
     Args:
-        block: Its structure: equation, heads, kinds of norms, masks.
-        arrays: Its parameters by their dotted names.
+        block: Structure: equation, heads, kinds of norms, masks.
+        arrays: Parameters by their dotted names.
     """
 
     def __init__(self, block: TransformerBlock | Attention, arrays: Mapping[str, Any]) -> None:
@@ -88,10 +95,10 @@ class BlockParts:
         """Return the rows of X, or their groups of features, after a norm, with its gain and shift."""
         kind, groups, _ = norm_of(part)
         rows = self.split(X, groups)
-        moved = rows - rows.sum(1)[:, None] / rows.shape[1] if kind == "layernorm" else rows
-        squares = (moved * moved).sum(1) / rows.shape[1]
+        deviation = rows - rows.sum(1)[:, None] / rows.shape[1] if kind == "layernorm" else rows
+        squares = (deviation * deviation).sum(1) / rows.shape[1]
         scales = np.frompyfunc(self.root, 1, 1)(squares + self.eps(part, rows, squares))
-        out = (moved / scales[:, None]).reshape(X.shape) * self.arrays.get(f"{name}.weight", 1)
+        out = (deviation / scales[:, None]).reshape(X.shape) * self.arrays.get(f"{name}.weight", 1)
         return out + self.arrays.get(f"{name}.bias", 0)
 
     def eps(self, part: nn.Module, rows: Array, mean_squares: Array) -> Any:
@@ -100,9 +107,7 @@ class BlockParts:
 
     def weights(self, logits: Array) -> Array:
         """Return the attention weights of one head, row by row."""
-        powers = np.frompyfunc(self.exp, 1, 1)(logits)
-        powers = np.where(np.tril(np.ones(logits.shape, dtype=bool)), powers, 0) if self.part.causal else powers
-        return powers / powers.sum(1)[:, None]
+        return row_softmax(logits, self.exp, np.tril(np.ones(logits.shape, dtype=bool)) if self.part.causal else None)
 
     def mixed(self, Q: Any, K: Any, V: Any) -> Any:
         """Return the contexts of all heads side by side, from queries and keys before they are rotated, and values."""
@@ -110,8 +115,10 @@ class BlockParts:
         q, k, v = np.split(Q, part.n_heads, 1), *(np.split(Y, part.n_kv_heads, 1) for Y in (K, V))
         if part.rotary:
             q, k = ([self._turned(Y) for Y in side] for side in (q, k))
-        shared = part.n_heads // part.n_kv_heads
-        contexts = [self.weights(self.scale * (q[h] @ k[h // shared].T)) @ v[h // shared] for h in range(part.n_heads)]
+        queries_per_key = part.n_heads // part.n_kv_heads
+        contexts = [
+            self.weights(self.scale * (q[h] @ k[h // queries_per_key].T)) @ v[h // queries_per_key] for h in range(part.n_heads)
+        ]
         return np.concatenate(contexts, 1)
 
     def _turned(self, Y: Array) -> Array:

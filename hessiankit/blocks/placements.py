@@ -160,7 +160,7 @@ class Scale:
     """A learnable scale of a placement: two parameters, ``name_1`` of the attention and ``name_2`` of the network.
 
     Args:
-        name: Their name without the number.
+        name: Name of the parameters without the number.
         vector: Whether it has an entry for each feature; otherwise it is one number.
         initial: (layer, n_layers) -> its initial value.
     """
@@ -175,12 +175,12 @@ class Placement:
     """A norm placement: the equation of a block, and the norms, scales and factor that it uses.
 
     Args:
-        name: Its name, in lower case.
+        name: Name in lower case.
         equation: The block as a function of itself and the stream; see ``hessiankit.blocks.placements``.
         description: One line.
         source: Paper and equation.
-        norms: Which of norm_1 ... norm_4 the block has.
-        attention_norms: Which of q, k, v, c have a norm inside the attention.
+        norms: Numbers of those of norm_1 ... norm_4 that the block has.
+        attention_norms: Letters of those of q, k, v, c that have a norm inside the attention.
         norm_scope: Whether these act on each head by itself or on all heads side by side.
         scales: Learnable scales of the branches or the residual.
         factor: (layer, n_layers) -> the number ``b.factor`` of the equation.
@@ -247,23 +247,23 @@ def _lns(name: str, equation: Equation, description: str, source: str = f"{COD},
 def _families() -> list[Placement]:
     """Return HybridNorm's Table 4: norms inside the attention, crossed with the norms outside."""
     placements = []
-    for inside in ("qkvc", "qkv", "qkc", "qk", "kv", "kc"):
-        letters = ", ".join(inside.replace("c", ""))
-        words = f"{letters} {'and the context ' if 'c' in inside else ''}normalised"
-        for name, equation, norms, outside, source in (
+    for inner in ("qkvc", "qkv", "qkc", "qk", "kv", "kc"):
+        letters = ", ".join(inner.replace("c", ""))
+        words = f"{letters} {'and the context ' if 'c' in inner else ''}normalised"
+        for name, equation, norms, outer, source in (
             ("{}-post", bare_post, (2,), "attention on the bare stream, Post-Norm network", "Eqs. 41-42"),
             ("{}-pre", bare_pre, (2,), "attention on the bare stream, Pre-Norm network", "Eqs. 43-44"),
             ("pre-{}-post", pre_post, (1, 2), "Pre-Norm attention, Post-Norm network", "Eqs. 45-46"),
             ("pre-{}-pre", pre, (1, 2), "Pre-Norm attention and network", "Eqs. 47-48"),
         ):
-            full = f"{outside}, {words}"
+            full = f"{outer}, {words}"
             placements.append(
-                Placement(name.format(inside), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inside)
+                Placement(name.format(inner), equation, full, f"{HN}, {source}", norms=norms, attention_norms=inner)
             )
     return placements
 
 
-_ALL = [
+_LIST = [
     Placement(
         "post", post, "Post-Norm: a norm after each residual sum", f"Vaswani et al. 2017; {HN}, Eqs. 3-4", final_norm=False
     ),
@@ -326,8 +326,8 @@ _ALL = [
     ),
 ]  # fmt: skip
 
-PLACEMENTS: dict[str, Placement] = {placement.name: placement for placement in _ALL}
-_OWN = frozenset(PLACEMENTS)
+PLACEMENTS: dict[str, Placement] = {placement.name: placement for placement in _LIST}
+_BUILTIN = frozenset(PLACEMENTS)
 
 
 def register(placement: Placement) -> None:
@@ -336,19 +336,19 @@ def register(placement: Placement) -> None:
     Raises:
         InputError: If the name is one of hessiankit's.
     """
-    if placement.name in _OWN:
+    if placement.name in _BUILTIN:
         raise InputError(f"register: {placement.name!r} is one of hessiankit's placements; choose another name")
     PLACEMENTS[placement.name] = placement
 
 
-def placement_of(name: str, *, who: str = "TransformerBlock") -> Placement:
+def placement_of(name: str, *, caller: str = "TransformerBlock") -> Placement:
     """Return the placement of this name.
 
     Raises:
         InputError: If there is none, with the nearest names.
     """
     if name not in PLACEMENTS:
-        raise unknown(who, "placement", name, PLACEMENTS, "hessiankit.blocks.PLACEMENTS")
+        raise unknown(caller, "placement", name, PLACEMENTS, "hessiankit.blocks.PLACEMENTS")
     return PLACEMENTS[name]
 
 

@@ -27,7 +27,7 @@ class _Stack(nn.Module):
     def _stack(self, d_model: int, d_ff: int, n_layers: int, *, final_norm: bool | None, **block: Any) -> None:
         """Make the blocks, each with its layer, and the norms of the stack, of the blocks' kind."""
         check_sizes(type(self).__name__, n_layers=n_layers)
-        placement = placement_of(block.get("placement", "post"), who=type(self).__name__)
+        placement = placement_of(block.get("placement", "post"), caller=type(self).__name__)
         self.blocks = nn.ModuleList(
             TransformerBlock(d_model, d_ff, layer=layer, n_layers=n_layers, **block) for layer in range(1, n_layers + 1)
         )

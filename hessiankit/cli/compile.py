@@ -26,7 +26,7 @@ def run(*, verbose: Flag = False, output: Json = Json()) -> None:
     """
     from hessiankit.support.kernels import build, built, kernels
 
-    before = built().exists()
-    path, used = build(verbose=verbose), kernels() is not None
-    print(f"{'compiled before' if before else 'compiled'}: {path}{'' if used else ' (turned off by HESSIANKIT_COMPILED=0)'}")
-    write_json("compile", output.json, {"path": str(path), "used": used, "compiled_before": before})
+    existed = built().exists()
+    path, in_use = build(verbose=verbose), kernels() is not None
+    print(f"{'compiled before' if existed else 'compiled'}: {path}{'' if in_use else ' (turned off by HESSIANKIT_COMPILED=0)'}")
+    write_json("compile", output.json, {"path": str(path), "used": in_use, "compiled_before": existed})

@@ -77,7 +77,7 @@ def run(
     }
     try:
         with progress_bar() as tell:
-            options |= {"dry_run": True} if dry_run else {"progress": lambda done, total: tell("hessian", done, total)}
+            options |= {"dry_run": True} if dry_run else {"progress": lambda count, total: tell("hessian", count, total)}
             result = hessian(problem.model, problem.inputs, problem.target, **options)
     except KeyboardInterrupt:
         resumable = f"; --resume continues {out}" if out is not None and out.exists() else ""

@@ -18,7 +18,7 @@ from hessiankit.cli.options import SOURCES
 from hessiankit.cli.text import VOCAB_SIZE, TextDataset
 from hessiankit.support.errors import InputError, did_you_mean
 
-WHO = "load_model"
+NAME = "load_model"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "spiece.model", "tokenizer.model")
 TINY = {"d_model": 64, "d_ff": 256, "n_layers": 3, "n_heads": 4}
@@ -63,9 +63,9 @@ def load_model(
             no weights, or the file is named, they are drawn with the seed, and ``origin`` says so.
             ``"module:function"``: what the function returns when it is called without arguments; modules of the current folder
             are found.
-        seed: Of parameters that are drawn.
-        device: Where the model is put.
-        dtype: Of its floating-point parameters; None leaves them as they are.
+        seed: Seed of parameters that are drawn.
+        device: Device that the model is put on.
+        dtype: Type of its floating-point parameters; None leaves them as they are.
 
     Raises:
         InputError: If the source is none of these, a package is missing or broken, weights do not belong to the model, or what
@@ -78,25 +78,25 @@ def load_model(
     path = Path(source).expanduser()
     if source == "tiny":
         tiny = Transformer(VOCAB_SIZE, **TINY, activation="gelu", causal=True, max_len=TINY_LENGTH, seed=seed)  # type: ignore[arg-type]
-        loaded = LoadedModel(tiny, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
+        result = LoadedModel(tiny, "tiny", f"parameters drawn with seed {seed}", VOCAB_SIZE, TINY_LENGTH)
     elif path.exists():
         model, origin, tokenizer = _from_files(path, seed)
-        loaded = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)
+        result = LoadedModel(model, path.resolve().name if path.is_dir() else str(path), origin, *_known(model), tokenizer)
     elif ":" in source:
-        loaded = _from_function(source, seed)
+        result = _from_function(source, seed)
     else:
-        raise InputError(f"{WHO}: {source!r} is not an existing path; expected {SOURCES} (nothing is downloaded)")
-    place(WHO, loaded.model.eval(), device, dtype)
-    return loaded
+        raise InputError(f"{NAME}: {source!r} is not an existing path; expected {SOURCES} (nothing is downloaded)")
+    place(NAME, result.model.eval(), device, dtype)
+    return result
 
 
-def place(who: str, model: nn.Module, device: str | torch.device, dtype: torch.dtype | None) -> None:
+def place(caller: str, model: nn.Module, device: str | torch.device, dtype: torch.dtype | None) -> None:
     """Put a model on a device, in a dtype; the error names both."""
     try:
         model.to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError) as error:
         why = f"{one_line(error)}; name one that torch can use"
-        raise InputError(f"{who}: cannot put {type(model).__name__} on device={str(device)!r}: {why}") from error
+        raise InputError(f"{caller}: cannot put {type(model).__name__} on device={str(device)!r}: {why}") from error
 
 
 def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def text_batch(loaded: LoadedModel, text: TextDataset, batch_size: int, length: 
     if loaded.tokenizer is None:
         if loaded.vocabulary is not None and loaded.vocabulary < VOCAB_SIZE:
             give = f"bytes need {VOCAB_SIZE}: give a folder with its tokenizer, or a model of a larger vocabulary"
-            raise InputError(f"{WHO}: {loaded.name} knows {loaded.vocabulary} token ids and has no tokenizer; {give}")
+            raise InputError(f"{NAME}: {loaded.name} knows {loaded.vocabulary} token ids and has no tokenizer; {give}")
         return text.batch(batch_size, length, generator)
     ids = _encoded(loaded, text, batch_size, length + 1, generator)
     return ids[:, :-1], ids[:, 1:]
@@ -125,7 +125,7 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
     ids: list[list[int]] = [[]]
     while min(map(len, ids)) < length:
         if size == len(text) - 1:
-            raise InputError(f"{WHO}: {text.name} gives fewer than {length} tokens; give more text or ask for shorter windows")
+            raise InputError(f"{NAME}: {text.name} gives fewer than {length} tokens; give more text or ask for shorter windows")
         size = min(2 * size or 6 * length, len(text) - 1)
         generator.set_state(state)
         windows, _ = text.batch(batch_size, size, generator)
@@ -133,34 +133,36 @@ def _encoded(loaded: LoadedModel, text: TextDataset, batch_size: int, length: in
         ids = [loaded.tokenizer(string, add_special_tokens=False)["input_ids"][:length] for string in strings]
     largest = max(map(max, ids))
     if loaded.vocabulary is not None and largest >= loaded.vocabulary:
-        known = f"the model knows 0 to {loaded.vocabulary - 1}: they do not belong together"
-        raise InputError(f"{WHO}: the tokenizer of {loaded.name} gives id {largest}, {known}")
+        range_note = f"the model knows 0 to {loaded.vocabulary - 1}: they do not belong together"
+        raise InputError(f"{NAME}: the tokenizer of {loaded.name} gives id {largest}, {range_note}")
     return torch.tensor(ids, device="cpu")
 
 
 def _from_function(source: str, seed: int) -> LoadedModel:
     """Return what ``module:function`` makes."""
-    where, _, what = source.partition(":")
+    where, _, function_name = source.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # as ``python -m`` does, and an installed command does not
     try:
         try:
             module = importlib.import_module(where)
         except Exception as error:  # whatever a user's module raises
-            raise InputError(f"{WHO}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
-        function = getattr(module, what, None)
+            raise InputError(f"{NAME}: cannot import {where!r} for {source!r}: {one_line(error)}; expected {SOURCES}") from error
+        function = getattr(module, function_name, None)
         if not callable(function):
-            near = did_you_mean(what, [name for name, value in vars(module).items() if callable(value)])
-            raise InputError(f"{WHO}: {where!r} has no function {what!r}{near or '; name one that returns an nn.Module'}")
+            hint = did_you_mean(function_name, [name for name, value in vars(module).items() if callable(value)])
+            raise InputError(
+                f"{NAME}: {where!r} has no function {function_name!r}{hint or '; name one that returns an nn.Module'}"
+            )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             try:
                 model = function() if not isinstance(function, nn.Module) else function
             except Exception as error:
-                raise InputError(f"{WHO}: {source} raised {one_line(error)}; it is called without arguments") from error
+                raise InputError(f"{NAME}: {source} raised {one_line(error)}; it is called without arguments") from error
     finally:
         sys.path.remove(str(Path.cwd()))
     if not isinstance(model, nn.Module):
-        raise InputError(f"{WHO}: {source} returned {type(model).__name__}; expected an nn.Module that maps token ids to logits")
+        raise InputError(f"{NAME}: {source} returned {type(model).__name__}; expected an nn.Module that maps token ids to logits")
     return LoadedModel(model, source, f"as {source} made it, torch seeded with {seed}", *_known(model))
 
 
@@ -180,7 +182,7 @@ def _from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
         why = f"which cannot be imported ({one_line(error)}); pip install 'hessiankit[models]', or pass 'module:function'"
-        raise InputError(f"{WHO}: {path} is a model of transformers, {why}") from error
+        raise InputError(f"{NAME}: {path} is a model of transformers, {why}") from error
     folder, files = path if path.is_dir() else path.parent, {"local_files_only": True}
     weights = path.is_dir() and any((folder / name).exists() for name in WEIGHTS)
     make, info, tokenizer, part = transformers.AutoModelForCausalLM, {}, None, f"{path} as a causal language model"
@@ -196,16 +198,18 @@ def _from_files(path: Path, seed: int) -> tuple[nn.Module, str, Any]:
                 part = f"the tokenizer in {folder}"
                 tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **files)
         except Exception as error:  # transformers has no base class of its own
-            wanted = "expected a folder that save_pretrained wrote, or its config.json"
+            expectation = "expected a folder that save_pretrained wrote, or its config.json"
             hint = "(docs/howto/install.md on a torchvision of another torch)"
-            raise InputError(f"{WHO}: transformers cannot load {part}: {one_line(error)}; {wanted} {hint}") from error
+            raise InputError(f"{NAME}: transformers cannot load {part}: {one_line(error)}; {expectation} {hint}") from error
     model.config.use_cache = False  # keys and values of a pass are not needed again
-    if missing := sorted(info.get("missing_keys", ())):
-        count, kind = len(missing), type(model).__name__
-        why = f"{count} parameters of {kind} are not among the weights of {folder}, {missing[0]} for one, and would be random"
-        raise InputError(f"{WHO}: {why}; save the whole model with save_pretrained, or name config.json to draw all of them")
-    drawn = f"built from {folder / 'config.json' if path.is_dir() else path} without weights: parameters drawn with seed {seed}"
-    return model, f"weights of {folder}" if weights else drawn, tokenizer
+    if absent_names := sorted(info.get("missing_keys", ())):
+        count, kind = len(absent_names), type(model).__name__
+        why = (
+            f"{count} parameters of {kind} are not among the weights of {folder}, {absent_names[0]} for one, and would be random"
+        )
+        raise InputError(f"{NAME}: {why}; save the whole model with save_pretrained, or name config.json to draw all of them")
+    origin = f"built from {folder / 'config.json' if path.is_dir() else path} without weights: parameters drawn with seed {seed}"
+    return model, f"weights of {folder}" if weights else origin, tokenizer
 
 
 @contextmanager

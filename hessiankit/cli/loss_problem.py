@@ -65,10 +65,10 @@ def block_of(block: BlockOptions, d_model: int, d_ff: int) -> TransformerBlock:
     options = {name: getattr(block, name) for name in ("norm", "activation", "bias", "causal", "rotary", "layer")}
     options |= {"placement": block.placement or "post", "n_layers": block.layers or block.layer, "n_kv_heads": block.kv_heads}
     try:
-        made = TransformerBlock(d_model, d_ff, block.heads, attention_bias=block.bias, affine=not block.no_affine, **options)
+        module = TransformerBlock(d_model, d_ff, block.heads, attention_bias=block.bias, affine=not block.no_affine, **options)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("use smaller sizes", "pass a smaller --d-model or --d-ff")) from error
-    return made.double()
+    return module.double()
 
 
 def _on_drawn(settings: ModelOptions, model: nn.Module, name: str, shape: tuple[int, ...], smaller: str) -> LossProblem:

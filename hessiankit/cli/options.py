@@ -26,7 +26,7 @@ from hessiankit.support.tables import Printed, show
 SEEDS = 2**32 - 1
 """The largest seed that Python, NumPy, scikit-learn and torch all take."""
 SOURCES = "'tiny', a folder that save_pretrained wrote, a config.json, or 'module:function'"
-"""What ``--model`` takes."""
+"""Sources that ``--model`` takes."""
 
 
 def writable(_: object, path: Path | None) -> None:
@@ -85,8 +85,8 @@ def check_sources(model: str, text: str | None) -> None:
     if function and not (package.isidentifier() and (PathFinder.find_spec(package, [str(Path.cwd())]) or find_spec(package))):
         raise InputError(f"--model {model!r}: there is no module {package!r} in this folder or installed; expected {SOURCES}")
     if not function and model != "tiny" and not ((path.is_file() and path.suffix == ".json") or (path / "config.json").exists()):
-        said = "is no model" if path.exists() else "is not an existing path"
-        raise InputError(f"--model {model!r} {said}; expected {SOURCES} (nothing is downloaded)")
+        problem = "is no model" if path.exists() else "is not an existing path"
+        raise InputError(f"--model {model!r} {problem}; expected {SOURCES} (nothing is downloaded)")
     if text not in (None, "stdlib") and not Path(text).expanduser().exists():
         raise InputError(f"--text {text!r} is neither 'stdlib' nor an existing path (nothing is downloaded)")
 

@@ -82,10 +82,10 @@ def with_dashes(words: Sequence[str]) -> list[str]:
 
     ``--json`` without a path is ``--json=-``.
     """
-    joined: list[str] = []
-    for word, following in zip(words, [*words, "--"][1:], strict=True):
-        if word.startswith("--") and (following == "-" if word != "--json" else following.startswith("-")):
-            joined.append(f"{word}=-")
-        elif word != "-" or not joined or not joined[-1].endswith("=-"):
-            joined.append(word)
-    return joined
+    pieces: list[str] = []
+    for word, successor in zip(words, [*words, "--"][1:], strict=True):
+        if word.startswith("--") and (successor == "-" if word != "--json" else successor.startswith("-")):
+            pieces.append(f"{word}=-")
+        elif word != "-" or not pieces or not pieces[-1].endswith("=-"):
+            pieces.append(word)
+    return pieces

@@ -88,16 +88,16 @@ def run(
     windows = load_text(text)
     inputs, targets = (x.to(device) for x in text_batch(loaded, windows, batch, length, seed=seed))
     say(f"{loaded}\n{batch} sequences of {length} {loaded.tokens}, {windows.name}, {dtype}")
-    few = inputs[:1, :FLOW_TOKENS]
-    run_on_text(loaded.model, few, model, "name a language model, which does")
-    measured: dict[str, Any] = {"per": per, "parts": model_parts(loaded.model, inputs=few, overrides=types)}
-    drawn: dict[str, Any] = {"draws": draws, "micro_batch": micro_batch, "confidence": confidence, "histograms": histograms}
+    sample = inputs[:1, :FLOW_TOKENS]
+    run_on_text(loaded.model, sample, model, "name a language model, which does")
+    subject: dict[str, Any] = {"per": per, "parts": model_parts(loaded.model, inputs=sample, overrides=types)}
+    sampling: dict[str, Any] = {"draws": draws, "micro_batch": micro_batch, "confidence": confidence, "histograms": histograms}
     try:
         with progress_bar() as tell:
-            report = sharpness(loaded.model, inputs, targets, seed=seed, progress=tell, **measured, **drawn)
+            report = sharpness(loaded.model, inputs, targets, seed=seed, progress=tell, **subject, **sampling)
     except OutOfMemoryError as error:
         raise OutOfMemoryError(str(error).replace("a smaller micro_batch", "--micro-batch, or a smaller one")) from error
-    truth = sharpness(loaded.model, inputs, targets, exact=True, **measured) if exact else None
+    truth = sharpness(loaded.model, inputs, targets, exact=True, **subject) if exact else None
     numbers = {
         "model": {"name": loaded.name, "class": type(loaded.model).__name__, "origin": loaded.origin},
         **{"text": text, "batch": batch, "length": length, "dtype": dtype, "device": device},
@@ -126,8 +126,8 @@ def _overrides(texts: list[str] | None) -> dict[str, str] | None:
 def _layers(report: SharpnessReport) -> Table:
     """Return S by layer and type."""
     rows = []
-    for layer, whole in report.layers.items():
-        ones = [whole, *(report.type_layers.get((kind, layer)) for kind in report.types)]
+    for layer, total in report.layers.items():
+        ones = [total, *(report.type_layers.get((kind, layer)) for kind in report.types)]
         rows.append(("outside" if layer is None else str(layer), *("" if one is None else f"{one.value:.3g}" for one in ones)))
     return table(("layer", "all", *report.types), rows, title="S by layer and type")
 
@@ -145,7 +145,7 @@ def _beside(report: SharpnessReport, exact: SharpnessReport) -> Table:
     rows = []
     for kind, one in report.types.items():
         true = exact.types[kind].value
-        apart = f"{(one.value - true) / one.standard_error:+.2f}" if one.standard_error > 0 else one.shown[0]
-        inside = ("yes" if one.low <= true <= one.high else "no") if not math.isnan(one.low) else "n.a."
-        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", apart, inside))
+        distance = f"{(one.value - true) / one.standard_error:+.2f}" if one.standard_error > 0 else one.shown[0]
+        verdict = ("yes" if one.low <= true <= one.high else "no") if not math.isnan(one.low) else "n.a."
+        rows.append((kind, f"{one.value:.4g}", f"{true:.6g}", distance, verdict))
     return table(("type", "S", "exact", "s.e. apart", "in the interval"), rows, title="beside the exact Gauss-Newton trace")

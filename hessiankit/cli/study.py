@@ -90,8 +90,8 @@ def run(
                     f"training accuracy {accuracy(model, x, labels):.1%}, validation accuracy {accuracies[loss]:.1%}"
                 )
             with progress_bar(f"Hessian {len(reports) + 1} of {len(LOSS_NAMES) * len(STAGES)}: ") as tell:
-                asked: dict[str, Any] = {"loss": loss, "directions": 1, "dtype": None, "seed": seed}
-                report = check(model, x[:size], y[:size], progress=tell, **asked)
+                settings: dict[str, Any] = {"loss": loss, "directions": 1, "dtype": None, "seed": seed}
+                report = check(model, x[:size], y[:size], progress=tell, **settings)
             reports[loss, stage] = report
             norm = report.hessian.spectral_norm()
             say("", f"Hessian of the {words}, {stage}: loss {report.hessian.loss:.4g}, ||H||_2 {norm:.4g}")
@@ -113,10 +113,10 @@ def run(
     }
     write_json("study", target, content)  # before the pictures, which take more room
     for loss, path in pictures.items():
-        before, after = (reports[loss, stage].hessian for stage in STAGES)
+        first, last = (reports[loss, stage].hessian for stage in STAGES)
         title = f"Hessian of the {LOSS_NAMES[loss]}"
-        both = side_by_side([before.matrix, after.matrix], before.names, before.slices, titles=STAGES, title=title, path=path)
-    say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {both.caption}")
+        picture = side_by_side([first.matrix, last.matrix], first.names, first.slices, titles=STAGES, title=title, path=path)
+    say(f"wrote {target} and {', '.join(map(str, pictures.values()))}: {picture.caption}")
     if not output.table:
         say(f"every row: --table; every number: {target}, or --json")
     write_json("study", output.json, content)

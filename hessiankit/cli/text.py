@@ -78,12 +78,12 @@ class TextDataset:
         rows = self.tokens[starts[:, None] + torch.arange(length + 1, device="cpu")].long()  # (B, L + 1)
         return rows[:, :-1], rows[:, 1:]
 
-    def _check(self, who: str, count: int, length: int) -> None:
+    def _check(self, method: str, count: int, length: int) -> None:
         if count < 1 or length < 1:
-            raise InputError(f"TextDataset.{who}: asked for {count} windows of {length} tokens; expected 1 or more of each")
+            raise InputError(f"TextDataset.{method}: asked for {count} windows of {length} tokens; expected 1 or more of each")
         if length >= len(self):
             why = f"needs {length + 1} bytes, and {self.name} has {len(self)}; ask for shorter windows or give more text"
-            raise InputError(f"TextDataset.{who}: a window of {length} tokens and the next one {why}")
+            raise InputError(f"TextDataset.{method}: a window of {length} tokens and the next one {why}")
 
 
 def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int = 0) -> TextDataset:
@@ -97,7 +97,7 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
             :data:`STDLIB_EXCLUDED`; or a path: a text file, or a folder, of which every file counts at any depth but hidden
             ones and those with a zero byte, which are no text.
         split: ``"train"`` or ``"validation"``.
-        seed: Which files are held out.
+        seed: Seed that decides which files are held out.
 
     Raises:
         InputError: The source or the split is unknown, a file cannot be read, or nothing is left for the split.
@@ -122,10 +122,10 @@ def load_text(source: str | Path = "stdlib", *, split: str = "train", seed: int 
         at = len(text) - int(len(text) * HELD_OUT)
         texts = {path.name: text[:at] if split == "train" else text[at:]}
         why = f"has {len(text)} bytes, which leaves none for {split!r}; give a longer text"
-    joined = b"".join(texts.values())
-    if not joined:
+    content = b"".join(texts.values())
+    if not content:
         raise InputError(f"load_text: {path} {why}")
-    tokens = torch.frombuffer(bytearray(joined), dtype=torch.uint8)
+    tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     return TextDataset(tokens, tuple(texts), f"{source if source == 'stdlib' else path.name} {split}")
 
 

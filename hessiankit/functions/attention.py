@@ -18,15 +18,15 @@ from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError
 from hessiankit.support.torch_state import recording
 
-WHO = "scaled_dot_product_attention"
+NAME = "scaled_dot_product_attention"
 
 _LOCK = threading.Lock()
 _OPEN: list[bool] = []
-"""For each open block, whether torch's layers took their fused inference path before the first one."""
+"""Setting of the fused inference path of torch's layers before each open block."""
 
 
 @opaque
-@checked(WHO)
+@checked(NAME)
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -118,10 +118,10 @@ def twice_differentiable_attention() -> Iterator[None]:
         yield
     finally:
         with _LOCK:
-            before = _OPEN.pop()
+            fast_path = _OPEN.pop()
             if not _OPEN:
                 F.scaled_dot_product_attention = TORCHS
-                torch.backends.mha.set_fastpath_enabled(before)
+                torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
 def _check(
@@ -130,22 +130,22 @@ def _check(
     """Raise an InputError unless the arguments go together."""
     for name, x in (("query", query), ("key", key), ("value", value), ("attn_mask", mask)):
         if x is not None:
-            check_dense(WHO, name, x)
+            check_dense(NAME, name, x)
 
-    def error(what: str, remedy: str) -> InputError:
+    def error(problem: str, remedy: str) -> InputError:
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in (("query", query), ("key", key), ("value", value)))
-        return InputError(f"{WHO}: {what} (got {shapes}); {remedy}")
+        return InputError(f"{NAME}: {problem} (got {shapes}); {remedy}")
 
     if dropout_p:
         raise InputError(
-            f"{WHO}: dropout_p={dropout_p:g}, expected 0: a function that draws has no second derivative to speak of; "
+            f"{NAME}: dropout_p={dropout_p:g}, expected 0: a function that draws has no second derivative to speak of; "
             "call model.eval(), or set the attention dropout of the model to zero"
         )
     if is_causal and mask is not None:
-        raise InputError(f"{WHO}: is_causal=True and attn_mask are both given; pass one of them")
+        raise InputError(f"{NAME}: is_causal=True and attn_mask are both given; pass one of them")
     if len({x.dtype for x in (query, key, value)}) > 1 or not query.is_floating_point():
         types = ", ".join(str(x.dtype).removeprefix("torch.") for x in (query, key, value))
-        raise InputError(f"{WHO}: query, key and value are of {types}, expected one floating-point type; convert them")
+        raise InputError(f"{NAME}: query, key and value are of {types}, expected one floating-point type; convert them")
     if min(query.ndim, key.ndim, value.ndim) < 2 or query.shape[-1] != key.shape[-1] or key.shape[-2] != value.shape[-2]:
         raise error("the shapes do not go together", "expected (..., L, E), (..., S, E) and (..., S, E_v)")
     lead = [list(x.shape[:-2]) for x in (query, key, value)]
@@ -158,7 +158,7 @@ def _check(
         if mask is not None:
             torch.broadcast_to(mask, (*joint, query.shape[-2], key.shape[-2]))
     except RuntimeError:
-        also = "" if mask is None else f", nor with a mask of shape {tuple(mask.shape)}"
+        mask_note = "" if mask is None else f", nor with a mask of shape {tuple(mask.shape)}"
         raise error(
-            f"the leading axes do not broadcast{also}", "expected (..., L, S) for a mask, and equal leading axes or 1"
+            f"the leading axes do not broadcast{mask_note}", "expected (..., L, S) for a mask, and equal leading axes or 1"
         ) from None

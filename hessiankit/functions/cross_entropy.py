@@ -13,11 +13,11 @@ from hessiankit.support.containers import check_dense
 from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.torch_state import recording
 
-WHO = "linear_cross_entropy"
+NAME = "linear_cross_entropy"
 
 
 @opaque
-@checked(WHO)
+@checked(NAME)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -45,7 +45,7 @@ def linear_cross_entropy(
         labels: (...), integers from 0 to C - 1, or ``ignore_index``.
         bias: (C,).
         ignore_index: The label of tokens that do not count.
-        label_smoothing: From 0 to 1: the share of the target distribution that is spread evenly over all classes.
+        label_smoothing: Share of the target distribution that is spread evenly over all classes, from 0 to 1.
         reduction: "mean" over the tokens that count (NaN where none does, as in torch), "sum" or "none".
         shift: Whether each token's label is the next one's, as for causal language models: hidden states but the last along
             the axis before d, labels but the first along their last axis.
@@ -64,20 +64,20 @@ def linear_cross_entropy(
     """
     for name, x in (("hidden", hidden), ("weight", weight), ("bias", bias), ("labels", labels)):
         if x is not None:
-            check_dense(WHO, name, x)
-    check_name(WHO, "reduction", reduction, ("mean", "sum", "none"))
+            check_dense(NAME, name, x)
+    check_name(NAME, "reduction", reduction, ("mean", "sum", "none"))
     if hidden.ndim < 1 + shift or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1] or hidden.shape[:-1] != labels.shape:
         raise InputError(
-            f"{WHO}: got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}, expected "
+            f"{NAME}: got hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)}, expected "
             "(..., d), (C, d) and (...); pass the head's weight as nn.Linear has it, and a label for each hidden state"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise InputError(
-            f"{WHO}: bias of shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, one number per row of weight"
+            f"{NAME}: bias of shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}, one number per row of weight"
         )
     if labels.dtype not in (torch.int64, torch.int32) or not 0 <= label_smoothing <= 1:
         raise InputError(
-            f"{WHO}: labels of {labels.dtype} and label_smoothing={label_smoothing:g}, expected integers (labels.long()) and "
+            f"{NAME}: labels of {labels.dtype} and label_smoothing={label_smoothing:g}, expected integers (labels.long()) and "
             "a number from 0 to 1"
         )
     device = hidden.device.type
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.to(narrow), weight.to(narrow), None if bias is None else bias.to(narrow)
     if len({x.dtype for x in (hidden, weight, bias) if x is not None}) > 1 or not hidden.is_floating_point():
         raise InputError(
-            f"{WHO}: hidden of {hidden.dtype} and weight of {weight.dtype}, expected one floating-point type; convert them"
+            f"{NAME}: hidden of {hidden.dtype} and weight of {weight.dtype}, expected one floating-point type; convert them"
         )
     if shift:
         hidden, labels = hidden[..., :-1, :], labels[..., 1:]

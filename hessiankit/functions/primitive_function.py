@@ -34,7 +34,7 @@ opaque = torch._compile._disable_dynamo
 """``torch.compiler.disable``, which leaves a function as it is between compiled parts, without the import of the compiler."""
 
 INPUTS = 4
-"""How many inputs a primitive has here, absent ones included; lists of tensors are not for every tracer and transform."""
+"""Number of inputs of a primitive here, absent ones included; not every tracer and transform takes lists of tensors."""
 
 _PRIMITIVES: dict[str, Any] = {}  # those that functions have been made of; what torch's operations are given are names
 _OUT = ", ".join(["Tensor"] * (INPUTS + 1))
@@ -58,22 +58,22 @@ def _push(name: str, *tensors: Given) -> Tensor:
 @torch.library.custom_op(
     "hessiankit::pull",
     mutates_args=(),
-    schema=f"(str name, bool[] wanted, bool pushed, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
+    schema=f"(str name, bool[] needs, bool with_push, {_X}, {_T}, Tensor? W, Tensor? b) -> ({_OUT})",
 )
-def _pull(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> tuple[Tensor, ...]:
+def _pull(name: str, needs: Sequence[bool], with_push: bool, *tensors: Given) -> tuple[Tensor, ...]:
     with full_precision(), torch.no_grad():
         (*rest, W, b) = wide(tensors)
         x, t = _halves(rest)
         present = _present(x)
-        at_point = _PRIMITIVES[name].linearise(present, W, wanted[: len(present)])
+        at_point = _PRIMITIVES[name].linearise(present, W, needs[: len(present)])
         tangents = None if W is None else [None if v is None else v.unsqueeze(0) for v in t[: len(present)]]
         bar, output = None if b is None else b.unsqueeze(0), None
-        if pushed:
+        if with_push:
             output, covectors = at_point.push_and_pull(bar, tangents or ())
         else:
             covectors = at_point.pull(bar, tangents)
         filled = zip(
-            (*wanted, pushed), (*(*covectors, None)[:INPUTS], output), _empty(name, wanted, pushed, *tensors), strict=True
+            (*needs, with_push), (*(*covectors, None)[:INPUTS], output), _empty(name, needs, with_push, *tensors), strict=True
         )
         return tuple(y if not w else y.zero_() if c is None else c[0].to(y.dtype) for w, c, y in filled)
 
@@ -85,11 +85,11 @@ def _like(name: str, *tensors: Given) -> Tensor:
 
 
 @_pull.register_fake
-def _empty(name: str, wanted: Sequence[bool], pushed: bool, *tensors: Given) -> tuple[Tensor, ...]:
+def _empty(name: str, needs: Sequence[bool], with_push: bool, *tensors: Given) -> tuple[Tensor, ...]:
     first = tensors[0]
     assert first is not None
-    out = [torch.empty_like(x) if w and x is not None else first.new_empty(0) for w, x in zip(wanted, tensors, strict=False)]
-    return (*out, _like(name, *tensors) if pushed else first.new_empty(0))
+    out = [torch.empty_like(x) if w and x is not None else first.new_empty(0) for w, x in zip(needs, tensors, strict=False)]
+    return (*out, _like(name, *tensors) if with_push else first.new_empty(0))
 
 
 def _present(x: Sequence[Given]) -> Sequence[Given]:
@@ -104,14 +104,14 @@ class Call:
     Attributes:
         stacks: Whether one leading axis more on every tensor is a stack of calls, as ``vmap`` needs it; else they are made
             one by one.
-        wanted: The inputs whose covectors are returned.
-        pushed: Whether Push(x, t) is returned behind them, which they make use of.
+        needs: The inputs whose covectors are returned.
+        with_push: Whether Push(x, t) is returned behind them, which they make use of.
     """
 
     name: str
     stacks: bool = False
-    wanted: tuple[bool, ...] = ()
-    pushed: bool = False
+    needs: tuple[bool, ...] = ()
+    with_push: bool = False
 
     def written_out(self, *x: Given) -> Tensor:
         """Return the primitive's value, of operations that torch differentiates any number of times."""
@@ -122,11 +122,11 @@ def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tens
     """Return phi(inputs) as a differentiable function of torch.
 
     Args:
-        primitive: One that its class and fields say all of, which are not tensors. It has, besides its actions,
+        primitive: A primitive that its class and fields, which are not tensors, determine. It has, besides its actions,
             ``written_out(*inputs)``, its value in operations that torch differentiates any number of times, and
             ``output_like(*inputs)``, an empty output.
         inputs: Tensors, or None for those that are optional; those of integers or booleans are constants.
-        stacks: As in :class:`Call`.
+        stacks: Whether a leading axis is a stack of calls, as in :class:`Call`.
     """
     name = " ".join([type(primitive).__name__, *map(str, vars(primitive).values())])
     _PRIMITIVES.setdefault(name, primitive)
@@ -134,7 +134,7 @@ def call(primitive: ByLinearising, *inputs: Given, stacks: bool = False) -> Tens
 
 
 class _Primitive(Function):
-    """What the three functions share. The tensors of a call are the inputs, and what else each function says."""
+    """Common part of the three functions. The tensors of a call are the inputs, and those that each function names."""
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], of: Call, *tensors: Given) -> Any:
@@ -190,12 +190,12 @@ class _Push(_Primitive):
         return None, *to_x, *_pulled(of, x, _needed(ctx, n, t), None, bar, (None,) * n)
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moved: Given) -> Any:
+    def jvp(ctx: Any, _: None, *tangents: Given) -> Any:
         x, _t = _halves(ctx.saved_tensors)
-        at_x, at_t = _halves(moved)
+        at_x, at_t = _halves(tangents)
         if all(v is None for v in at_x):
             return _Push.apply(ctx.of, *x, *at_t)
-        return _along(lambda *tensors: _push_written_out(ctx.of, tensors), ctx.saved_tensors, moved)
+        return _along(lambda *tensors: _push_written_out(ctx.of, tensors), ctx.saved_tensors, tangents)
 
 
 class _Pull(_Primitive):
@@ -203,8 +203,8 @@ class _Pull(_Primitive):
 
     @staticmethod
     def forward(of: Call, *tensors: Given) -> Any:
-        out = _pull(of.name, of.wanted, of.pushed, *tensors)
-        return tuple(x for x, w in zip(out, (*of.wanted, of.pushed), strict=True) if w)
+        out = _pull(of.name, of.needs, of.with_push, *tensors)
+        return tuple(x for x, w in zip(out, (*of.needs, of.with_push), strict=True) if w)
 
     @staticmethod
     def backward(ctx: Any, *u: Given) -> Any:
@@ -215,26 +215,26 @@ class _Pull(_Primitive):
             return None, *out
         if all(v is None for v in u):
             return None, *(None,) * len(ctx.saved_tensors)
-        along, wanted, pushed = _placed(of.wanted, u), _needed(ctx, 0, x), ctx.needs_input_grad[-1]
-        if not any(wanted):
-            return None, *(None,) * (2 * INPUTS + 1), _Push.apply(of, *x, *along) if pushed else None
-        out = _Pull.apply(Call(of.name, of.stacks, wanted, pushed), *x, *along, b, None)
-        return None, *_placed(wanted, out), *(None,) * (INPUTS + 1), out[-1] if pushed else None
+        directions, needs, with_push = _placed(of.needs, u), _needed(ctx, 0, x), ctx.needs_input_grad[-1]
+        if not any(needs):
+            return None, *(None,) * (2 * INPUTS + 1), _Push.apply(of, *x, *directions) if with_push else None
+        out = _Pull.apply(Call(of.name, of.stacks, needs, with_push), *x, *directions, b, None)
+        return None, *_placed(needs, out), *(None,) * (INPUTS + 1), out[-1] if with_push else None
 
     @staticmethod
-    def jvp(ctx: Any, _: None, *moved: Given) -> Any:
+    def jvp(ctx: Any, _: None, *tangents: Given) -> Any:
         of, (*rest, W, b) = ctx.of, ctx.saved_tensors
         if W is not None:
-            return _along(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, moved)
-        x, at_x = rest[:INPUTS], moved[:INPUTS]
-        return _Pull.apply(of, *x, *at_x, None if all(v is None for v in at_x) else b, moved[-1])
+            return _along(lambda *tensors: _pull_written_out(of, tensors), ctx.saved_tensors, tangents)
+        x, at_x = rest[:INPUTS], tangents[:INPUTS]
+        return _Pull.apply(of, *x, *at_x, None if all(v is None for v in at_x) else b, tangents[-1])
 
 
-def _pulled(of: Call, x: Sequence[Given], wanted: tuple[bool, ...], W: Given, b: Given, t: Sequence[Given]) -> Sequence[Given]:
+def _pulled(of: Call, x: Sequence[Given], needs: tuple[bool, ...], W: Given, b: Given, t: Sequence[Given]) -> Sequence[Given]:
     """Return Pull, None for inputs that are not wanted; all None where nothing is pulled."""
-    if not any(wanted) or (b is None and (W is None or all(v is None for v in t))):
+    if not any(needs) or (b is None and (W is None or all(v is None for v in t))):
         return [None] * INPUTS
-    return _placed(wanted, _Pull.apply(Call(of.name, of.stacks, wanted), *x, *t, W, b))
+    return _placed(needs, _Pull.apply(Call(of.name, of.stacks, needs), *x, *t, W, b))
 
 
 def _needed(ctx: Any, first: int, tensors: Sequence[Given]) -> tuple[bool, ...]:
@@ -242,10 +242,10 @@ def _needed(ctx: Any, first: int, tensors: Sequence[Given]) -> tuple[bool, ...]:
     return tuple(x is not None and ctx.needs_input_grad[1 + first + k] for k, x in enumerate(tensors))
 
 
-def _placed(wanted: Sequence[bool], covectors: Sequence[Given]) -> list[Given]:
+def _placed(needs: Sequence[bool], covectors: Sequence[Given]) -> list[Given]:
     """Return covectors of the wanted inputs as those of all."""
     rest = iter(covectors)
-    return [next(rest) if w else None for w in wanted]
+    return [next(rest) if w else None for w in needs]
 
 
 def _halves(tensors: Sequence[Given]) -> tuple[Sequence[Given], Sequence[Given]]:
@@ -268,34 +268,34 @@ def _pull_written_out(of: Call, tensors: Sequence[Given]) -> tuple[Tensor, ...]:
     x, t = _halves(rest)
 
     def pulled(bar: Given) -> Callable[..., Any]:
-        return lambda *x: tuple(c for c, w in zip(_transposed(of.written_out, x, of.wanted, (bar,)), of.wanted, strict=True) if w)
+        return lambda *x: tuple(c for c, w in zip(_transposed(of.written_out, x, of.needs, (bar,)), of.needs, strict=True) if w)
 
     out = _along(pulled(W), x, t)
     out = out if b is None else tuple(map(torch.add, out, pulled(b)(*x)))
-    return (*out, _along(of.written_out, x, t)) if of.pushed else out
+    return (*out, _along(of.written_out, x, t)) if of.with_push else out
 
 
-def _along(function: Callable[..., Any], tensors: Sequence[Given], moved: Sequence[Given]) -> Any:
+def _along(function: Callable[..., Any], tensors: Sequence[Given], input_tangents: Sequence[Given]) -> Any:
     """Return the derivative of a function along tangents of those of its tensors that move."""
-    at = [k for k, v in enumerate(moved) if v is not None]
-    chosen, tangents = (tuple(xs[k] for k in at) for xs in (tensors, moved))
-    return torch.func.jvp(lambda *values: function(*_with(tensors, at, values)), chosen, tangents)[1]
+    at = [k for k, v in enumerate(input_tangents) if v is not None]
+    points, directions = (tuple(xs[k] for k in at) for xs in (tensors, input_tangents))
+    return torch.func.jvp(lambda *values: function(*_with(tensors, at, values)), points, directions)[1]
 
 
 def _transposed(
-    function: Callable[..., Any], tensors: Sequence[Given], wanted: Sequence[bool], bars: Sequence[Given]
+    function: Callable[..., Any], tensors: Sequence[Given], needs: Sequence[bool], bars: Sequence[Given]
 ) -> list[Given]:
     """Return the covectors of the wanted ones among a function's tensors."""
-    at = [k for k, (x, w) in enumerate(zip(tensors, wanted, strict=True)) if x is not None and w]
-    result: Any = torch.func.vjp(lambda *some: function(*_with(tensors, at, some)), *(tensors[k] for k in at))
-    out, back = result
+    at = [k for k, (x, w) in enumerate(zip(tensors, needs, strict=True)) if x is not None and w]
+    result: Any = torch.func.vjp(lambda *arguments: function(*_with(tensors, at, arguments)), *(tensors[k] for k in at))
+    out, pullback = result
     values = out if isinstance(out, tuple) else (out,)
     filled = tuple(torch.zeros_like(y) if u is None else u.to(y.dtype) for y, u in zip(values, bars, strict=True))
-    return _with([None] * len(tensors), at, back(filled if isinstance(out, tuple) else filled[0]))
+    return _with([None] * len(tensors), at, pullback(filled if isinstance(out, tuple) else filled[0]))
 
 
-def _with(tensors: Sequence[Given], at: Sequence[int], replaced: Sequence[Given]) -> list[Given]:
+def _with(tensors: Sequence[Given], at: Sequence[int], values: Sequence[Given]) -> list[Given]:
     out = list(tensors)
-    for k, x in zip(at, replaced, strict=True):
+    for k, x in zip(at, values, strict=True):
         out[k] = x
     return out

@@ -81,31 +81,31 @@ class Heads:
         wide = torch.promote_types(self.Q.dtype, torch.float32)
         return torch.zeros(*self.Q.shape[:2], 1, dtype=wide, device=self.Q.device)
 
-    def push(self, moved: Sequence[Tensor | None]) -> Tensor:
+    def push(self, tangents: Sequence[Tensor | None]) -> Tensor:
         """Return dN, (count, H, L, E_v), for tangents of Q, K and V, (count, H, ...) or None."""
-        count = next(len(x) for x in moved if x is not None)
+        count = next(len(x) for x in tangents if x is not None)
         out = self.output(count)
         for strip in self.strips():
             for s in range(count):
-                strip.push([None if x is None else x[s] for x in moved], out[s])
+                strip.push([None if x is None else x[s] for x in tangents], out[s])
         return out
 
     def output(self, count: int) -> Tensor:
         """Return zeros for tangents of the output, (count, H, L, E_v)."""
         return self.V.new_zeros(count, *self.Q.shape[:2], self.V.shape[-1])
 
-    def pull(self, bar: Tensor | None, moved: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
+    def pull(self, bar: Tensor | None, tangents: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         """Add the covectors of Q, K and V and the tangent of N to those of ``out`` that are there, (count, H, ...).
 
         Args:
             bar: The second-order adjoints, (count, H, L, E_v), or None.
-            moved: Tangents of Q, K and V.
-            out: Where to add.
+            tangents: Tangents of Q, K and V.
+            out: Sums to add to.
         """
-        count = next(len(x) for x in (bar, *moved) if x is not None)
+        count = next(len(x) for x in (bar, *tangents) if x is not None)
         for strip in self.strips():
             for s in range(count):
-                q, k, v, b, *into = (None if x is None else x[s] for x in (*moved, bar, *out))
+                q, k, v, b, *into = (None if x is None else x[s] for x in (*tangents, bar, *out))
                 strip.pull(b, (q, k, v), into)
 
     def strips(self) -> Iterator[Strip]:
@@ -122,9 +122,9 @@ class Heads:
         on_cpu = self.Q.device.type == "cpu"
         entries = ENTRIES if on_cpu else ON_AN_ACCELERATOR
         longest = max(1, math.ceil(L / CAUSAL) if self.causal and on_cpu else L)
-        together, rows = max(1, entries // max(1, longest * S)), max(1, min(longest, entries // max(1, S)))
-        for first in range(0, count, together):
-            heads = slice(first, min(first + together, count))
+        heads_per_strip, rows = max(1, entries // max(1, longest * S)), max(1, min(longest, entries // max(1, S)))
+        for first in range(0, count, heads_per_strip):
+            heads = slice(first, min(first + heads_per_strip, count))
             for start in range(0, L, rows):
                 queries = slice(start, min(start + rows, L))
                 keys = slice(0, min(queries.stop, S) if self.causal else S)
@@ -144,8 +144,8 @@ class Heads:
 
 def _seen(mask: Tensor) -> slice:
     """Return the keys from the first to the last that a mask lets a query see."""
-    shown = mask if mask.dtype == torch.bool else mask > -torch.inf
-    at = shown.flatten(0, -2).any(0).nonzero()
+    visible = mask if mask.dtype == torch.bool else mask > -torch.inf
+    at = visible.flatten(0, -2).any(0).nonzero()
     return slice(int(at[0]), int(at[-1]) + 1) if len(at) else slice(0, 0)
 
 
@@ -155,10 +155,10 @@ class Strip:
 
     Args:
         of: All heads.
-        heads: Which of them.
-        queries: Which queries.
-        keys: Which keys.
-        mask: Of these queries and keys.
+        heads: Range of heads.
+        queries: Range of queries.
+        keys: Range of keys.
+        mask: Mask of these queries and keys.
     """
 
     of: Heads
@@ -167,10 +167,10 @@ class Strip:
     keys: slice
     mask: Tensor | None
 
-    def push(self, moved: Sequence[Tensor | None], out: Tensor) -> None:
+    def push(self, tangents: Sequence[Tensor | None], out: Tensor) -> None:
         """Add dN to an output of all heads."""
-        tau = self._along(moved)
-        self._push(None if tau is None else tau.mul_(self.A), self._keys(moved[2]), out[self.heads, self.queries])
+        tau = self._along(tangents)
+        self._push(None if tau is None else tau.mul_(self.A), self._keys(tangents[2]), out[self.heads, self.queries])
 
     def _push(self, weights: Tensor | None, v: Tensor | None, out: Tensor) -> None:
         """Add dN, for the tangent A o tau of the weights."""
@@ -179,12 +179,12 @@ class Strip:
         if v is not None:
             out.baddbmm_(self.A, v)
 
-    def pull(self, b: Tensor | None, moved: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
+    def pull(self, b: Tensor | None, tangents: Sequence[Tensor | None], out: Sequence[Tensor | None]) -> None:
         """Add the covectors, and the tangent of N, to those of all heads."""
         A, c, W = self.A, self.of.c, self._queries(self.of.adjoint)
-        q, k, v, b = self._queries(moved[0]), self._keys(moved[1]), self._keys(moved[2]), self._queries(b)
+        q, k, v, b = self._queries(tangents[0]), self._keys(tangents[1]), self._keys(tangents[2]), self._queries(b)
         to_Q, to_K, to_V, to_N = self._queries(out[0]), self._keys(out[1]), self._keys(out[2]), self._queries(out[3])
-        tau = self._along(moved)
+        tau = self._along(tangents)
         M = None if tau is None else self.M
         dM = None if b is None else torch.bmm(b, self.V.mT)
         if v is not None and W is not None:
@@ -266,9 +266,9 @@ class Strip:
         M = self._from_peak(torch.bmm(W, self.V.mT)).mul_(self.A)
         return M.addcmul_(self.A, M.sum(-1, keepdim=True), value=-1)
 
-    def _along(self, moved: Sequence[Tensor | None]) -> Tensor | None:
+    def _along(self, tangents: Sequence[Tensor | None]) -> Tensor | None:
         """Return tau = t - A.t; None if the logits do not move."""
-        q, k = self._queries(moved[0]), self._keys(moved[1])
+        q, k = self._queries(tangents[0]), self._keys(tangents[1])
         t = None if q is None else self._product(q, self.K)
         if k is not None:
             t = self._product(self.Q, k) if t is None else t.baddbmm_(self.Q, k.mT, alpha=self.of.c)

@@ -41,7 +41,7 @@ class AxisMaps(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (self._apply(inputs[0].ndim, adjoint, self.matrices),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim and all(dim % inputs[0].ndim >= axes for dim in self.dims)
 
     def _apply(self, ndim: int, x: Tensor, transposed: Sequence[Tensor]) -> Tensor:

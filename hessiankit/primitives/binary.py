@@ -54,8 +54,8 @@ def _maximum(a: Tensor, b: Tensor) -> Slopes:
 
 
 def _at_least(a: Tensor, b: Tensor) -> Slopes:
-    chosen = (a >= b).to(a.dtype)
-    return Slopes(chosen, 1 - chosen)
+    first = (a >= b).to(a.dtype)
+    return Slopes(first, 1 - first)
 
 
 def _xlogy(a: Tensor, b: Tensor) -> Slopes:
@@ -147,8 +147,8 @@ class Binary(Primitive):
             covectors.append(unbroadcast(sum(terms[1:], start=terms[0]), x.shape) if terms else None)
         return tuple(covectors)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return same_rows(inputs, axes, moving)
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return same_rows(inputs, axes, motion)
 
     def _slopes(self, inputs: Inputs) -> Slopes:
         a, b = torch.broadcast_tensors(*inputs)

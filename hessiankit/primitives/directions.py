@@ -23,8 +23,8 @@ def joint_shape(*shapes: torch.Size) -> torch.Size:
     if all(shape == first for shape in shapes):
         return first
     ndim = max(map(len, shapes))
-    padded = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
-    return torch.Size(next((n for n in lengths if n != 1), 1) for lengths in zip(*padded, strict=True))
+    aligned = [(1,) * (ndim - len(shape)) + tuple(shape) for shape in shapes]
+    return torch.Size(next((n for n in lengths if n != 1), 1) for lengths in zip(*aligned, strict=True))
 
 
 def align(t: Tensor, shape: torch.Size, ndim: int) -> Tensor:
@@ -37,14 +37,14 @@ def unbroadcast(t: Tensor, shape: torch.Size) -> Tensor:
     extra = t.ndim - 1 - len(shape)
     if extra:
         t = t.sum(dim=tuple(range(1, 1 + extra)))
-    repeated = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
-    return t.sum(dim=repeated, keepdim=True) if repeated else t
+    axes = tuple(i + 1 for i, n in enumerate(shape) if n == 1 and t.shape[i + 1] != 1)
+    return t.sum(dim=axes, keepdim=True) if axes else t
 
 
-def same_rows(inputs: Sequence[Tensor], axes: int, moving: Sequence[bool], shape: torch.Size | None = None) -> bool:
+def same_rows(inputs: Sequence[Tensor], axes: int, motion: Sequence[bool], shape: torch.Size | None = None) -> bool:
     """Tell whether the moving operands of a broadcasting operation have all of the leading axes of its output."""
     out = joint_shape(*(x.shape for x in inputs)) if shape is None else shape
-    return all(x.ndim == len(out) and x.shape[:axes] == out[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+    return all(x.ndim == len(out) and x.shape[:axes] == out[:axes] for x, m in zip(inputs, motion, strict=True) if m)
 
 
 def add_at(out: Tensor, axis: int, at: Tensor, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def add_at(out: Tensor, axis: int, at: Tensor, x: Tensor) -> Tensor:
 
 
 ON_AN_ACCELERATOR = 32
-"""How many times as much is treated together where calls cost, and large arrays are as fast as small ones."""
+"""Factor of the entries treated together where calls cost, and large arrays are as fast as small ones."""
 
 
 def together(entries: int, like: Tensor) -> int:

@@ -152,16 +152,16 @@ class Divide(Primitive):
         return unbroadcast(adjoint * r, a.shape), -r * r * unbroadcast(adjoint * a, b.shape)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        (a, r), moved = self._as_product(inputs, tangents)
-        to_a, to_r = Multiply().curvature((a, r), adjoint, moved)
+        (a, r), factor_tangents = self._as_product(inputs, tangents)
+        to_a, to_r = Multiply().curvature((a, r), adjoint, factor_tangents)
         to_b = None if to_r is None else -r * r * to_r
         if tangents[1] is not None:
             bend = 2 * r * r * r * unbroadcast((adjoint * a).unsqueeze(0), r.shape)[0] * tangents[1]
             to_b = bend if to_b is None else to_b + bend
         return to_a, to_b
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return Multiply().rowwise(inputs, axes, moving)
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return Multiply().rowwise(inputs, axes, motion)
 
     def _as_product(self, inputs: Inputs, tangents: Tangents) -> tuple[Inputs, Tangents]:
         r, (t_a, t_b) = self._inverse(inputs), tangents

@@ -37,8 +37,8 @@ class Embedding(ByLinearising):
     def value(self, *inputs: Tensor) -> Tensor:
         return inputs[0][self.indices]
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        return LinearisedEmbedding(self, inputs, adjoint, wanted)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedEmbedding(self, inputs, adjoint, needs)
 
 
 class LinearisedEmbedding(Linearised):
@@ -59,7 +59,7 @@ class LinearisedEmbedding(Linearised):
         return (total.memory,)
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
-        """As :meth:`pull`, into the sum: a table has many more rows than are taken."""
+        """Pull into the sum: a table has many more rows than are taken."""
         if sums[0] is None:
             return self.pull(bar)
         if bar is not None:

@@ -82,23 +82,23 @@ class ScaledDotProductAttention(ByLinearising):
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return 2 * output.numel() * inputs[1].shape[-2]
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        moves_mask = len(inputs) > 3 and (wanted is None or wanted[3])
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        moves_mask = len(inputs) > 3 and (needs is None or needs[3])
         if self._is_large(inputs) and not moves_mask:
-            return AttentionInStrips(self, inputs, adjoint, wanted)
-        return LinearisedAttention(self, inputs, adjoint, wanted)
+            return AttentionInStrips(self, inputs, adjoint, needs)
+        return LinearisedAttention(self, inputs, adjoint, needs)
 
     def _is_large(self, inputs: Inputs) -> bool:
         weights = inputs[0].shape[-2] * inputs[1].shape[-2]
         on_cpu = inputs[0].device.type == "cpu"
         return weights >= IN_STRIPS or (on_cpu and self._rows(inputs).numel() * weights >= ALL_HEADS)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         """Batches and heads stay apart where every moving input has them; query tokens too where Q alone moves."""
         rows = self._rows(inputs)
         if axes == len(rows) + 1:
-            return not any(moving[1:]) and inputs[0].shape[:-2] == rows
-        fits = (x.ndim == len(rows) + 2 and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+            return not any(motion[1:]) and inputs[0].shape[:-2] == rows
+        fits = (x.ndim == len(rows) + 2 and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, motion, strict=True) if m)
         return axes <= len(rows) and all(fits)
 
     def _rows(self, inputs: Inputs) -> torch.Size:
@@ -141,9 +141,9 @@ class LinearisedAttention(Linearised):
     primitive: ScaledDotProductAttention
 
     def __init__(
-        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None
+        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, needs: Sequence[bool] | None
     ) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+        super().__init__(primitive, inputs, adjoint, needs)
         self.Q, self.K, self.V = (self._arrange(x.unsqueeze(0)) for x in inputs[:3])
         self.A, self.c = primitive._weights(inputs), primitive._scale(inputs)
         if self.A.device.type == "cpu" and self.A.isnan().any():  # a device would have to be waited for
@@ -167,11 +167,11 @@ class LinearisedAttention(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return C_A(dT) V + A dV."""
         count = _moving(self.primitive, tangents)
-        A, V, moved = self.A, self.V, self._moved(tangents)
+        A, V, heads = self.A, self.V, self._moved(tangents)
         shape = (*torch.broadcast_shapes(A.shape[1:-2], V.shape[1:-2]), A.shape[-2], V.shape[-1])
         out = A.new_empty(count, *shape)
         for part in _parts(count, A):
-            q, k, v, b = (None if t is None else t[part] for t in moved)
+            q, k, v, b = (None if t is None else t[part] for t in heads)
             t = _logits(self.c, self.Q, self.K, q, k, b)
             along_T = 0 if t is None else _product(covariance(A, t, self.peak), V)
             along_V = 0 if v is None else _product(A, v)
@@ -183,16 +183,16 @@ class LinearisedAttention(Linearised):
         count = _directions((bar, *(tangents or ())))
         if count is None:
             return (None,) * len(self.inputs)
-        moved = [None] * 4 if tangents is None else self._moved(tangents)
+        heads = [None] * 4 if tangents is None else self._moved(tangents)
         bars = None if bar is None else self._arrange(bar)
         out: list[Tensor | None] = [
-            self.A.new_empty(count, *x.shape) if w else None for x, w in zip(self.inputs, self.wanted, strict=True)
+            self.A.new_empty(count, *x.shape) if w else None for x, w in zip(self.inputs, self.needs, strict=True)
         ]
-        if bar is None and all(t is None for k, t in enumerate(moved) if k != 2):
+        if bar is None and all(t is None for k, t in enumerate(heads) if k != 2):
             out[2] = None  # the logits do not move
         for part in _parts(count, self.A):
-            given = None if bars is None else bars[part]
-            covectors = self._pull(given, *(None if t is None else t[part] for t in moved))
+            covector = None if bars is None else bars[part]
+            covectors = self._pull(covector, *(None if t is None else t[part] for t in heads))
             self._store(out, part, covectors)
         return tuple(out)
 
@@ -209,9 +209,9 @@ class LinearisedAttention(Linearised):
         t = _logits(c, Q, K, q, k, b)
         if t is not None:
             t = from_peak(t, self.peak, -1)
-            centred = t - (A * t).sum(-1, keepdim=True)
-            to_V = plus(to_V, _product((A * centred).mT, self.W))
-            second = self.M * centred
+            deviation = t - (A * t).sum(-1, keepdim=True)
+            to_V = plus(to_V, _product((A * deviation).mT, self.W))
+            second = self.M * deviation
             dM = plus(dM, second - A * second.sum(-1, keepdim=True))  # M.1 = 0, so this sum is M.dT
         assert dM is not None
         to_Q = _product(dM, K) if k is None else _product(dM, K) + _product(self.M, k)
@@ -230,8 +230,8 @@ class LinearisedAttention(Linearised):
         for into, covector, x in zip(out, covectors, self.inputs, strict=False):
             if into is not None and covector is not None:
                 arranged = self._arrange(x.unsqueeze(0)).shape[1:]
-                summed = unbroadcast(covector, arranged)
-                into[part] = summed.expand(summed.shape[0], *arranged).reshape(-1, *x.shape)
+                total = unbroadcast(covector, arranged)
+                into[part] = total.expand(total.shape[0], *arranged).reshape(-1, *x.shape)
 
 
 def _directions(tangents: Tangents) -> int | None:
@@ -264,19 +264,19 @@ class AttentionInStrips(Linearised):
     primitive: ScaledDotProductAttention
 
     def __init__(
-        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None
+        self, primitive: ScaledDotProductAttention, inputs: Inputs, adjoint: Tensor | None, needs: Sequence[bool] | None
     ) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+        super().__init__(primitive, inputs, adjoint, needs)
         self.arranged = [primitive._arrange(x.unsqueeze(0), inputs).shape[1:] for x in inputs[:3]]
         self.lead = torch.broadcast_shapes(*(shape[:-2] for shape in self.arranged))
         Q, K, V = (self._heads(x.unsqueeze(0))[0] for x in inputs[:3])
         mask, mask_of = inputs[3] if len(inputs) > 3 else primitive.mask, None
         if mask is not None:
-            shown = primitive._arrange(mask.unsqueeze(0), inputs)[0]
-            mask = shown.reshape(-1, *shown.shape[-2:]).expand(-1, Q.shape[1], K.shape[1])
+            strip_mask = primitive._arrange(mask.unsqueeze(0), inputs)[0]
+            mask = strip_mask.reshape(-1, *strip_mask.shape[-2:]).expand(-1, Q.shape[1], K.shape[1])
             if len(mask) > 1:
-                every = torch.arange(len(mask), device=mask.device).reshape(shown.shape[:-2])
-                mask_of = every.expand(self.lead).reshape(-1)
+                numbers = torch.arange(len(mask), device=mask.device).reshape(strip_mask.shape[:-2])
+                mask_of = numbers.expand(self.lead).reshape(-1)
         W = None if adjoint is None else self._heads(adjoint.unsqueeze(0))[0]
         keeps_weights = Q.shape[1] * K.shape[1] < IN_STRIPS
         self.heads = Heads(Q, K, V, primitive._scale(inputs), mask, mask_of, primitive.is_causal, W, keeps_weights)
@@ -301,21 +301,21 @@ class AttentionInStrips(Linearised):
         covectors = self._pull(bar, tangents, out)
         return out.reshape(-1, *self.primitive._rows(self.inputs), *out.shape[-2:]), covectors
 
-    def _pull(self, bar: Tensor | None, tangents: Tangents | None, pushed: Tensor | None) -> Covectors:
-        """Return the covectors, and add the tangents of the output to ``pushed`` where it is there."""
-        moved = [None if t is None else self._heads(t) for t in (tangents or (None,) * 3)[:3]]
-        count = _directions((bar, *moved))
+    def _pull(self, bar: Tensor | None, tangents: Tangents | None, tangent_sum: Tensor | None) -> Covectors:
+        """Return the covectors, and add the tangents of the output to ``tangent_sum`` where it is there."""
+        heads_of = [None if t is None else self._heads(t) for t in (tangents or (None,) * 3)[:3]]
+        count = _directions((bar, *heads_of))
         if count is None:
             return (None,) * len(self.inputs)
-        if any(t is not None for t in moved):
+        if any(t is not None for t in heads_of):
             _ = self.adjoint  # without one tangents cannot be pulled
-        still = bar is None and moved[0] is None and moved[1] is None  # then V's covector is zero
+        is_fixed = bar is None and heads_of[0] is None and heads_of[1] is None  # then V's covector is zero
         heads = self.heads
         sums = [
-            x.new_zeros(count, *x.shape) if w and not (still and x is heads.V) else None
-            for x, w in zip((heads.Q, heads.K, heads.V), self.wanted[:3], strict=True)
+            x.new_zeros(count, *x.shape) if w and not (is_fixed and x is heads.V) else None
+            for x, w in zip((heads.Q, heads.K, heads.V), self.needs[:3], strict=True)
         ]
-        heads.pull(None if bar is None else self._heads(bar), moved, [*sums, pushed])
+        heads.pull(None if bar is None else self._heads(bar), heads_of, [*sums, tangent_sum])
         covectors = [
             None if x is None else unbroadcast(x.unflatten(1, self.lead or (1,)), shape).reshape(-1, *like.shape)
             for x, shape, like in zip(sums, self.arranged, self.inputs, strict=False)

@@ -40,7 +40,7 @@ class Select(Primitive):
         out.select(_axis(inputs[0], self.dim) + 1, self.index).copy_(adjoint)
         return (out,)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= _axis(inputs[0], self.dim)
 
 
@@ -70,7 +70,7 @@ class Slice(Primitive):
         out[self._key(inputs[0], 1)] = adjoint
         return (out,)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         axis = _axis(inputs[0], self.dim)
         n = inputs[0].shape[axis]
         return axes <= axis or (axes <= inputs[0].ndim and range(n)[self._range] == range(n))
@@ -104,7 +104,7 @@ class Concatenate(Primitive):
         axis = _axis(inputs[0], self.dim)
         return tuple(adjoint.split([x.shape[axis] for x in inputs], axis + 1))
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= _axis(inputs[0], self.dim)
 
 
@@ -128,7 +128,7 @@ class Stack(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return adjoint.unbind(self._new_axis(inputs) + 1)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= self._new_axis(inputs)
 
     def _new_axis(self, inputs: Inputs) -> int:
@@ -169,7 +169,7 @@ class Take(Primitive):
         add_at(out, 1, self.at.reshape(-1), adjoint.reshape(adjoint.shape[0], -1))
         return (out.reshape(-1, *inputs[0].shape),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         rows = inputs[0].shape[:axes]
         if axes > inputs[0].ndim or self.at.shape[:axes] != rows or not self.at.numel():
             return False
@@ -201,11 +201,11 @@ class Where(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         X, Y = inputs
-        chosen, other = adjoint.masked_fill(~self.condition, 0), adjoint.masked_fill(self.condition, 0)
-        return unbroadcast(chosen, X.shape), unbroadcast(other, Y.shape)
+        to_X, to_Y = adjoint.masked_fill(~self.condition, 0), adjoint.masked_fill(self.condition, 0)
+        return unbroadcast(to_X, X.shape), unbroadcast(to_Y, Y.shape)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return same_rows(inputs, axes, moving, self._shape(inputs))
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return same_rows(inputs, axes, motion, self._shape(inputs))
 
     def _shape(self, inputs: Inputs) -> torch.Size:
         return torch.broadcast_shapes(self.condition.shape, *(x.shape for x in inputs))
@@ -217,8 +217,8 @@ def _axis(X: Tensor, dim: int) -> int:
 
 def _complete(inputs: Inputs, tangents: Tangents) -> list[Tensor]:
     """Return the tangents with zeros for those that are None."""
-    known = next((t for t in tangents if t is not None), None)
-    if known is None:
+    example = next((t for t in tangents if t is not None), None)
+    if example is None:
         raise ValueError("jvp: every tangent is None; at least one input must move")
-    zero = known.new_zeros(())
-    return [zero.expand(known.shape[0], *x.shape) if t is None else t for x, t in zip(inputs, tangents, strict=True)]
+    zero = example.new_zeros(())
+    return [zero.expand(example.shape[0], *x.shape) if t is None else t for x, t in zip(inputs, tangents, strict=True)]

@@ -54,19 +54,19 @@ class MatMul(ByLinearising):
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return output.numel() * inputs[0].shape[-1]
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         A, B = inputs[:2]
         kind = SharedProduct if B.ndim == 2 else BatchedProduct if A.shape[:-2] == B.shape[:-2] else BroadcastProduct
-        return kind(self, inputs, adjoint, wanted)
+        return kind(self, inputs, adjoint, needs)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         A, B = inputs[:2]
-        if B.ndim == 2 and not any(moving[1:]):
+        if B.ndim == 2 and not any(motion[1:]):
             return axes <= A.ndim - 1
         rows = joint_shape(A.shape[:-2], B.shape[:-2])
         if axes == len(rows) + 1:
-            return not moving[1] and A.shape[:-2] == rows
-        fits = (x.ndim - 2 == len(rows) and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, moving, strict=True) if m)
+            return not motion[1] and A.shape[:-2] == rows
+        fits = (x.ndim - 2 == len(rows) and x.shape[:axes] == rows[:axes] for x, m in zip(inputs, motion, strict=True) if m)
         return axes <= len(rows) and all(fits)
 
 
@@ -83,11 +83,11 @@ class Linear(ByLinearising):
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return output.numel() * inputs[0].shape[-1]
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        return SharedProduct(self, inputs, adjoint, wanted, transposed=True)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return SharedProduct(self, inputs, adjoint, needs, transposed=True)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim - 1 and not any(moving[1:])
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim - 1 and not any(motion[1:])
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,15 @@ class Add(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         shape, (a, b) = _aligned(inputs, tangents)
-        moved = total(self, a, b if b is None or self.alpha == 1 else b * self.alpha)
-        return moved if moved.shape[1:] == shape else moved.expand(moved.shape[0], *shape)
+        tangent = total(self, a, b if b is None or self.alpha == 1 else b * self.alpha)
+        return tangent if tangent.shape[1:] == shape else tangent.expand(tangent.shape[0], *shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        scaled = adjoint if self.alpha == 1 else self.alpha * adjoint
-        return unbroadcast(adjoint, inputs[0].shape), unbroadcast(scaled, inputs[1].shape)
+        to_b = adjoint if self.alpha == 1 else self.alpha * adjoint
+        return unbroadcast(adjoint, inputs[0].shape), unbroadcast(to_b, inputs[1].shape)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return same_rows(inputs, axes, moving)
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return same_rows(inputs, axes, motion)
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class Multiply(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         shape, (a, b) = _aligned(inputs, tangents)
-        moved = total(self, None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
-        return moved.expand(moved.shape[0], *shape)
+        tangent = total(self, None if a is None else a * inputs[1], None if b is None else inputs[0] * b)
+        return tangent.expand(tangent.shape[0], *shape)
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         a, b = inputs
@@ -138,14 +138,14 @@ class Multiply(Primitive):
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         to: list[Tensor | None] = []
-        for mine, other in ((0, 1), (1, 0)):
-            t = tangents[other]
-            moved = None if t is None else adjoint * align(t, inputs[other].shape, adjoint.ndim)
-            to.append(None if moved is None else unbroadcast(moved, inputs[mine].shape))
+        for target, partner in ((0, 1), (1, 0)):
+            t = tangents[partner]
+            product = None if t is None else adjoint * align(t, inputs[partner].shape, adjoint.ndim)
+            to.append(None if product is None else unbroadcast(product, inputs[target].shape))
         return tuple(to)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return same_rows(inputs, axes, moving)
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return same_rows(inputs, axes, motion)
 
 
 @dataclass(frozen=True)
@@ -219,10 +219,10 @@ class Reshape(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (adjoint.reshape(adjoint.shape[0], *inputs[0].shape),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        before = inputs[0].shape
-        same = tuple(before[:axes]) == tuple(self.shape[:axes])
-        return same and math.prod(before[axes:]) == math.prod(self.shape[axes:])
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        input_shape = inputs[0].shape
+        keeps_axes = tuple(input_shape[:axes]) == tuple(self.shape[:axes])
+        return keeps_axes and math.prod(input_shape[axes:]) == math.prod(self.shape[axes:])
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class Permute(Primitive):
         inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
         return (adjoint.permute(0, *(i + 1 for i in inverse)),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return self.order[:axes] == tuple(range(axes))
 
 
@@ -265,6 +265,6 @@ class Expand(Primitive):
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         return (unbroadcast(adjoint, inputs[0].shape),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        same = tuple(inputs[0].shape[:axes]) == self.shape[:axes]
-        return same and inputs[0].ndim == len(self.shape)  # a new axis in front would shift the rows
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        keeps_axes = tuple(inputs[0].shape[:axes]) == self.shape[:axes]
+        return keeps_axes and inputs[0].ndim == len(self.shape)  # a new axis in front would shift the rows

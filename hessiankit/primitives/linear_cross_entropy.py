@@ -48,7 +48,7 @@ class LinearCrossEntropy(ByLinearising):
     Args:
         ignore_index: The label of tokens that do not count: their loss is zero.
         label_smoothing: The share of the target distribution that is spread evenly over all classes.
-        normalizer: What the sum of the losses is divided by, a 0-dimensional tensor; None: they are not summed, (...).
+        normalizer: Divisor of the sum of the losses, a 0-dimensional tensor; None: they are not summed, (...).
         gauss_newton: Whether the second derivative is that of the loss in the logits alone.
 
     >>> head, inputs = LinearCrossEntropy(), (torch.zeros(1, 1), torch.tensor([[1.0], [-1.0]]), None, torch.tensor([0]))
@@ -67,13 +67,13 @@ class LinearCrossEntropy(ByLinearising):
         hidden, weight, bias, labels = wide(inputs[:4])
         _check(hidden, weight, labels, self.ignore_index)
         out = hidden.new_empty(labels.numel())
-        flat, each, column = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self._label(labels).reshape(-1, 1)
+        flat, classes, column = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1), self._label(labels).reshape(-1, 1)
         for part in _parts(flat, len(weight)):
             logits = torch.nn.functional.linear(flat[part], weight, bias)
             loss = torch.logsumexp(logits, -1) - (1 - self.label_smoothing) * logits.gather(1, column[part]).squeeze(1)
             if self.label_smoothing:
                 loss -= self.label_smoothing * logits.mean(-1)
-            out[part] = loss.masked_fill_(each[part] == self.ignore_index, 0)
+            out[part] = loss.masked_fill_(classes[part] == self.ignore_index, 0)
         return out.reshape(labels.shape) if self.normalizer is None else out.sum() / self.normalizer
 
     def written_out(self, *inputs: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class LinearCrossEntropy(ByLinearising):
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
         return inputs[0].numel() * len(inputs[1])
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        return LinearisedHead(self, inputs, adjoint, wanted)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedHead(self, inputs, adjoint, needs)
 
     def _label(self, labels: Tensor) -> Tensor:
         return labels.long().masked_fill(labels == self.ignore_index, 0)
@@ -107,28 +107,28 @@ class LinearisedHead(Linearised):
     def push(self, tangents: Tangents) -> Tensor:
         """Return <g, z'> for each token, or the sum."""
         count = next(len(t) for t in tangents if t is not None)
-        labels, each = self.inputs[3], self.inputs[0].new_empty(count, self.inputs[3].numel())
+        labels, token_losses = self.inputs[3], self.inputs[0].new_empty(count, self.inputs[3].numel())
         for part, at in self._chunks(count):
-            each[:, part] = self._moved(tangents, part).mul_(at.slope).sum(-1)
+            token_losses[:, part] = self._moved(tangents, part).mul_(at.slope).sum(-1)
         normalizer = self.primitive.normalizer
-        return each.reshape(count, *labels.shape) if normalizer is None else each.sum(1) / normalizer
+        return token_losses.reshape(count, *labels.shape) if normalizer is None else token_losses.sum(1) / normalizer
 
     def pull(self, bar: Tensor | None, tangents: Tangents | None = None) -> Covectors:
         """Return the covectors of hidden, weight and bias."""
         return self.pull_into(bar, tangents, (None,) * len(self.inputs))
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
-        """As :meth:`pull`; what is added to a sum is added for some tokens at a time."""
+        """Pull into the sums, for some tokens at a time."""
         t = (None,) * len(self.inputs) if tangents is None else tangents
         count = next((len(x) for x in (bar, *t) if x is not None), None)
         if count is None:
             return tuple(t)
         hidden, weight, *_ = self.inputs
         d, rows = hidden.shape[-1], hidden.reshape(-1, hidden.shape[-1])
-        to_hidden = hidden.new_empty(count, len(rows), d) if self.wanted[0] else None
+        to_hidden = hidden.new_empty(count, len(rows), d) if self.needs[0] else None
         to_weight, to_bias = (
             total or (CovectorSum(x.new_empty(count, *x.shape)) if w and x is not None else Nowhere())
-            for total, w, x in zip(sums[1:3], self.wanted[1:3], self.inputs[1:3], strict=True)
+            for total, w, x in zip(sums[1:3], self.needs[1:3], self.inputs[1:3], strict=True)
         )
         a = self._each(self.adjoint) if any(x is not None for x in t) else None
         u = None if bar is None else self._each(bar)
@@ -136,37 +136,37 @@ class LinearisedHead(Linearised):
         e: Any
         for part, at in self._chunks(count):
             slope, e = at.slope, None
-            bent = None if a is None or all(x is None for x in crossed) else slope * a[0, part, None]
+            block = None if a is None or all(x is None for x in crossed) else slope * a[0, part, None]
             if a is not None:
                 e = at.bent(self._moved(t, part), a[:, part, None])
             if u is not None:
                 e = slope * u[:, part, None] if e is None else e.addcmul_(slope, u[:, part, None])
             to_bias.add(e.sum(1))
             to_weight.add_product(e.mT, rows[part].expand(count, -1, -1))
-            if bent is not None and crossed[0] is not None:
-                to_weight.add_product(bent.mT.expand(count, -1, -1), crossed[0].reshape(count, -1, d)[:, part])
+            if block is not None and crossed[0] is not None:
+                to_weight.add_product(block.mT.expand(count, -1, -1), crossed[0].reshape(count, -1, d)[:, part])
             for s, covector in enumerate(() if to_hidden is None else to_hidden):
                 torch.mm(e[s], weight, out=covector[part])
-                if bent is not None and crossed[1] is not None:
-                    covector[part].addmm_(bent, crossed[1][s])
-        own = [
+                if block is not None and crossed[1] is not None:
+                    covector[part].addmm_(block, crossed[1][s])
+        sums_of_rest = [
             None if x is total or isinstance(x, Nowhere) else x.close() for x, total in ((to_weight, sums[1]), (to_bias, sums[2]))
         ]
         out = None if to_hidden is None else to_hidden.reshape(count, *hidden.shape)
-        return into(sums, (out, *own, *(None,) * (len(self.inputs) - 3)))
+        return into(sums, (out, *sums_of_rest, *(None,) * (len(self.inputs) - 3)))
 
     def _chunks(self, count: int) -> Iterator[tuple[slice, LinearisedCrossEntropy | LinearisedSampledLoss]]:
         """Yield some tokens at a time, and their cross entropy in the logits."""
-        hidden, weight, bias, labels, *drawn = self.inputs
-        rows, each = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+        hidden, weight, bias, labels, *sample = self.inputs
+        rows, classes = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
         loss = CrossEntropy(self.primitive.ignore_index, self.primitive.label_smoothing, 1.0)
         for part in _parts(rows, count * len(weight)):
             logits = torch.nn.functional.linear(rows[part], weight, bias)
-            if drawn:
-                target = torch.cat((each[part, None], drawn[0].flatten(0, -2)[part]), 1)
+            if sample:
+                target = torch.cat((classes[part, None], sample[0].flatten(0, -2)[part]), 1)
                 yield part, LinearisedSampledLoss(SampledLoss(loss), (logits, target), None, None)
             else:
-                at = LinearisedCrossEntropy(loss, (logits, each[part]), None, None)
+                at = LinearisedCrossEntropy(loss, (logits, classes[part]), None, None)
                 at.forget()
                 yield part, at
 
@@ -198,9 +198,9 @@ def _parts(tokens: Tensor, entries: int) -> Iterator[slice]:
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> None:
-    counted = labels[labels != ignore_index]
-    if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < len(weight):
+    targets = labels[labels != ignore_index]
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < len(weight):
         raise ValueError(
-            f"linear_cross_entropy: labels from {int(counted.min())} to {int(counted.max())}, expected 0 to {len(weight) - 1}, "
+            f"linear_cross_entropy: labels from {int(targets.min())} to {int(targets.max())}, expected 0 to {len(weight) - 1}, "
             f"the rows of the weight, or ignore_index={ignore_index}; mark tokens that do not count with it"
         )

@@ -40,11 +40,11 @@ class LinearisedNorm(Linearised):
     Args:
         primitive: The norm.
         inputs: X in any shape, gamma and beta.
-        adjoint: As :class:`hessiankit.primitives.primitive.Linearised` has it.
-        wanted: The same.
+        adjoint: Adjoint of the output, as in :class:`hessiankit.primitives.primitive.Linearised`.
+        needs: The inputs whose covectors are read; None: all.
         x: The normalised rows (rows, d).
         r: The inverse scales (rows, 1).
-        eps: What the variance has added to it.
+        eps: Number that is added to the variance.
         centred: Whether the mean is taken off.
     """
 
@@ -53,19 +53,19 @@ class LinearisedNorm(Linearised):
         primitive: Primitive,
         inputs: Inputs,
         adjoint: Tensor | None,
-        wanted: Sequence[bool] | None,
+        needs: Sequence[bool] | None,
         *,
         x: Tensor,
         r: Tensor,
         eps: float,
         centred: bool,
     ) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+        super().__init__(primitive, inputs, adjoint, needs)
         self.x, self.r, self.centred, self.d = x, r, centred, x.shape[-1]
         _, gamma, beta = (*inputs, None, None)[:3]
         self.gamma = None if gamma is None else gamma.reshape(-1)
-        self.moves_gain = gamma is not None and self.wanted[1]
-        self.moves_shift = beta is not None and self.wanted[2]
+        self.moves_gain = gamma is not None and self.needs[1]
+        self.moves_shift = beta is not None and self.needs[2]
         self.alone = self.d == (2 if centred else 1)
         self.off, self.slope = (torch.zeros_like(x), eps * r**3) if self.alone else (x, r)  # the x of P, and r times its factor
         self.keeps_products = True
@@ -82,8 +82,8 @@ class LinearisedNorm(Linearised):
         if t is not None:
             out = t.new_empty(t.shape)
             for part, into in stacks(t, out):
-                along = torch.mul(part, x, out=into).sum(-1, keepdim=True)
-                torch.addcmul(part, along, x, value=-1 / self.d, out=into)
+                projection = torch.mul(part, x, out=into).sum(-1, keepdim=True)
+                torch.addcmul(part, projection, x, value=-1 / self.d, out=into)
                 if self.centred:
                     into.sub_(part.sum(-1, keepdim=True), alpha=1 / self.d)
                 into.mul_(self.scale)
@@ -114,15 +114,15 @@ class LinearisedNorm(Linearised):
         to_gamma = out.new_empty(out.shape[0], self.d) if self.moves_gain and present is not t_gamma else None
         for into, some_u, some_t, some_gain, gain in stacks(out, u, t, t_gamma, to_gamma):
             scratch = torch.empty_like(into) if scratch is None else scratch[: len(into)]
-            along = None if some_t is None else _dot(some_t, self.off, scratch)  # d tau
+            projection = None if some_t is None else _dot(some_t, self.off, scratch)  # d tau
             if gain is not None:
-                self._to_gain(some_u, some_t, along, gain, scratch)
-            if self.wanted[0]:
-                self._to_rows(some_u, some_t, along, some_gain, into, scratch)
-        return out if self.wanted[0] else None, to_gamma
+                self._to_gain(some_u, some_t, projection, gain, scratch)
+            if self.needs[0]:
+                self._to_rows(some_u, some_t, projection, some_gain, into, scratch)
+        return out if self.needs[0] else None, to_gamma
 
     def _to_rows(
-        self, u: Tensor | None, t: Tensor | None, along: Tensor | None, t_gamma: Tensor | None, out: Tensor, scratch: Tensor
+        self, u: Tensor | None, t: Tensor | None, projection: Tensor | None, t_gamma: Tensor | None, out: Tensor, scratch: Tensor
     ) -> None:
         """Write the covector of X."""
         terms = [] if u is None else [(u, self.scale)]
@@ -130,19 +130,19 @@ class LinearisedNorm(Linearised):
         _weighted(out, terms if t_gamma is None else [*terms, (t_gamma, self.wr)])
         if self.centred:
             out.sub_(out.sum(-1, keepdim=True), alpha=1 / self.d)
-        if t is None or along is None:
+        if t is None or projection is None:
             out.addcmul_(_dot(out, self.off, scratch), self.off, value=-1 / self.d)
             return
         on_x = torch.mul(t, self.e, out=scratch).addcmul_(out, self.off, value=-1 / self.d).sum(-1, keepdim=True)
-        out.addcmul_(on_x.addcmul_(along, self.on_t, value=-2 / self.d), self.off).addcmul_(along, self.e)
+        out.addcmul_(on_x.addcmul_(projection, self.on_t, value=-2 / self.d), self.off).addcmul_(projection, self.e)
 
-    def _to_gain(self, u: Tensor | None, t: Tensor | None, along: Tensor | None, out: Tensor, scratch: Tensor) -> None:
+    def _to_gain(self, u: Tensor | None, t: Tensor | None, projection: Tensor | None, out: Tensor, scratch: Tensor) -> None:
         """Write the covector of gamma."""
         terms = [] if u is None else [(u, self.x)]
         torch.sum(_weighted(scratch, terms if t is None else [*terms, (t, self.wr)]), 1, out=out)
-        if t is None or along is None:
+        if t is None or projection is None:
             return
-        out.sub_(along.squeeze(-1) @ self.wrx, alpha=1 / self.d)
+        out.sub_(projection.squeeze(-1) @ self.wrx, alpha=1 / self.d)
         if self.centred:
             out.sub_(t.sum(-1) @ self.wr, alpha=1 / self.d)
 

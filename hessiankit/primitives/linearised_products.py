@@ -28,11 +28,11 @@ class SharedProduct(Linearised):
         primitive: Primitive,
         inputs: Inputs,
         adjoint: Tensor | None,
-        wanted: Sequence[bool] | None,
+        needs: Sequence[bool] | None,
         *,
         transposed: bool = False,
     ) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+        super().__init__(primitive, inputs, adjoint, needs)
         self.transposed = transposed
         self.B = self._turned(inputs[1])
         self.rows = inputs[0].reshape(-1, self.B.shape[0])
@@ -64,20 +64,20 @@ class SharedProduct(Linearised):
         return self.pull_into(bar, tangents, (None,) * len(self.inputs))
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
-        """As :meth:`pull`; the product that a covector of B is goes straight into its sum."""
+        """Pull into the sums; the product that a covector of B is goes straight into its sum."""
         a, b = (None, None) if tangents is None else tangents[:2]
         to_A = to_B = to_c = None
         count = next((len(x) for x in (bar, a) if x is not None), 1)
         if bar is not None:
-            if len(self.inputs) > 2 and self.wanted[2]:
+            if len(self.inputs) > 2 and self.needs[2]:
                 to_c = bar.reshape(bar.shape[0], -1, self.B.shape[1]).sum(1)
             bar = stacked(bar, (len(self.rows), self.B.shape[1]))
-        if self.wanted[0]:
+        if self.needs[0]:
             to_A = None if bar is None else add_product(None, bar, self.B.mT)
             if b is not None:
                 to_A = add_product(to_A, self._w, self._turned(stacked(b, self.inputs[1].shape)).mT)
             to_A = None if to_A is None else to_A.reshape(-1, *self.inputs[0].shape)
-        if self.wanted[1] and not (bar is None and a is None):
+        if self.needs[1] and not (bar is None and a is None):
             into_B = sums[1] or CovectorSum(self.rows.new_empty(count, *self.inputs[1].shape))
             for left, right in ((self.rows, bar), (None if a is None else stacked(a, self.rows.shape), self.w)):
                 if left is not None and right is not None:
@@ -99,8 +99,8 @@ class SharedProduct(Linearised):
 class BatchedProduct(Linearised):
     """N = A B for A and B of the same leading axes, at least one: one product each."""
 
-    def __init__(self, primitive: Primitive, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+    def __init__(self, primitive: Primitive, inputs: Inputs, adjoint: Tensor | None, needs: Sequence[bool] | None) -> None:
+        super().__init__(primitive, inputs, adjoint, needs)
         self.A, self.B = (x.flatten(0, -3) for x in inputs)
         self.shape = (*inputs[0].shape[:-1], inputs[1].shape[-1])
 
@@ -119,13 +119,13 @@ class BatchedProduct(Linearised):
         to_A = to_B = None
         if bar is not None:
             count, bar = bar.shape[0], bar.reshape(-1, *self.shape[-2:])
-            to_A = torch.bmm(bar, _repeated(self._B_T, count)) if self.wanted[0] else None
-            to_B = self._add_to_B(None, _repeated(self.A, count), bar) if self.wanted[1] else None
+            to_A = torch.bmm(bar, _repeated(self._B_T, count)) if self.needs[0] else None
+            to_B = self._add_to_B(None, _repeated(self.A, count), bar) if self.needs[1] else None
         if a is not None or b is not None:
             w = _repeated(self._w, count)
-            if b is not None and self.wanted[0]:
+            if b is not None and self.needs[0]:
                 to_A = torch.bmm(w, b.mT) if to_A is None else to_A.baddbmm_(w, b.mT)
-            if a is not None and self.wanted[1]:
+            if a is not None and self.needs[1]:
                 to_B = self._add_to_B(to_B, a, w)
         if to_B is not None and self._by_columns:
             to_B = to_B.mT
@@ -170,12 +170,12 @@ class BroadcastProduct(Linearised):
         """Return bar B^T + w b^T and A^T bar + a^T w, summed over what was repeated."""
         (A, B), (a, b) = self.inputs, (None, None) if tangents is None else self._aligned(tangents)
         to_A = to_B = None
-        if self.wanted[0]:
+        if self.needs[0]:
             to_A = plus(
                 None if bar is None else unbroadcast(bar @ B.mT, A.shape),
                 None if b is None else unbroadcast(self.adjoint @ b.mT, A.shape),
             )
-        if self.wanted[1]:
+        if self.needs[1]:
             to_B = plus(
                 None if bar is None else unbroadcast(A.mT @ bar, B.shape),
                 None if a is None else unbroadcast(a.mT @ self.adjoint, B.shape),

@@ -41,22 +41,22 @@ class MeanSquaredError(Primitive):
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         slope = (2 / self.normalizer) * self._residual(inputs).reshape(-1)
-        moved = total(self, self._difference(tangents))
-        return moved.reshape(moved.shape[0], -1) @ slope
+        difference = total(self, self._difference(tangents))
+        return difference.reshape(difference.shape[0], -1) @ slope
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         residual = self._residual(inputs)
         return self._both((2 / self.normalizer) * adjoint.reshape(-1, *(1,) * residual.ndim) * residual)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
-        moved = self._difference(tangents)
-        return (None, None) if moved is None else self._both(moved * (adjoint * (2 / self.normalizer)))
+        difference = self._difference(tangents)
+        return (None, None) if difference is None else self._both(difference * (adjoint * (2 / self.normalizer)))
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        still = wanted is not None and not wanted[1]
-        return Linearised(replace(self, constant_target=True) if still else self, inputs, adjoint, wanted)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        is_fixed = needs is not None and not needs[1]
+        return Linearised(replace(self, constant_target=True) if is_fixed else self, inputs, adjoint, needs)
 
-    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def separable(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim
 
     def _both(self, to_Z: Tensor) -> Covectors:
@@ -88,7 +88,7 @@ class CrossEntropy(ByLinearising):
     Args:
         ignore_index: the label of rows that do not count.
         label_smoothing: the share of the target distribution that is spread evenly over all classes.
-        normalizer: what to divide by, or None.
+        normalizer: Divisor of the sum, or None.
 
     >>> logits, labels = torch.zeros(2, 2), torch.tensor([0, -100])
     >>> CrossEntropy().vjp((logits, labels), torch.ones(1))[0].tolist()
@@ -100,17 +100,17 @@ class CrossEntropy(ByLinearising):
     normalizer: float | None = None
 
     def value(self, *inputs: Tensor) -> Tensor:
-        logits, labels, kept, normalizer = self._rows(inputs)
+        logits, labels, mask, normalizer = self._rows(inputs)
         log_p = torch.log_softmax(logits, -1)
         loss = -(1 - self.label_smoothing) * log_p.gather(1, labels.unsqueeze(1)).squeeze(1)
         if self.label_smoothing:
             loss = loss - self.label_smoothing * log_p.mean(-1)
-        return loss.where(kept, 0).sum() / normalizer
+        return loss.where(mask, 0).sum() / normalizer
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        return LinearisedCrossEntropy(self, inputs, adjoint, wanted)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedCrossEntropy(self, inputs, adjoint, needs)
 
-    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def separable(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes < inputs[0].ndim
 
     def _rows(self, inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Any]:
@@ -122,11 +122,11 @@ class CrossEntropy(ByLinearising):
                 f"got {labels.dtype} of shape {tuple(labels.shape)}. The classes are the last axis."
             )
         labels = labels.reshape(-1).long()
-        kept = labels != self.ignore_index
-        count = int(kept.sum()) if self.normalizer is None else self.normalizer
+        mask = labels != self.ignore_index
+        count = int(mask.sum()) if self.normalizer is None else self.normalizer
         if count == 0:
             raise ValueError(f"CrossEntropy: all {labels.numel()} labels are {self.ignore_index}, so there is nothing to average")
-        return logits.reshape(-1, logits.shape[-1]), labels.masked_fill(~kept, 0), kept, count
+        return logits.reshape(-1, logits.shape[-1]), labels.masked_fill(~mask, 0), mask, count
 
     @staticmethod
     def _tangent(tangents: Tangents) -> Tensor:
@@ -140,8 +140,8 @@ class LinearisedCrossEntropy(Linearised):
 
     primitive: CrossEntropy
 
-    def __init__(self, primitive: CrossEntropy, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+    def __init__(self, primitive: CrossEntropy, inputs: Inputs, adjoint: Tensor | None, needs: Sequence[bool] | None) -> None:
+        super().__init__(primitive, inputs, adjoint, needs)
         logits, self.labels, self.kept, self.normalizer = primitive._rows(inputs)
         self.p = torch.softmax(logits, -1).masked_fill_(~self.kept.unsqueeze(1), 0)
 
@@ -203,7 +203,7 @@ class SampledLoss(ByLinearising):
     a part of the samples has the part of T along its first axis.
 
     Args:
-        loss: With a normalizer.
+        loss: The loss, which has a normalizer.
 
     >>> sampled = SampledLoss(CrossEntropy(normalizer=1.0))
     >>> Z, T, t = torch.zeros(1, 2), torch.tensor([[0, 1]]), torch.tensor([[[1.0, 0.0]]])
@@ -217,10 +217,10 @@ class SampledLoss(ByLinearising):
         Z, T = inputs
         return self.loss.value(self.rows(Z.unsqueeze(0), T)[0], T[:, 0])
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
-        return LinearisedSampledLoss(self, inputs, adjoint, wanted)
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
+        return LinearisedSampledLoss(self, inputs, adjoint, needs)
 
-    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def separable(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes < inputs[0].ndim
 
     def rows(self, Z: Tensor, T: Tensor) -> Tensor:
@@ -244,8 +244,8 @@ class LinearisedSampledLoss(Linearised):
 
     primitive: SampledLoss
 
-    def __init__(self, primitive: SampledLoss, inputs: Inputs, adjoint: Tensor | None, wanted: Sequence[bool] | None) -> None:
-        super().__init__(primitive, inputs, adjoint, wanted)
+    def __init__(self, primitive: SampledLoss, inputs: Inputs, adjoint: Tensor | None, needs: Sequence[bool] | None) -> None:
+        super().__init__(primitive, inputs, adjoint, needs)
         self.Z, self.T = inputs
         rows = primitive.rows(self.Z.unsqueeze(0), self.T)[0]
         self.own = primitive.loss.linearise((rows, self.T[:, 0]), None, (True, False))

@@ -46,12 +46,12 @@ class _Normalize(ByLinearising):
         y = x if gamma is None else x * gamma
         return (y if beta is None else y + beta).reshape(inputs[0].shape)
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         x, r = self._rows(inputs)
-        return LinearisedNorm(self, inputs, adjoint, wanted, x=x, r=r, eps=self.eps_at(inputs[0]), centred=self.centred)
+        return LinearisedNorm(self, inputs, adjoint, needs, x=x, r=r, eps=self.eps_at(inputs[0]), centred=self.centred)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim - self.dims and not any(moving[1:])
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim - self.dims and not any(motion[1:])
 
     def _rows(self, inputs: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
         """Return the normalised rows (rows, d) and their inverse scales (rows, 1)."""

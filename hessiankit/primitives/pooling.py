@@ -29,11 +29,11 @@ class _Reduction(Primitive):
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
         X, axes = inputs[0], self._axes(inputs[0])
-        kept = [1 if i in axes else n for i, n in enumerate(X.shape)]
-        spread = (adjoint * self._factor(X)).reshape(-1, *kept)
+        shape = [1 if i in axes else n for i, n in enumerate(X.shape)]
+        spread = (adjoint * self._factor(X)).reshape(-1, *shape)
         return (spread.expand(-1, *X.shape),)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim and all(axis >= axes for axis in self._axes(inputs[0]))
 
     def _axes(self, X: Tensor) -> tuple[int, ...]:
@@ -41,8 +41,8 @@ class _Reduction(Primitive):
 
     def _reduce(self, X: Tensor, t: Tensor, leading: int) -> Tensor:
         axes = tuple(axis + leading for axis in self._axes(X))
-        summed = t.sum(axes, keepdim=self.keepdim) if axes else t
-        return summed if self._factor(X) == 1 else summed * self._factor(X)
+        total = t.sum(axes, keepdim=self.keepdim) if axes else t
+        return total if self._factor(X) == 1 else total * self._factor(X)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ class Extreme(_Reduction):
             raise ValueError(f"Extreme: there is no kind {self.kind!r}; the kinds are amax, amin, median")
 
     def value(self, *inputs: Tensor) -> Tensor:
-        kept = self._kept(inputs[0])
-        return kept if self.keepdim else kept.squeeze(self._axes(inputs[0]))
+        extremes = self._kept(inputs[0])
+        return extremes if self.keepdim else extremes.squeeze(self._axes(inputs[0]))
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         return self._reduce(inputs[0], total(self, tangents[0]) * self._share(inputs[0]), 1)

@@ -24,7 +24,7 @@ Covectors: TypeAlias = tuple[Tensor | None, ...]
 
 
 Role: TypeAlias = Literal["weight", "transposed weight", "gain", "bias", "term", "table"]
-"""How a parameter enters rows x: x W, x W^T, x o gamma for the normalised x, x + b, any x + T, or rows that are taken from it."""
+"""Ways in which a parameter enters rows x: x W, x W^T, x o gamma for the normalised x, x + b, any x + T, or its rows by index."""
 
 
 class Kind(ABCMeta):
@@ -56,13 +56,13 @@ class Primitive(metaclass=Kind):
     """True when each entry of the output is an entry of the only input."""
 
     calls: int = 1
-    """About how many operations of torch one direction takes through it, beside those that all directions share."""
+    """Rough number of operations of torch that one direction takes, beside those that all directions share."""
 
     has_one_value: bool = False
     """True when :meth:`value` is that of one point, whatever the inputs."""
 
     regular: tuple[float, ...] = ()
-    """For each input a number at which the derivatives are finite, for entries that :meth:`singular` finds."""
+    """Number of each input at which the derivatives are finite, for entries that :meth:`singular` finds."""
 
     def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
         """Return the entries of the output at which a first or second derivative is not finite; None where there are none."""
@@ -74,7 +74,7 @@ class Primitive(metaclass=Kind):
 
     @property
     def roles(self) -> Mapping[int, Role]:
-        """How inputs that are parameters enter the output, row by row of the first input, by their position."""
+        """Roles in which inputs that are parameters enter the output, row by row of the first input, by their position."""
         return {}
 
     def multiplications(self, inputs: Inputs, output: Tensor) -> int:
@@ -107,17 +107,17 @@ class Primitive(metaclass=Kind):
             return (None,) * len(inputs)
         raise NotImplementedError(f"{type(self).__name__} has no second derivative yet")
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         """Return the three actions at one point, for many products: what they share is computed once.
 
         Args:
             inputs: The point.
-            adjoint: Of the output's shape; None if only first derivatives are needed.
-            wanted: The inputs whose covectors are read; None: all.
+            adjoint: Adjoint of the output, of its shape; None if only first derivatives are needed.
+            needs: The inputs whose covectors are read; None: all.
         """
-        return Linearised(self, inputs, adjoint, wanted)
+        return Linearised(self, inputs, adjoint, needs)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         """Tell whether row r of the output moves only with row r of the moving inputs.
 
         Rows are indexed by the first ``axes`` axes of the output and of every moving input; the other inputs are
@@ -125,12 +125,12 @@ class Primitive(metaclass=Kind):
         """
         return False
 
-    def separable(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def separable(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         """Tell whether the contracted second derivative couples no two rows of the moving inputs.
 
         True wherever rows stay apart altogether; a loss that sums over rows is separable although it mixes them.
         """
-        return self.rowwise(inputs, axes, moving)
+        return self.rowwise(inputs, axes, motion)
 
 
 class AffineByEntry(Primitive):
@@ -138,7 +138,7 @@ class AffineByEntry(Primitive):
 
     is_linear = True
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return True
 
 
@@ -146,7 +146,7 @@ class ByLinearising(Primitive):
     """A primitive whose actions are those of what :meth:`linearise` returns. The actions are not themselves differentiable."""
 
     @abstractmethod
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         """Return the three actions at one point."""
 
     @torch.no_grad()
@@ -177,11 +177,11 @@ class Entrywise(ByLinearising):
     def value(self, *inputs: Tensor) -> Tensor:
         return self.derivatives(inputs[0])[0]
 
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         _, first, second = self.derivatives(inputs[0])
         return LinearisedEntrywise(self, inputs, first, None if adjoint is None or second is None else adjoint * second)
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         return axes <= inputs[0].ndim
 
 
@@ -255,29 +255,29 @@ class Linearised:
         primitive: phi.
         inputs: The point.
         adjoint: The derivative of the loss with respect to the output, of its shape; None where no tangents are pulled.
-        wanted: The inputs whose covectors are read; None: all.
+        needs: The inputs whose covectors are read; None: all.
     """
 
     def __init__(
-        self, primitive: Primitive, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None
+        self, primitive: Primitive, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None
     ) -> None:
         self.primitive, self.inputs = primitive, inputs
         self.adjoint_or_none = adjoint
-        self.wanted = tuple(wanted) if wanted is not None else (True,) * len(inputs)
+        self.needs = tuple(needs) if needs is not None else (True,) * len(inputs)
 
     @property
     def factor(self) -> Tensor | None:
-        """Of a map of one input entry by entry, what multiplies its tangents; None for other maps."""
+        """Factor of the tangents in a map of one input entry by entry; None for other maps."""
         return None
 
     @property
     def bend(self) -> Tensor | None:
-        """Of a map of one input entry by entry, [adjoint . D^2 phi] as what multiplies its tangents; None where it vanishes."""
+        """Factor [adjoint . D^2 phi] of the tangents in a map of one input entry by entry; None where it vanishes."""
         return None
 
     @property
     def matrix(self) -> Tensor | None:
-        """Of a product, the matrix (k, j) that multiplies all rows of the first input; None for other maps."""
+        """Matrix (k, j) that multiplies all rows of the first input of a product; None for other maps."""
         return None
 
     def forget(self) -> None:
@@ -314,16 +314,16 @@ class Linearised:
         return self.push(tangents), self.pull(bar, tangents)
 
     def pull_into(self, bar: Tensor | None, tangents: Tangents | None, sums: Sums) -> Covectors:
-        """As :meth:`pull`, but add the covectors of inputs that have a sum to it, and return None for them."""
+        """Do as :meth:`pull`, but add the covectors of inputs that have a sum to it, and return None for them."""
         return into(sums, self.pull(bar, tangents))
 
 
 class LinearisedEntrywise(Linearised):
     """One input, entry by entry: sigma'(x), and adjoint o sigma''(x), which is None where sigma'' vanishes."""
 
-    def __init__(self, primitive: Primitive, inputs: Inputs, first: Tensor, bent: Tensor | None) -> None:
+    def __init__(self, primitive: Primitive, inputs: Inputs, first: Tensor, second: Tensor | None) -> None:
         super().__init__(primitive, inputs)
-        self.first, self.bent = first, bent
+        self.first, self.bent = first, second
 
     @property
     def factor(self) -> Tensor | None:

@@ -39,8 +39,8 @@ class TakeAmong(Primitive):
         start = 0
         for x, t in zip(inputs, tangents, strict=True):
             if t is not None:
-                inside = (self.at >= start) & (self.at < start + x.numel())
-                terms.append(t.reshape(t.shape[0], -1)[:, torch.where(inside, self.at - start, 0)].masked_fill(~inside, 0))
+                mask = (self.at >= start) & (self.at < start + x.numel())
+                terms.append(t.reshape(t.shape[0], -1)[:, torch.where(mask, self.at - start, 0)].masked_fill(~mask, 0))
             start += x.numel()
         return total(self, *terms)
 
@@ -50,18 +50,18 @@ class TakeAmong(Primitive):
         pieces = out.split([x.numel() for x in inputs], 1)
         return tuple(piece.reshape(-1, *x.shape) for piece, x in zip(pieces, inputs, strict=True))
 
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
         start, rows = 0, self.at.shape[:axes]
         if axes > self.at.ndim or not self.at.numel():
             return False
         flat = self.at.reshape(rows.numel(), -1)
         row = torch.arange(rows.numel(), device=flat.device).unsqueeze(1)
-        for x, moves in zip(inputs, moving, strict=True):
+        for x, moves in zip(inputs, motion, strict=True):
             if moves:
                 if x.ndim < axes or x.shape[:axes] != rows:
                     return False
-                inside = (flat >= start) & (flat < start + x.numel())
-                if not bool((~inside | ((flat - start) // max(x.shape[axes:].numel(), 1) == row)).all()):
+                mask = (flat >= start) & (flat < start + x.numel())
+                if not bool((~mask | ((flat - start) // max(x.shape[axes:].numel(), 1) == row)).all()):
                     return False
             start += x.numel()
         return True
@@ -92,8 +92,8 @@ class AddAt(Primitive):
         return total(self, x, None if y is None else self._put(y, X).reshape(-1, *X.shape))
 
     def vjp(self, inputs: Inputs, adjoint: Tensor) -> Covectors:
-        taken = adjoint.reshape(adjoint.shape[0], -1)[:, self.at]
-        return adjoint, taken if self.alpha == 1 else self.alpha * taken
+        entries = adjoint.reshape(adjoint.shape[0], -1)[:, self.at]
+        return adjoint, entries if self.alpha == 1 else self.alpha * entries
 
     def _put(self, y: Tensor, X: Tensor) -> Tensor:
         out = y.new_zeros(y.shape[0], X.numel())

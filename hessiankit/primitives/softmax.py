@@ -18,7 +18,26 @@ from hessiankit.primitives.primitive import ByLinearising, Covectors, Inputs, Li
 
 
 @dataclass(frozen=True)
-class Softmax(ByLinearising):
+class _AlongAxis(Primitive):
+    """Base class of Softmax and LogSoftmax: rows along one axis."""
+
+    dim: int = -1
+    regular = (0.0,)
+
+    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
+        """Return the rows of minus infinity only, of which torch makes NaN."""
+        return output.isnan()
+
+    def rowwise(self, inputs: Inputs, axes: int, motion: Sequence[bool]) -> bool:
+        return axes <= inputs[0].ndim + self._axis(inputs[0])
+
+    def _axis(self, T: Tensor) -> int:
+        """The axis counted from the end, which is the same for T and for a stack of tangents."""
+        return self.dim if self.dim < 0 else self.dim - T.ndim
+
+
+@dataclass(frozen=True)
+class Softmax(_AlongAxis, ByLinearising):
     """Softmax along one axis as a primitive; inputs (T,).
 
     With q = A o (w - A.w) for an adjoint w, the contracted second derivative is q o t - q (A.t) - A (q.t): diagonal plus
@@ -28,26 +47,11 @@ class Softmax(ByLinearising):
     [[0.25, -0.25]]
     """
 
-    dim: int = -1
-
-    regular = (0.0,)
-
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.softmax(inputs[0], self.dim)
 
-    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
-        """Return the rows of minus infinity only, of which torch makes NaN."""
-        return output.isnan()
-
-    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, wanted: Sequence[bool] | None = None) -> Linearised:
+    def linearise(self, inputs: Inputs, adjoint: Tensor | None = None, needs: Sequence[bool] | None = None) -> Linearised:
         return LinearisedSoftmax(self, inputs, adjoint, self._axis(inputs[0]))
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim + self._axis(inputs[0])
-
-    def _axis(self, T: Tensor) -> int:
-        """The axis counted from the end, which is the same for T and for a stack of tangents."""
-        return self.dim if self.dim < 0 else self.dim - T.ndim
 
 
 class LinearisedSoftmax(Linearised):
@@ -76,16 +80,16 @@ class LinearisedSoftmax(Linearised):
         t = None if tangents is None else tangents[0]
         if t is None:
             return (None if bar is None else self.covariance(bar),)
-        centred = self.covariance
+        covariance = self.covariance
         out = torch.empty_like(t, memory_format=torch.contiguous_format)
         for part, into, u in stacks(t, out, bar):
-            moved = centred.differences(part)
-            along = torch.mul(moved, self.a, out=into).sum(self.axis, keepdim=True)
+            differences = covariance.differences(part)
+            projection = torch.mul(differences, self.a, out=into).sum(self.axis, keepdim=True)
             if u is None:
-                torch.mul(moved, self.q, out=into)
+                torch.mul(differences, self.q, out=into)
             else:
-                centred.differences(u, out=into).mul_(self.a).addcmul_(moved, self.q)
-            centred.centre(into).addcmul_(self.q, along, value=-1)
+                covariance.differences(u, out=into).mul_(self.a).addcmul_(differences, self.q)
+            covariance.centre(into).addcmul_(self.q, projection, value=-1)
         return (out,)
 
 
@@ -106,8 +110,8 @@ class Covariance:
         self.a, self.axis = a, axis
         peak = peaks(a, axis)
         self.shape = peak.shape
-        every = torch.arange(a.numel(), device=a.device).reshape(a.shape)
-        self.positions = torch.take_along_dim(every, peak, axis).reshape(-1)
+        positions = torch.arange(a.numel(), device=a.device).reshape(a.shape)
+        self.positions = torch.take_along_dim(positions, peak, axis).reshape(-1)
 
     def __call__(self, t: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return C_a t for tangents (S, *shape of the weights), multiplied by a weight for each row if there is one."""
@@ -156,8 +160,8 @@ def peaks(a: Tensor, axis: int) -> Tensor:
     parts = rows[..., : size // width * width].unflatten(-1, (-1, width)).amax(-1)
     parts = torch.cat((parts, rows[..., -width:].amax(-1, keepdim=True)), -1)
     start = (parts.argmax(-1, keepdim=True) * width).clamp_(max=size - width)
-    inside = rows.gather(-1, start + torch.arange(width, device=a.device)).argmax(-1, keepdim=True)
-    return (start + inside).movedim(-1, axis)
+    offset = rows.gather(-1, start + torch.arange(width, device=a.device)).argmax(-1, keepdim=True)
+    return (start + offset).movedim(-1, axis)
 
 
 def nearly_one_hot(a: Tensor, axis: int) -> bool:
@@ -173,7 +177,7 @@ def from_peak(t: Tensor, peak: Tensor, axis: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class LogSoftmax(Primitive):
+class LogSoftmax(_AlongAxis):
     """N = T - log sum exp T along one axis as a primitive; inputs (T,).
 
     With A = softmax(T): D N [t] = t - A.t, its transpose is w - A (1.w), and the contracted second derivative is
@@ -184,16 +188,8 @@ class LogSoftmax(Primitive):
     [[0.5, -0.5]]
     """
 
-    dim: int = -1
-
-    regular = (0.0,)
-
     def value(self, *inputs: Tensor) -> Tensor:
         return torch.log_softmax(inputs[0], self.dim)
-
-    def singular(self, inputs: Inputs, output: Tensor) -> Tensor | None:
-        """Return the rows of minus infinity only, of which torch makes NaN."""
-        return output.isnan()
 
     def jvp(self, inputs: Inputs, tangents: Tangents) -> Tensor:
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
@@ -206,17 +202,11 @@ class LogSoftmax(Primitive):
         if not nearly_one_hot(a, axis):
             return (out,)
         top = torch.zeros_like(a, dtype=torch.bool).scatter(axis, peaks(a, axis), True)
-        others, rest = adjoint.masked_fill(top, 0).sum(axis, keepdim=True), a.masked_fill(top, 0).sum(axis, keepdim=True)
-        return (torch.where(top, adjoint * rest - a * others, out),)
+        adjoint_sum, rest = adjoint.masked_fill(top, 0).sum(axis, keepdim=True), a.masked_fill(top, 0).sum(axis, keepdim=True)
+        return (torch.where(top, adjoint * rest - a * adjoint_sum, out),)
 
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         if tangents[0] is None:
             return (None,)
         a, axis = torch.softmax(inputs[0], self.dim), self._axis(inputs[0])
         return (-adjoint.sum(axis, keepdim=True) * covariance(a, tangents[0], peaks(a, axis), axis),)
-
-    def rowwise(self, inputs: Inputs, axes: int, moving: Sequence[bool]) -> bool:
-        return axes <= inputs[0].ndim + self._axis(inputs[0])
-
-    def _axis(self, T: Tensor) -> int:
-        return self.dim if self.dim < 0 else self.dim - T.ndim

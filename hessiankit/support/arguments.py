@@ -37,15 +37,15 @@ LISTS = (abc.Iterable, abc.Sequence, tuple)  # accept any iterable but text, map
 
 
 def checked(
-    who: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
+    caller: str, *, leave: tuple[str, ...] = (), rest: Callable[..., Any] | None = None
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Return a decorator that holds arguments against their annotations, and puts ``who`` before every message.
+    """Return a decorator that holds arguments against their annotations, and puts ``caller`` before every message.
 
     Checked are classes, ``|`` between them, and the elements of lists and tuples; an annotation with a name that only type
     checkers import is left to the function. A module that torch.compile returned is replaced by its original.
 
     Args:
-        who: The function or class, as its user knows it.
+        caller: The function or class, as its user knows it.
         leave: Arguments that the function checks itself.
         rest: The function that takes the decorated function's ``**options``.
 
@@ -76,8 +76,8 @@ def checked(
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature, names = inspect.signature(function), inspect.unwrap(function).__globals__
         plain = {name: p for name, p in signature.parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        known = [name for name in (*plain, *(inspect.signature(rest).parameters if rest else ())) if name != "self"]
-        any_other = rest is None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        choices = [name for name in (*plain, *(inspect.signature(rest).parameters if rest else ())) if name != "self"]
+        takes_any = rest is None and any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
 
         @cache
         def annotation(name: str) -> Any:
@@ -85,28 +85,28 @@ def checked(
 
         @wraps(function)
         def called(*args: P.args, **kwargs: P.kwargs) -> R:
-            strange = next((name for name in kwargs if name not in known), None)
-            if strange is not None and not any_other:
-                near = did_you_mean(strange, known) or f"; it takes {', '.join(known)}"
-                raise TypeError(f"{who}: got an unexpected keyword argument {strange!r}{near}")
+            strange = next((name for name in kwargs if name not in choices), None)
+            if strange is not None and not takes_any:
+                hint = did_you_mean(strange, choices) or f"; it takes {', '.join(choices)}"
+                raise TypeError(f"{caller}: got an unexpected keyword argument {strange!r}{hint}")
             args, kwargs = tuple(map(original, args)), {name: original(x) for name, x in kwargs.items()}  # type: ignore[assignment]
             try:
                 arguments = signature.bind(*args, **kwargs).arguments
             except TypeError as error:
-                raise TypeError(f"{who}: {error}") from None
+                raise TypeError(f"{caller}: {error}") from None
             for name, value in arguments.items():
                 if not fits(value, annotation(name)):
-                    raise InputError(f"{who}: {_misfit(name, value, annotation(name))}")
+                    raise InputError(f"{caller}: {_misfit(name, value, annotation(name))}")
             try:
                 return function(*args, **kwargs)
             except HessiankitError as error:
-                error.args = (named(who, str(error)), *error.args[1:])
+                error.args = (named(caller, str(error)), *error.args[1:])
                 raise
             except RuntimeError as error:
                 reason = _out_of_memory(error)
                 if reason is None:
                     raise
-                raise OutOfMemoryError(f"{who}: {reason}") from error
+                raise OutOfMemoryError(f"{caller}: {reason}") from error
 
         return called
 
@@ -118,8 +118,8 @@ def _out_of_memory(error: RuntimeError) -> str | None:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, of a device
         advice = "select parameters with params=[...], pass fewer samples at a time, or free what else the device holds"
         return f"{str(error).splitlines()[0].rstrip('.')}; {advice}"
-    wanted = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
-    return f"one tensor of {int(wanted[1]) / 2**30:,.1f} GiB does not fit; use smaller sizes" if wanted else None
+    request = re.search(r"can't allocate memory: you tried to allocate (\d+) bytes", str(error))
+    return f"one tensor of {int(request[1]) / 2**30:,.1f} GiB does not fit; use smaller sizes" if request else None
 
 
 def original(x: Any) -> Any:

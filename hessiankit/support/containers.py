@@ -59,9 +59,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
                 results[id(x)] = function(x)
             return results[id(x)]
         if isinstance(x, UserDict):
-            changed = copy.copy(x)
-            changed.data = {key: mapped(value) for key, value in x.data.items()}
-            return changed
+            copy_of_x = copy.copy(x)
+            copy_of_x.data = {key: mapped(value) for key, value in x.data.items()}
+            return copy_of_x
         kind = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(x))
         if kind is None:
             return {key: mapped(value) for key, value in x.items()} if isinstance(x, Mapping) else x
@@ -80,26 +80,27 @@ def samples(tree: Any, rows: slice | Tensor, count: int) -> Any:
     return map_tensors(lambda x: x[rows] if x.ndim and x.shape[0] == count else x, tree)
 
 
-def check_dense(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+def check_dense(caller: str, name: str, x: Tensor, *, constant: bool = False) -> None:
     """Raise InputError for a tensor whose entries are not laid out in memory one by one; a constant may be sparse."""
     if x.is_nested:
         raise InputError(
-            f"{who}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a mask "
-            f"for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of batches"
+            f"{caller}: {name} is a nested tensor (rows of several lengths), which is not supported; pass a dense one with a "
+            f"mask for the padding, e.g. torch.nested.to_padded_tensor({name}, 0.0), or one sequence at a time as a list of "
+            "batches"
         )
     sparse = str(x.layout).startswith("torch.sparse")
     if x.layout != torch.strided and not (sparse and constant):
         kind = str(x.layout).removeprefix("torch.")
-        raise InputError(f"{who}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
+        raise InputError(f"{caller}: {name} has the layout {kind}; pass a dense tensor, e.g. {name}.to_dense()")
 
 
-def check_values(who: str, name: str, x: Tensor, *, constant: bool = False) -> None:
+def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False) -> None:
     """Raise InputError for a tensor that :func:`check_dense` refuses, or one of a subclass that keeps its numbers elsewhere."""
-    check_dense(who, name, x, constant=constant)
+    check_dense(caller, name, x, constant=constant)
     if x.layout == torch.strided and not _has_memory(x):
         raise InputError(
-            f"{who}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded weights), "
-            "whose operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
+            f"{caller}: {name} is a {type(x).__name__}, a tensor that keeps its numbers in others (quantised or sharded "
+            "weights), whose operations cannot be traced; put a plain tensor in its place, e.g. the dequantised weights"
         )
 
 

@@ -9,8 +9,12 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
-LISTED = 10  # names that an error lists; of more it gives the nearest ones alone
-NEAR, BEGINS, BESIDE = 0.5, 0.4, 0.8  # least likeness; what counts that one begins with the other; share of the best to be named
+LIST_LENGTH = 10  # names that an error lists; of more it gives the nearest ones alone
+LIKENESS, BEGINS, SHARE_OF_BEST = (
+    0.5,
+    0.4,
+    0.8,
+)  # least likeness; what counts that one begins with the other; share of the best to be named
 
 
 class HessiankitError(Exception):
@@ -37,28 +41,28 @@ class ConvergenceError(HessiankitError, ArithmeticError):
         self.found = found
 
 
-def check_sizes(who: str, **sizes: int) -> None:
+def check_sizes(caller: str, **sizes: int) -> None:
     """Raise an InputError that names the first size below one."""
     for name, size in sizes.items():
         if size < 1:
-            raise InputError(f"{who}: {name}={size}, expected at least 1")
+            raise InputError(f"{caller}: {name}={size}, expected at least 1")
 
 
 def check_heads(
-    who: str, d_model: int, n_heads: int, n_kv_heads: int | None, rotary: bool, d_k: int | None = None, d_v: int | None = None
+    caller: str, d_model: int, n_heads: int, n_kv_heads: int | None, rotary: bool, d_k: int | None = None, d_v: int | None = None
 ) -> None:
     """Raise an InputError for heads that do not fit the width; ``d_k`` and ``d_v`` are widths of a head, where they are given."""
     if d_model % n_heads and (d_k is None or d_v is None):
-        raise InputError(f"{who}: d_model={d_model} does not split into n_heads={n_heads} equal heads")
+        raise InputError(f"{caller}: d_model={d_model} does not split into n_heads={n_heads} equal heads")
     if n_kv_heads is not None and n_heads % n_kv_heads:
         why = "every key head serves equally many query heads"
-        raise InputError(f"{who}: n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; {why}")
+        raise InputError(f"{caller}: n_kv_heads={n_kv_heads} does not divide n_heads={n_heads}; {why}")
     width = d_model // n_heads if d_k is None else d_k
     if rotary and width % 2:
-        raise InputError(f"{who}: rotary positions turn pairs of features, and d_k={width} is odd; pass an even d_k")
+        raise InputError(f"{caller}: rotary positions turn pairs of features, and d_k={width} is odd; pass an even d_k")
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
     """Return up to three known names that are like this one, the nearest first.
 
     Case, hyphens and underscores do not count, nor what is before a slash in a known name, where it is left out here.
@@ -70,56 +74,56 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
     """
 
     likeness = {}
-    for other in known:
-        a, b = (re.sub(r"[-_]", "", text.lower()) for text in (name, other if "/" in name else other.rpartition("/")[2]))
+    for choice in choices:
+        a, b = (re.sub(r"[-_]", "", text.lower()) for text in (name, choice if "/" in name else choice.rpartition("/")[2]))
         begins = bool(a and b) and (a.startswith(b) or b.startswith(a))
-        likeness[other] = SequenceMatcher(None, a, b).ratio() + BEGINS * begins
-    least = max(NEAR, BESIDE * max(likeness.values(), default=0.0))
-    return sorted((other for other in likeness if likeness[other] >= least), key=lambda other: -likeness[other])[:3]
+        likeness[choice] = SequenceMatcher(None, a, b).ratio() + BEGINS * begins
+    threshold = max(LIKENESS, SHARE_OF_BEST * max(likeness.values(), default=0.0))
+    return sorted((choice for choice in likeness if likeness[choice] >= threshold), key=lambda choice: -likeness[choice])[:3]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x' or 'y'?"``, or nothing where no known name is like this one."""
-    near = nearest(name, known)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    names = nearest(name, choices)
+    return f"; did you mean {' or '.join(map(repr, names))}?" if names else ""
 
 
-def not_known(name: str, known: Iterable[str], everything: str = "") -> str:
+def not_known(name: str, choices: Iterable[str], everything: str = "") -> str:
     """Return the words for a name that is not known: the nearest names, then all, or ``everything``: where they are listed.
 
     >>> not_known("rmsnrm", ["layernorm", "rmsnorm"])
     "is not known; did you mean 'rmsnorm'? Choose one of layernorm, rmsnorm"
     """
-    names = list(known)
-    listed = f"choose one of {', '.join(names)}"
-    if everything and len(names) > LISTED:
-        listed = f"all {len(names)} names: {everything}"
-    near = did_you_mean(name, names)
-    return f"is not known{near} {listed[0].upper()}{listed[1:]}" if near else f"is not known; {listed}"
+    names = list(choices)
+    advice = f"choose one of {', '.join(names)}"
+    if everything and len(names) > LIST_LENGTH:
+        advice = f"all {len(names)} names: {everything}"
+    hint = did_you_mean(name, names)
+    return f"is not known{hint} {advice[0].upper()}{advice[1:]}" if hint else f"is not known; {advice}"
 
 
-def unknown(who: str, option: str, value: object, known: Iterable[str], everything: str = "") -> InputError:
+def unknown(caller: str, option: str, value: object, choices: Iterable[str], everything: str = "") -> InputError:
     """Return the error for a name that is not known, as :func:`not_known` words it."""
-    return InputError(f"{who}: {option}={value!r} {not_known(str(value), known, everything)}")
+    return InputError(f"{caller}: {option}={value!r} {not_known(str(value), choices, everything)}")
 
 
-def check_name(who: str, option: str, value: object, known: Iterable[str]) -> None:
+def check_name(caller: str, option: str, value: object, choices: Iterable[str]) -> None:
     """Raise the error of :func:`unknown` unless the value is one of the known names."""
-    names = tuple(known)
+    names = tuple(choices)
     if value not in names:
-        raise unknown(who, option, value, names)
+        raise unknown(caller, option, value, names)
 
 
-def named(who: str, text: str) -> str:
+def named(caller: str, text: str) -> str:
     """Put a function's name before a message, instead of an inner function's; the name of a class stays.
 
     >>> named("check", "hessian: no target"), named("Transformer", "FeedForward: no such activation")
     ('check: no target', 'FeedForward: no such activation')
     """
     first, colon, rest = text.partition(": ")
-    if (who[0].isupper() and first != "request") or first.partition(".")[0] == who:
+    if (caller[0].isupper() and first != "request") or first.partition(".")[0] == caller:
         return text
-    return f"{who}: {rest if colon and re.fullmatch(r'[a-z_]+', first) else text}"
+    return f"{caller}: {rest if colon and re.fullmatch(r'[a-z_]+', first) else text}"
 
 
 def check_count(name: str, size: int | None, what: str) -> None:

@@ -20,21 +20,21 @@ _outputs: list[TextIO] = []
 """Standard outputs reserved for a file named ``-``, the innermost last."""
 
 
-def check_writable(who: str, path: Path | None) -> None:
+def check_writable(caller: str, path: Path | None) -> None:
     """Raise an InputError, before any computation, if a file cannot be written."""
     if path is None or path == STDOUT:
         return
     folder = path.parent
     where = "name a file in an existing folder"
     if not folder.is_dir():
-        raise InputError(f"{who}: cannot write {path}: there is no folder {folder}; {where}")
+        raise InputError(f"{caller}: cannot write {path}: there is no folder {folder}; {where}")
     if path.is_dir():
-        raise InputError(f"{who}: cannot write {path}: it is a folder; name a file")
+        raise InputError(f"{caller}: cannot write {path}: it is a folder; name a file")
     if not os.access(path if path.exists() else folder, os.W_OK):
-        raise InputError(f"{who}: cannot write {path}: permission denied; {where} that can be written to")
+        raise InputError(f"{caller}: cannot write {path}: permission denied; {where} that can be written to")
 
 
-def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> None:
+def write_text(caller: str, path: Path | None, text: str | Callable[[], str]) -> None:
     """Write a file as a whole: where that fails, what was there still is. ``-`` is standard output, None writes nothing."""
     if path is None:
         return
@@ -42,10 +42,12 @@ def write_text(who: str, path: Path | None, text: str | Callable[[], str]) -> No
     if path == STDOUT:
         print(content, end="", flush=True, file=_outputs[-1] if _outputs else sys.stdout)
         return
-    write_bytes(who, path, content.encode())
+    write_bytes(caller, path, content.encode())
 
 
-def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: str = "name a file in an existing folder.") -> None:
+def write_bytes(
+    caller: str, path: Path, content: bytes | memoryview, *, remedy: str = "name a file in an existing folder."
+) -> None:
     """Write a file as a whole, so that readers see the old or the new content; ``-`` is a file of that name, too."""
     target = path.resolve()
     partial = target.with_name(f"{target.name}.new")
@@ -59,7 +61,7 @@ def write_bytes(who: str, path: Path, content: bytes | memoryview, *, remedy: st
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise InputError(f"{who}: cannot write {path}: {error.strerror or error}; {remedy}") from error
+        raise InputError(f"{caller}: cannot write {path}: {error.strerror or error}; {remedy}") from error
 
 
 def fill(page: str, sections: Mapping[str, str]) -> str:
@@ -72,24 +74,24 @@ def fill(page: str, sections: Mapping[str, str]) -> str:
     <!-- /b -->
     """
     for name, text in sections.items():
-        marked = f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
+        section = f"<!-- {name} -->\n{text}\n<!-- /{name} -->"
         pattern = re.compile(rf"<!-- {name} -->.*?<!-- /{name} -->", re.DOTALL)
         present = pattern.search(page) is not None
-        page = pattern.sub(lambda _, new=marked: new, page) if present else f"{page.rstrip()}\n\n{marked}\n".lstrip()  # type: ignore[misc]
+        page = pattern.sub(lambda _, new=section: new, page) if present else f"{page.rstrip()}\n\n{section}\n".lstrip()  # type: ignore[misc]
     return page
 
 
-def make_folder(who: str, folder: Path) -> None:
+def make_folder(caller: str, folder: Path) -> None:
     """Make a folder and its parents where they are missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{who}: cannot make the folder {folder}: {error.strerror}; name another one") from error
+        raise InputError(f"{caller}: cannot make the folder {folder}: {error.strerror}; name another one") from error
 
 
-def write_json(who: str, path: Path | None, data: Any) -> None:
+def write_json(caller: str, path: Path | None, data: Any) -> None:
     """Write data as standard JSON, see :func:`plain`; as :func:`write_text`."""
-    write_text(who, path, lambda: json.dumps(plain(data), indent=1, allow_nan=False) + "\n")
+    write_text(caller, path, lambda: json.dumps(plain(data), indent=1, allow_nan=False) + "\n")
 
 
 def plain(data: Any, infinite: Callable[[float], Any] = str) -> Any:

@@ -68,10 +68,10 @@ def append_lines(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def usable(who: str, path: Path) -> Iterator[None]:
+def usable(caller: str, path: Path) -> Iterator[None]:
     """Turn the errors of reading or writing a file into an InputError that says what to do."""
     try:
         yield
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"{who}: {path} cannot be used: {why}; pass another folder with --out") from error
+        raise InputError(f"{caller}: {path} cannot be used: {why}; pass another folder with --out") from error

@@ -61,8 +61,8 @@ class LanczosBasis:
         start: First direction, (P,), not zero; in the dtype of the products.
         capacity: Vectors kept at most.
         against: Orthonormal rows (k, P) that all directions are kept orthogonal to: H is compressed to their complement.
-        seed: Of the random directions.
-        norm: Of H, as far as it is known: products far below it are rounding.
+        seed: Seed of the random directions.
+        norm: Norm of H, as far as it is known: products far below it are rounding.
     """
 
     def __init__(self, start: Tensor, capacity: int, *, against: Tensor | None = None, seed: int = 0, norm: float = 0.0) -> None:
@@ -90,12 +90,12 @@ class LanczosBasis:
 
     def turn(self) -> None:
         """Let the next direction be a random one."""
-        before = self.direction
+        old_direction = self.direction
         generator = torch.Generator().manual_seed(self.seed + 7919 * (self.draws + 1))
         self.draws += 1
         self._aim(torch.randn(self.Q.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(self.Q))
         self.dropped += float(self.known.norm())
-        self.known = self.known * float(before @ self.direction)
+        self.known = self.known * float(old_direction @ self.direction)
 
     def take(self, w: Tensor) -> None:
         """Take the product of H with :attr:`direction`; an InputError where it is not finite, or H is not symmetric."""
@@ -103,13 +103,13 @@ class LanczosBasis:
         self.Q[n - 1] = self.direction
         self.largest = max(self.largest, float(w.norm()))
         w, column = self._orthogonal(w, n)
-        w, again = self._orthogonal(w, n)
-        projections = (column + again).double().cpu()
+        w, correction = self._orthogonal(w, n)
+        projections = (column + correction).double().cpu()
         beta = float(w.norm())
         if not math.isfinite(beta):
             raise InputError(f"lanczos: product {self.taken + 1} with the matrix is NaN or infinite: there are no eigenvalues")
-        off = float((projections[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
-        error = off / self.largest if self.largest else 0.0
+        loss = float((projections[:-1] - self.known).abs().max()) - self.dropped if n > 1 else 0.0
+        error = loss / self.largest if self.largest else 0.0
         eps = torch.finfo(w.dtype).eps
         if error > eps**0.5:
             why = "an operation of the model has a wrong second derivative, or the model is not the same at every call"
@@ -136,14 +136,14 @@ class LanczosBasis:
             out[:, columns] = rows @ self.Q[: self.n, columns]
         return out
 
-    def restart(self, kept: list[int]) -> None:
+    def restart(self, columns: list[int]) -> None:
         """Keep Ritz vectors, by their places among the ascending values, and the next direction (Wu and Simon, 2000)."""
         values, vectors = self.ritz()
-        self.combine(vectors[:, kept], self.Q[: len(kept)])
+        self.combine(vectors[:, columns], self.Q[: len(columns)])
         self.T.zero_()
-        self.T.diagonal()[: len(kept)] = values[kept]
-        self.known = float(self.known[-1]) * vectors[-1, kept]
-        self.n = len(kept)
+        self.T.diagonal()[: len(columns)] = values[columns]
+        self.known = float(self.known[-1]) * vectors[-1, columns]
+        self.n = len(columns)
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,8 @@ class RitzPairs:
     """Ritz values at the ends of the spectrum of a symmetric matrix H with their vectors.
 
     Attributes:
-        values: Those of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
-        vectors: Their unit vectors, as rows (k, P).
+        values: Ritz values of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
+        vectors: Unit Ritz vectors, as rows (k, P).
         residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, and to second order in
             it where the residual is small beside the distance to the others, (k,).
         products: Products with H that they took.
@@ -166,7 +166,10 @@ class RitzPairs:
     converged: bool
 
     def __str__(self) -> str:
-        rows = [f"{value:.6g} +- {off:.1e}" for value, off in zip(self.values.tolist(), self.residuals.tolist(), strict=True)]
+        rows = [
+            f"{value:.6g} +- {residual:.1e}"
+            for value, residual in zip(self.values.tolist(), self.residuals.tolist(), strict=True)
+        ]
         return f"{', '.join(rows)} ({self.products} products)"
 
 
@@ -194,48 +197,48 @@ def extreme_eigenpairs(
         product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
         start: First direction, (P,), not zero; in the dtype of the products.
         top: Eigenvalues wanted at the upper end.
-        bottom: At the lower end; top + bottom <= P.
-        tol: Of the residuals, relative to the largest |Ritz value|.
+        bottom: Eigenvalues wanted at the lower end; top + bottom <= P.
+        tol: Tolerance of the residuals, relative to the largest |Ritz value|.
         most: Products at most, those for the residuals included.
         basis: Vectors kept at most; at least top + bottom + 2.
         again: Whether to look a second time, for multiple eigenvalues.
-        seed: Of random directions.
+        seed: Seed of random directions.
         tell: Called with (products, pairs converged) after each product that does not end the search.
 
     Raises:
         InputError: A product is not finite, or H is not symmetric.
     """
-    wanted, space = top + bottom, LanczosBasis(start, min(basis, start.numel()), seed=seed)
-    before: Tensor | None = None  # the wanted values when they converged last
+    pairs, space = top + bottom, LanczosBasis(start, min(basis, start.numel()), seed=seed)
+    old_values: Tensor | None = None  # the wanted values when they converged last
     while True:
         space.take(product(space.direction))
         values, vectors = space.ritz()
         n, full = space.n, space.n == len(space.Q)
-        chosen = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
+        columns = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
         scale = float(values.abs().max())
-        good = space.beta * vectors[-1, chosen].abs() <= tol / 2 * scale
-        if n == start.numel() or space.taken >= most - wanted:
+        good = space.beta * vectors[-1, columns].abs() <= tol / 2 * scale
+        if n == start.numel() or space.taken >= most - pairs:
             break
-        if n >= wanted and bool(good.all()):
-            new = before is None or bool(((values[chosen] - before).abs() > tol * scale).any())
+        if n >= pairs and bool(good.all()):
+            new = old_values is None or bool(((values[columns] - old_values).abs() > tol * scale).any())
             if not again or (full and not new):
                 break
             if new:
-                before, full = values[chosen], False
-                space.restart(chosen)
+                old_values, full = values[columns], False
+                space.restart(columns)
                 space.turn()
         if full:
-            extra = (len(space.Q) - wanted) // 2
+            extra = (len(space.Q) - pairs) // 2
             upper = extra if not bottom else 0 if not top else -(-extra // 2)
-            kept = {*range(n - top - upper, n), *range(bottom + extra - upper)}
-            space.restart(sorted(kept, reverse=True))
+            restart_columns = {*range(n - top - upper, n), *range(bottom + extra - upper)}
+            space.restart(sorted(restart_columns, reverse=True))
         tell(space.taken, int(good.sum()))
-    V = space.combine(vectors[:, chosen[::-1]])
+    V = space.combine(vectors[:, columns[::-1]])
     V = V / V.norm(dim=1, keepdim=True)
     HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
     quotients = (V * HV).sum(1, keepdim=True)
     residuals = (HV - quotients * V).norm(dim=1).double().cpu()
-    ok = len(V) == wanted and bool((residuals <= tol * scale).all())
+    ok = len(V) == pairs and bool((residuals <= tol * scale).all())
     order = quotients[:, 0].argsort(descending=True, stable=True)
     return RitzPairs(quotients[order, 0].double().cpu(), V[order], residuals[order.cpu()], space.taken + len(V), ok)
 
@@ -265,7 +268,7 @@ def quadrature(
         starts: Rows (s, P), whose products are taken together.
         steps: Lanczos steps, products of each start.
         against: Orthonormal rows whose complement H is compressed to; the starts are projected.
-        norm: Of H, as far as it is known.
+        norm: Norm of H, as far as it is known.
 
     >>> H = torch.diag(torch.tensor([1.0, 3.0], dtype=torch.float64))
     >>> [(nodes, weights)] = quadrature(H.matmul, torch.ones(1, 2, dtype=torch.float64), 2)

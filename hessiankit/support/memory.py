@@ -1,4 +1,4 @@
-"""What is free on a device, and the one error for what does not fit."""
+"""Free memory of a device, and the error for an allocation that does not fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def available_memory(device: torch.device) -> int:
     return int(line[1]) * 1024
 
 
-def check_room(who: str, need: int, what: str, device: torch.device, remedy: str, *, free: int | None = None) -> None:
+def check_room(caller: str, need: int, subject: str, device: torch.device, remedy: str, *, free: int | None = None) -> None:
     """Refuse what takes more bytes than are ``free`` on a device; None: than are free now.
 
     Raises:
@@ -42,14 +42,16 @@ def check_room(who: str, need: int, what: str, device: torch.device, remedy: str
     """
     free = available_memory(device) if free is None else free
     if need > free:
-        raise OutOfMemoryError(f"{who}: {what} take {byte_size(need)}, but only {byte_size(free)} are free on {device}; {remedy}")
+        raise OutOfMemoryError(
+            f"{caller}: {subject} take {byte_size(need)}, but only {byte_size(free)} are free on {device}; {remedy}"
+        )
 
 
-def check_matrix(who: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, workspace: int = 0) -> None:
+def check_matrix(caller: str, rows: int, columns: int, dtype: torch.dtype, device: torch.device, *, workspace: int = 0) -> None:
     """Refuse a matrix that does not fit beside its work space, in bytes; see :func:`check_room`."""
-    what = f"a {rows:,} x {columns:,} {dtype} matrix and its work space"
+    subject = f"a {rows:,} x {columns:,} {dtype} matrix and its work space"
     remedy = "select parameters with params=[...], let hessian write it to disk with out=..., or use a smaller model"
-    check_room(who, rows * columns * dtype.itemsize + workspace, what, device, remedy)
+    check_room(caller, rows * columns * dtype.itemsize + workspace, subject, device, remedy)
 
 
 def byte_size(n: float) -> str:

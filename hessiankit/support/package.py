@@ -14,7 +14,7 @@ def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return the ``__getattr__`` of a package that imports each of its names from its module on first access.
 
     Args:
-        package: Its dotted name.
+        package: Dotted name of the package.
         homes: Module of the package -> the names it has, with blanks between them.
     """
     home = {name: f"{package}.{module}" for module, names in homes.items() for name in names.split()}

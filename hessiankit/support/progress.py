@@ -22,18 +22,18 @@ def silent(*_: object, **__: object) -> None:
 def progress_bar(prefix: str = "") -> Iterator[Tell]:
     """Yield a function that updates one progress bar and its estimate of the time left."""
     console = Console(stderr=True)
-    work, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
-    columns = (work, BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(), left)
-    began, doing = time.perf_counter(), ""
+    work, time_column = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+    columns = (work, BarColumn(10), MofNCompleteColumn(), TimeElapsedColumn(), time_column)
+    start, stage = time.perf_counter(), ""
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None, left="")
 
-        def tell(what: str, done: int, total: int) -> None:
-            nonlocal began, doing
-            if what != doing:
-                began, doing = time.perf_counter(), what
-            seconds = (time.perf_counter() - began) * (total - done) / done if done else 0.0
-            remaining = f"{seconds:.0f} s left" if seconds >= 1 else ""
-            bar.update(task, description=f"{prefix}{what}", completed=done, total=total, left=remaining)
+        def tell(name: str, count: int, total: int) -> None:
+            nonlocal start, stage
+            if name != stage:
+                start, stage = time.perf_counter(), name
+            seconds = (time.perf_counter() - start) * (total - count) / count if count else 0.0
+            time_left = f"{seconds:.0f} s left" if seconds >= 1 else ""
+            bar.update(task, description=f"{prefix}{name}", completed=count, total=total, left=time_left)
 
         yield tell

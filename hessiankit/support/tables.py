@@ -20,7 +20,7 @@ LINES = 25  # of ``print(result)`` at most
 PROSE = 24  # smallest width of a column of prose
 WORD = 36  # longest word of prose that is not broken over lines, as a formula in LaTeX may be
 GAP = "  "
-ALL = "all of it: .table(); on the command line --table, or a pipe"
+FULL_HINT = "all of it: .table(); on the command line --table, or a pipe"
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ class Table:
         total = len(self.rows)
         if count >= total:
             return self
-        order, which = list(range(count)), f"{count} of {total} rows"
+        order, selection = list(range(count)), f"{count} of {total} rows"
         if self.rank:
-            order, which = sorted(range(total), key=lambda k: -self.rank[k])[:count], f"{which}, {self.ranked} first"
+            order, selection = sorted(range(total), key=lambda k: -self.rank[k])[:count], f"{selection}, {self.ranked} first"
         elif self.spread:
-            order, which = [k * (total - 1) // max(count - 1, 1) for k in range(count)], f"{which}, evenly spaced"
-        title = f"{self.title}; {which}" if self.title else which
+            order, selection = [k * (total - 1) // max(count - 1, 1) for k in range(count)], f"{selection}, evenly spaced"
+        title = f"{self.title}; {selection}" if self.title else selection
         return replace(self, rows=tuple(self.rows[k] for k in order), title=title, rank=())
 
 
@@ -79,8 +79,8 @@ def table(
     **lists: Iterable[Any],
 ) -> Table:
     """Return a :class:`Table` of any iterables: its first ``left`` columns are text and the others numbers."""
-    cells, others = tuple(map(tuple, rows)), {name: tuple(values) for name, values in lists.items()}
-    return Table(tuple(headers), cells, title or "", left, ranked, spread, **others)
+    cells, column_sets = tuple(map(tuple, rows)), {name: tuple(values) for name, values in lists.items()}
+    return Table(tuple(headers), cells, title or "", left, ranked, spread, **column_sets)
 
 
 class Printed:
@@ -108,8 +108,8 @@ class Printed:
         parts = [part.part if isinstance(part, Detail) else part for part in self._parts()]
         tables = [part for part in parts if isinstance(part, Table)]
         texts = [part for part in parts if isinstance(part, str) and part not in ("", self._headline())]
-        shown = [as_html(t.headers, t.rows, caption=t.title if k else self._headline()) for k, t in enumerate(tables)]
-        return "".join([*shown, *(f"<p>{html.escape(text)}</p>" for text in texts)])
+        pieces = [as_html(t.headers, t.rows, caption=t.title if k else self._headline()) for k, t in enumerate(tables)]
+        return "".join([*pieces, *(f"<p>{html.escape(text)}</p>" for text in texts)])
 
 
 def terminal_width() -> int | None:
@@ -133,9 +133,9 @@ def say(*parts: Piece, whole: bool = False) -> None:
     print(as_text(*parts, whole=whole), flush=True)
 
 
-def show(result: Printed, every: bool) -> None:
+def show(result: Printed, full: bool) -> None:
     """Print a command's result: a screen of it in a terminal, all of it where ``--table`` is given or output is piped."""
-    print(result.table() if every or terminal_width() is None else result)
+    print(result.table() if full or terminal_width() is None else result)
 
 
 def brief(*parts: Piece) -> str:
@@ -143,15 +143,15 @@ def brief(*parts: Piece) -> str:
     full = as_text(*parts)
     if full.count("\n") < LINES:
         return full
-    kept: list[Table | str] = [part for part in parts if not isinstance(part, Detail) and part]
-    hint = as_text(ALL)
-    most = max((len(part.rows) for part in kept if isinstance(part, Table)), default=0)
-    for count in range(min(most, LINES), 0, -1):
-        text = as_text(*(part.top(count) if isinstance(part, Table) else part for part in kept), hint)
+    pieces: list[Table | str] = [part for part in parts if not isinstance(part, Detail) and part]
+    hint = as_text(FULL_HINT)
+    longest = max((len(part.rows) for part in pieces if isinstance(part, Table)), default=0)
+    for count in range(min(longest, LINES), 0, -1):
+        text = as_text(*(part.top(count) if isinstance(part, Table) else part for part in pieces), hint)
         if text.count("\n") < LINES:
             return text
-    text = as_text(*(part.top(1) if isinstance(part, Table) else part for part in kept[:-1]))
-    last = as_text(*kept[-1:]).splitlines()[: LINES // 2]
+    text = as_text(*(part.top(1) if isinstance(part, Table) else part for part in pieces[:-1]))
+    last = as_text(*pieces[-1:]).splitlines()[: LINES // 2]
     room = LINES - len(last) - len(hint.splitlines())
     return "\n".join([*text.splitlines()[:room], *last, hint])
 
@@ -172,10 +172,10 @@ def short_names(names: Iterable[str]) -> dict[str, str]:
     {'a.W_Q': 'W_Q', 'a.W_K': 'W_K', 'a.norm_1.weight': 'norm_1.weight', 'a.norm_2.weight': 'norm_2.weight'}
     """
     endings = {name: [name, *(name[m.end() :] for m in re.finditer(r"\.", name))] for name in dict.fromkeys(names)}
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for ending in (ending for of_name in endings.values() for ending in of_name):
-        seen[ending] = seen.get(ending, 0) + 1
-    return {name: next((e for e in reversed(of_name) if seen[e] == 1), name) for name, of_name in endings.items()}
+        counts[ending] = counts.get(ending, 0) + 1
+    return {name: next((e for e in reversed(of_name) if counts[e] == 1), name) for name, of_name in endings.items()}
 
 
 def as_html(headers: Sequence[str], rows: Iterable[Sequence[str]], *, caption: str = "") -> str:
@@ -220,15 +220,15 @@ def _fitted(full: Table, width: int, whole: bool) -> list[str]:
         return _grid(full, _natural(full))
     short = short_names(full.names)
     narrow = replace(full, rows=tuple(tuple(_renamed(cell, short) for cell in row) for row in full.rows))
-    gone: list[str] = []
+    headers: list[str] = []
     for header in ("", *(() if whole else full.drop)):
         if header in narrow.headers:
             narrow = _without(narrow, header)
-            gone.append(header)
+            headers.append(header)
         widths = _squeezed(narrow, width)
         if widths is not None:
-            note = f"columns left out at this width: {', '.join(gone)} (--table, a pipe or .table() has them)"
-            return [*_grid(narrow, widths), *(_filled(note, width) if gone else [])]
+            note = f"columns left out at this width: {', '.join(headers)} (--table, a pipe or .table() has them)"
+            return [*_grid(narrow, widths), *(_filled(note, width) if headers else [])]
     return [line for row in full.rows for line in _stacked(full.headers, row, width)]
 
 
@@ -262,15 +262,15 @@ def _squeezed(one: Table, width: int) -> list[int] | None:
     for k, header in enumerate(one.headers):
         cells, prose = [row[k] for row in one.rows], header in one.prose
         wide, word = (max(map(_width, texts), default=0) for texts in (cells, " ".join(cells).split()))
-        least = min(wide, max(min(word, WORD), PROSE)) if prose else wide
-        widths.append(max(least, *(_width(piece.strip()) for piece in _pieces(header))))
+        minimum = min(wide, max(min(word, WORD), PROSE)) if prose else wide
+        widths.append(max(minimum, *(_width(piece.strip()) for piece in _pieces(header))))
     spare = width - _total(widths)
     if spare < 0:
         return None
     natural = _natural(one)
     for k in sorted(range(len(widths)), key=lambda k: one.headers[k] not in one.prose):  # prose first, then headers
-        more = min(max(natural[k] - widths[k], 0), spare)
-        widths[k], spare = widths[k] + more, spare - more
+        extra = min(max(natural[k] - widths[k], 0), spare)
+        widths[k], spare = widths[k] + extra, spare - extra
     return widths
 
 
@@ -297,22 +297,24 @@ def _grid(one: Table, widths: Sequence[int]) -> list[str]:
     """Return headers, a rule and the rows."""
     heads = [_flowed(_pieces(h), w) for h, w in zip(one.headers, widths, strict=True)]
     tall = max(map(len, heads), default=0)
-    left = [k < one.left or h in one.prose for k, h in enumerate(one.headers)]
-    lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, left)
+    alignments = [k < one.left or h in one.prose for k, h in enumerate(one.headers)]
+    lines = _joined([[""] * (tall - len(head)) + head for head in heads], widths, alignments)
     lines.append("─" * _total(widths))
     for row in one.rows:
         cells = [_filled(c, w, "") if h in one.prose else [c] for c, w, h in zip(row, widths, one.headers, strict=True)]
-        lines += _joined(cells, widths, left)
+        lines += _joined(cells, widths, alignments)
     return lines
 
 
-def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], left: Sequence[bool]) -> list[str]:
+def _joined(cells: Sequence[Sequence[str]], widths: Sequence[int], alignments: Sequence[bool]) -> list[str]:
     """Return cells of several lines beside each other."""
     lines = []
     for texts in zip_longest(*cells, fillvalue=""):
         gaps = [" " * (w - _width(text)) for text, w in zip(texts, widths, strict=True)]
-        padded = (text + gap if on_left else gap + text for text, gap, on_left in zip(texts, gaps, left, strict=True))
-        lines.append(GAP.join(padded).rstrip())
+        cells_of_width = (
+            text + gap if is_text else gap + text for text, gap, is_text in zip(texts, gaps, alignments, strict=True)
+        )
+        lines.append(GAP.join(cells_of_width).rstrip())
     return lines
 
 

@@ -36,9 +36,9 @@ def preserved_state(model: nn.Module) -> Iterator[None]:
                 p.grad = None
             yield
         finally:
-            for p, gradient, wanted in parameters:
+            for p, gradient, requires_grad in parameters:
                 p.grad = gradient
-                p.requires_grad_(wanted)
+                p.requires_grad_(requires_grad)
 
 
 @contextmanager
@@ -115,24 +115,24 @@ def different(pairs: Iterable[tuple[Tensor, Tensor]]) -> list[bool]:
     >>> different([(x, x.clone()), (x, x + 1), (x, x.double())])
     [False, True, True]
     """
-    apart: list[bool] = []
-    waiting: list[tuple[int, Tensor, Tensor]] = []
+    differences: list[bool] = []
+    comparisons: list[tuple[int, Tensor, Tensor]] = []
     for k, (x, copy) in enumerate(pairs):
         kinds = [(t.shape, t.dtype, t.device, t.layout) for t in (x, copy)]
         parts = list(zip(strided_parts(x), strided_parts(copy), strict=True)) if kinds[0] == kinds[1] else []
-        apart.append(kinds[0] != kinds[1] or any(a.shape != b.shape for a, b in parts))
-        if not apart[k]:
-            waiting += [(k, a, b) for a, b in parts if a.device.type != "cpu" or not torch.equal(a, b)]
-    unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in waiting)
-    for (k, _, _), value in zip(waiting, unequal, strict=True):
-        apart[k] = apart[k] or value
-    return apart
+        differences.append(kinds[0] != kinds[1] or any(a.shape != b.shape for a, b in parts))
+        if not differences[k]:
+            comparisons += [(k, a, b) for a, b in parts if a.device.type != "cpu" or not torch.equal(a, b)]
+    unequal = read_numbers(((a != b) & ((a == a) | (b == b))).any() for _, a, b in comparisons)
+    for (k, _, _), value in zip(comparisons, unequal, strict=True):
+        differences[k] = differences[k] or value
+    return differences
 
 
 def write_values(x: Tensor, values: Tensor) -> None:
     """Write the entries of one tensor into another of its kind; a sparse one keeps its pattern."""
-    for part, other in zip(strided_parts(x), strided_parts(values), strict=True):
-        part.data.copy_(other)
+    for part, source in zip(strided_parts(x), strided_parts(values), strict=True):
+        part.data.copy_(source)
 
 
 @contextmanager
@@ -143,8 +143,8 @@ def preserved_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for (buffer, value), changed in zip(buffers, different(buffers), strict=True):
-                if changed:
+            for (buffer, value), is_different in zip(buffers, different(buffers), strict=True):
+                if is_different:
                     write_values(buffer, value)
 
 
@@ -214,12 +214,12 @@ def one_at_a_time(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Let torch compute in one thread; afterwards, also after an error, in as many as before."""
-    before = torch.get_num_threads()
+    threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(threads)
 
 
 @cache
@@ -289,13 +289,13 @@ def ieee_arithmetic() -> Iterator[None]:
     ('highest', 'high')
     >>> torch.set_float32_matmul_precision("highest")
     """
-    before = _float32_settings()
+    settings = _float32_settings()
     try:
         torch.set_float32_matmul_precision("highest")
         _set_flag(torch.backends.cudnn, "allow_tf32", False)
         yield
     finally:
-        for part, name, value in before:
+        for part, name, value in settings:
             torch.set_float32_matmul_precision(value) if part is torch else _set_flag(part, name, value)
 
 
@@ -327,14 +327,14 @@ def ordinary_path(*callables: Any) -> Iterator[None]:
     ``callables`` of which a part is compiled run as they were before: compiled code hides its operations.
     """
     with TORCH_LOCK, torch.compiler.set_stance("force_eager") if any(map(_is_compiled, callables)) else nullcontext():
-        before, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
+        fast_path, cudnn = torch.backends.mha.get_fastpath_enabled(), torch.backends.cudnn.enabled
         torch.backends.mha.set_fastpath_enabled(False)
         _set_flag(torch.backends.cudnn, "enabled", cudnn and not any(map(_is_recurrent, callables)))
         try:
             with full_precision():
                 yield
         finally:
-            torch.backends.mha.set_fastpath_enabled(before)
+            torch.backends.mha.set_fastpath_enabled(fast_path)
             _set_flag(torch.backends.cudnn, "enabled", cudnn)
 
 

@@ -41,25 +41,25 @@ def fuse_attention(trace: Trace, bending: Container[int] | None = None) -> None:
     path = ancestors_of_output(trace)
     producers = {a.output: a for a in path}
     counts = Counter(at for a in path for at in a.inputs)
-    only = {at: producers[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in producers}
-    replaced: dict[int, list[Application]] = {}
+    sole_readers = {at: producers[by] for at, by in last_readers(path).items() if counts[at] == 1 and at in producers}
+    substitutes: dict[int, list[Application]] = {}
     masks: list[Tensor] = []
     for a in path:
-        chain = _between_products(a, producers, only) if isinstance(a.primitive, Softmax) else None
+        chain = _between_products(a, producers, sole_readers) if isinstance(a.primitive, Softmax) else None
         if chain is None or trace.values[chain[-2].output].shape[-2:].numel() < ENTRIES:
             continue
         if bending is not None and (chain[0].output in bending) is not (chain[-1].output in bending):
             continue
-        fused = _fused(trace, chain, producers, masks)
-        if fused is not None:
-            replaced |= {a.output: [] for a in chain} | {chain[-1].output: fused}
-    replace(trace, path, replaced)
+        attention = _fused(trace, chain, producers, masks)
+        if attention is not None:
+            substitutes |= {a.output: [] for a in chain} | {chain[-1].output: attention}
+    replace(trace, path, substitutes)
 
 
-def replace(trace: Trace, path: Sequence[Application], replaced: Mapping[int, Sequence[Application]]) -> None:
+def replace(trace: Trace, path: Sequence[Application], substitutes: Mapping[int, Sequence[Application]]) -> None:
     """Replace applications of a trace, given by their outputs, and release values that are no longer read."""
-    if replaced:
-        trace.applications[:] = [new for a in path for new in replaced.get(a.output, [a])]
+    if substitutes:
+        trace.applications[:] = [new for a in path for new in substitutes.get(a.output, [a])]
         trace.applications[:] = ancestors_of_output(trace)
         alive = {trace.output, *trace.parameters.values()}
         alive.update(at for a in trace.applications for at in (a.output, *a.inputs) if at is not None)
@@ -67,23 +67,23 @@ def replace(trace: Trace, path: Sequence[Application], replaced: Mapping[int, Se
 
 
 def _between_products(
-    softmax: Application, producers: Mapping[int, Application], only: Mapping[int, Application]
+    softmax: Application, producers: Mapping[int, Application], sole_readers: Mapping[int, Application]
 ) -> list[Application] | None:
     """Return what leads from a product through a softmax to a product of the weights, where no other operation reads it."""
 
     def before(at: int | None) -> list[Application] | None:
-        a = producers.get(at) if at in only else None  # type: ignore[arg-type]
+        a = producers.get(at) if at in sole_readers else None  # type: ignore[arg-type]
         if a is None or isinstance(a.primitive, MatMul):
             return None if a is None else [a]
-        known = isinstance(a.primitive, (*MOVES, *AFFINE))
-        chain_before = next((chain for k in a.inputs if (chain := before(k))), None) if known else None
+        is_entrywise = isinstance(a.primitive, (*MOVES, *AFFINE))
+        chain_before = next((chain for k in a.inputs if (chain := before(k))), None) if is_entrywise else None
         return chain_before and [*chain_before, a]
 
     chain = before(softmax.inputs[0])
     if chain is None:
         return None
     chain.append(softmax)
-    while (a := only.get(chain[-1].output)) is not None and isinstance(a.primitive, MOVES):
+    while (a := sole_readers.get(chain[-1].output)) is not None and isinstance(a.primitive, MOVES):
         chain.append(a)
     return [*chain, a] if a is not None and isinstance(a.primitive, MatMul) and a.inputs[0] == chain[-1].output else None
 
@@ -96,8 +96,8 @@ def _fused(
     (q, transposed), A = product.inputs, values[chain[-2].output]
     assert q is not None
     assert transposed is not None
-    rows, before = A.shape[:-2], values[product.output].shape[:-2]
-    if rows != before and not values[q].shape[:-2] == values[transposed].shape[:-2] == before:
+    rows, shape = A.shape[:-2], values[product.output].shape[:-2]
+    if rows != shape and not values[q].shape[:-2] == values[transposed].shape[:-2] == shape:
         return None
     logits = _Logits(trace, chain)
     # NaN where a row is masked as a whole, which fused attention sets to zero
@@ -109,7 +109,7 @@ def _fused(
     swap = Permute((*range(ndim - 2), ndim - 1, ndim - 2))
     k = by.inputs[0] if by is not None and by.primitive == swap else trace.derived(swap, (transposed,), last.name, new)
     assert k is not None
-    if rows != before:
+    if rows != shape:
         q, k = (trace.derived(Reshape((*rows, *values[at].shape[-2:])), (at,), last.name, new) for at in (q, k))
     inputs = (q, k, last.inputs[1], *(() if logits.moving is None else (logits.moving,)))
     attention = ScaledDotProductAttention(scale=logits.c, **options)  # type: ignore[arg-type]
@@ -141,17 +141,19 @@ class _Logits:
     def follow(self) -> bool:
         """Tell whether all operations are known; the weights that the second product reads have the order of X."""
         try:
-            known = all(self._apply(a, before.output) for before, a in zip(self.chain[:-2], self.chain[1:-1], strict=True))
+            is_understood = all(
+                self._apply(a, predecessor.output) for predecessor, a in zip(self.chain[:-2], self.chain[1:-1], strict=True)
+            )
         except RuntimeError:  # not a view of X
             return False
-        return known and self.at.is_contiguous() and self.A.shape[-2:] == self.X.shape[-2:]
+        return is_understood and self.at.is_contiguous() and self.A.shape[-2:] == self.X.shape[-2:]
 
     def options(self, masks: list[Tensor]) -> dict[str, object] | None:
         """Return the mask as options of fused attention, reusing an equal one of ``masks``; None if it cannot be expressed."""
         if self.hidden is not None and not self._weightless(self.hidden):
             return None
-        if self.bias is not None and self._weightless(gone := self.bias != 0):
-            self.bias, self.hidden = None, gone if self.hidden is None else self.hidden | gone
+        if self.bias is not None and self._weightless(bias_mask := self.bias != 0):
+            self.bias, self.hidden = None, bias_mask if self.hidden is None else self.hidden | bias_mask
         L, S = self.A.shape[-2:]
         if self.bias is not None:
             mask = self.bias if self.hidden is None else self.bias.masked_fill(self.hidden, -torch.inf)
@@ -167,11 +169,11 @@ class _Logits:
             masks.append(mask)
         return {"mask": equal}
 
-    def _apply(self, a: Application, before: int) -> bool:
+    def _apply(self, a: Application, source: int) -> bool:
         """Take one operation over; False if it is not one of those that are."""
         p, value = a.primitive, self.trace.values[a.output]
-        others = [at for at in a.inputs if at != before]
-        other = self.trace.values[others[0]] if others and others[0] is not None else None  # of two inputs
+        operands = [at for at in a.inputs if at != source]
+        operand = self.trace.values[operands[0]] if operands and operands[0] is not None else None  # of two inputs
         if isinstance(p, Permute):
             self.at = self.at.permute(p.order)
         elif isinstance(p, Reshape):
@@ -189,16 +191,16 @@ class _Logits:
             return self._hide(p.mask)
         if isinstance(p, MOVES):
             return True
-        first = a.inputs[0] == before
+        first = a.inputs[0] == source
         if isinstance(p, Add):
-            return self._scale(1.0 if first else p.alpha) and self._add(others[0], p.alpha if first else 1.0)
-        if others[0] in self.trace.moving or other is None:
+            return self._scale(1.0 if first else p.alpha) and self._add(operands[0], p.alpha if first else 1.0)
+        if operands[0] in self.trace.moving or operand is None:
             return False
         if isinstance(p, Where):
             return self._hide(~p.condition if first else p.condition)
-        if other.numel() > 1 or (isinstance(p, Divide) and not (first and bool(other))):
+        if operand.numel() > 1 or (isinstance(p, Divide) and not (first and bool(operand))):
             return False
-        return self._scale(float(other) if isinstance(p, Multiply) else 1 / float(other))
+        return self._scale(float(operand) if isinstance(p, Multiply) else 1 / float(operand))
 
     def _scale(self, c: float) -> bool:
         self.c *= c
@@ -217,9 +219,9 @@ class _Logits:
             self.moving = at
             return x is not None and fits
         bias = self._arranged(x).to(self.A.dtype) * alpha
-        if bool((never := bias == -torch.inf).any()):
-            self.hidden = never if self.hidden is None else self.hidden | never
-            bias = bias.masked_fill(never, 0)
+        if bool((masked_entries := bias == -torch.inf).any()):
+            self.hidden = masked_entries if self.hidden is None else self.hidden | masked_entries
+            bias = bias.masked_fill(masked_entries, 0)
         self.bias = bias if self.bias is None else self.bias + bias
         return True
 
@@ -234,6 +236,6 @@ class _Logits:
     def _weightless(self, mask: Tensor) -> bool:
         """Tell whether the weights are exactly zero wherever a mask holds."""
         mask = mask.reshape((1,) * (self.A.ndim - mask.ndim) + mask.shape)
-        repeated = tuple(i for i, n in enumerate(mask.shape) if n == 1)
-        largest = self.A.amax(repeated, keepdim=True) if repeated else self.A
+        axes = tuple(i for i, n in enumerate(mask.shape) if n == 1)
+        largest = self.A.amax(axes, keepdim=True) if axes else self.A
         return not bool(((largest != 0) & mask).any())

@@ -36,31 +36,31 @@ def without_dead_entries(trace: Trace) -> None:
         if mask is not None:
             masks[a.output] = mask
     occurs = read_numbers(mask.any() for mask in masks.values())
-    singular = {at: mask for (at, mask), anywhere in zip(masks.items(), occurs, strict=True) if anywhere}
+    singular = {at: mask for (at, mask), occurrence in zip(masks.items(), occurs, strict=True) if occurrence}
     if not singular:
         return
     point = _Nearby(trace)
     adjoints: dict[int, Tensor] = {trace.output: torch.ones_like(trace.values[trace.output])}
-    rewritten: list[Application] = []
+    applications: list[Application] = []
     for a in reversed(trace.applications):
         adjoint = adjoints.get(a.output)
         inputs: Inputs = [None if at is None else point.values[at] for at in a.inputs]  # type: ignore[misc]
         parts = [a]
         if a.output in singular:
-            unread = torch.ones_like(singular[a.output]) if adjoint is None else adjoint == 0
-            dead = singular[a.output] & (unread | ~point.moves[a.output])
+            zero_adjoint = torch.ones_like(singular[a.output]) if adjoint is None else adjoint == 0
+            dead = singular[a.output] & (zero_adjoint | ~point.moves[a.output])
             if bool(dead.any()):
                 parts = _kept_apart(trace, a, dead)
                 inputs = [_filled(x, dead, c) for x, c in zip(inputs, a.primitive.regular, strict=True)]  # type: ignore[misc]
                 adjoint = None if adjoint is None else adjoint.masked_fill(dead, 0)
-        rewritten += reversed(parts)
+        applications += reversed(parts)
         if adjoint is not None:
             accumulate(adjoints, trace.moving_inputs(a), _pulled(a, inputs, adjoint))
-    trace.applications[:] = reversed(rewritten)
+    trace.applications[:] = reversed(applications)
 
 
 class _Nearby:
-    """Which entries of a trace's values change with the parameters, and values near these, which take the same branches.
+    """Masks of the entries that change with the parameters, and values near the trace's, which take the same branches.
 
     An entry counts as one that changes if an operation changes it when those of its inputs that change do, each by a thousandth
     of itself or, where it is zero, of the largest. What is small or cancels on the way from the parameters thus does not count
@@ -74,21 +74,21 @@ class _Nearby:
         for at in trace.parameters.values():
             self._step(at, opposite)
         for a in trace.applications:
-            here, there, back = (_value(a, values) for values in (trace.values, self.values, opposite))
-            if a.primitive.has_one_value or here is None or there is None or back is None:
+            value, nearby, opposite_value = (_value(a, values) for values in (trace.values, self.values, opposite))
+            if a.primitive.has_one_value or value is None or nearby is None or opposite_value is None:
                 self.moves[a.output] = torch.ones_like(trace.values[a.output], dtype=torch.bool)
             else:
-                changed = [(here != x) & ~(here.isnan() & x.isnan()) for x in (there, back)]
-                self.moves[a.output] = changed[0] | changed[1]
+                changes = [(value != x) & ~(value.isnan() & x.isnan()) for x in (nearby, opposite_value)]
+                self.moves[a.output] = changes[0] | changes[1]
             self._step(a.output, opposite)
 
     def _step(self, at: int, opposite: list[Tensor]) -> None:
         """Move the entries of a value that change, by numbers of either sign and of about one size."""
         x = self.values[at]
-        drawn = torch.rand(x.shape, generator=self._generator, dtype=torch.float64, device="cpu").to(x) - 0.5
+        noise = torch.rand(x.shape, generator=self._generator, dtype=torch.float64, device="cpu").to(x) - 0.5
         sizes = x.abs().nan_to_num(0, 0, 0)
         sizes = torch.where(sizes == 0, (float(sizes.max()) if x.numel() else 0.0) or 1.0, sizes)
-        step = (drawn + drawn.sign()) * sizes * self.moves[at] / 1024
+        step = (noise + noise.sign()) * sizes * self.moves[at] / 1024
         self.values[at], opposite[at] = x + step, x - step
 
 

@@ -26,9 +26,9 @@ STEPS = (1e-1, 3e-2, 1e-2, 3e-3, 1e-3, 1e-4, 1e-5, 1e-6)
 FEWER_STEPS = (1e-3, 1e-5)
 """Steps that show whether two routes that agree are both off."""
 WEIGHTS = (4 / 5, -1 / 5, 4 / 105, -1 / 280)
-"""Of f(x + k h) - f(x - k h), k = 1 ... 4: the first derivative to order eight."""
+"""Weights of f(x + k h) - f(x - k h), k = 1 ... 4, in the first derivative to order eight."""
 FEWER_WEIGHTS = (2 / 3, -1 / 12)
-"""The same to order four."""
+"""Weights of the first derivative to order four."""
 
 
 def rounding(eps: float) -> float:
@@ -40,14 +40,14 @@ def rounding(eps: float) -> float:
     return max(eps**0.5, 32 * eps)
 
 
-APART = 0x3C6EF372FE94F82B
+SEED = 0x3C6EF372FE94F82B
 """Added to the seeds of generic vectors: no parameter that was drawn from a seed of its user's is one of these vectors."""
 
 
 def generic(like: Tensor, seed: int) -> Tensor:
     """Return numbers drawn at random, the same ones in every process, of the shape, dtype and device of a tensor."""
-    drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(APART + seed), dtype=torch.float64, device="cpu")
-    return drawn.to(device=like.device, dtype=like.dtype)
+    numbers = torch.randn(like.shape, generator=torch.Generator().manual_seed(SEED + seed), dtype=torch.float64, device="cpu")
+    return numbers.to(device=like.device, dtype=like.dtype)
 
 
 def tangents_of(inputs: Inputs, seed: int) -> tuple[Tensor, ...]:
@@ -63,25 +63,25 @@ def difference(a: Covectors, b: Covectors) -> float:
     >>> difference((torch.tensor([1.0, 4.0]), None), (torch.tensor([2.0, 4.0]), torch.zeros(3))) < 0.25
     True
     """
-    whole = max((_largest(x) for x in (*a, *b) if x is not None), default=0.0)
+    largest = max((_largest(x) for x in (*a, *b) if x is not None), default=0.0)
     worst = 0.0
     for x, y in zip(a, b, strict=True):
         present = [z for z in (x, y) if z is not None and z.numel()]
         if not present:
             continue
-        apart = present[0] - present[1] if len(present) == 2 else present[0]
-        floor = torch.finfo(apart.dtype).eps ** 0.25 * whole
+        gap_tensor = present[0] - present[1] if len(present) == 2 else present[0]
+        floor = torch.finfo(gap_tensor.dtype).eps ** 0.25 * largest
         scale = max(_largest(z) for z in present) + floor
         if scale != 0.0:
-            gap = _largest(apart) / scale
+            gap = _largest(gap_tensor) / scale
             worst = gap if worst == worst and not gap <= worst else worst  # NaN stays
     return worst
 
 
-def adjoint_difference(u: Tensor, pushed: Tensor, tangents: Sequence[Tensor], pulled: Covectors) -> float:
+def adjoint_difference(u: Tensor, tangent: Tensor, tangents: Sequence[Tensor], covectors: Covectors) -> float:
     """Return | <u, J t> - <J^T u, t> |, relative to the sum of the absolute terms of each."""
-    left = [u * pushed]
-    right = [c * t for c, t in zip(pulled, tangents, strict=True) if c is not None]
+    left = [u * tangent]
+    right = [c * t for c, t in zip(covectors, tangents, strict=True) if c is not None]
     return _sums_apart(left, right)
 
 
@@ -136,7 +136,7 @@ def estimates(
 
 def settled(results: Sequence[Covectors]) -> tuple[Covectors, float]:
     """Return the estimate that differs least from the one before it, and that difference; () and infinity for a single one."""
-    pairs = [(difference(later, earlier), later) for earlier, later in pairwise(results)]
+    pairs = [(difference(successor, earlier), successor) for earlier, successor in pairwise(results)]
     gap, best = min(pairs, key=lambda pair: pair[0] if pair[0] == pair[0] else float("inf"), default=(float("inf"), ()))
     return best, gap
 
@@ -190,13 +190,13 @@ TRIANGULAR: Mapping[str, int] = {"aten::cholesky_inverse": 0, "aten::cholesky_so
 
 @dataclass(frozen=True)
 class AssumedStructure:
-    """What an operation takes for granted of one argument.
+    """Structure of one argument that an operation takes for granted.
 
     Attributes:
-        position: Of the argument.
+        position: Position of the argument.
         kind: "symmetric", "lower triangular" or "upper triangular".
-        projection: What makes any matrix one of that kind, and leaves those of that kind as they are.
-        remedy: The same, as a user writes it.
+        projection: Function that makes any matrix one of that kind, and leaves those of that kind as they are.
+        remedy: Source code of the projection for the error message.
     """
 
     position: int
@@ -206,12 +206,12 @@ class AssumedStructure:
 
     def check(self, operation: Any, x: Tensor) -> None:
         """Raise TraceError if an argument is not of that kind, beyond rounding."""
-        scale, off = (float(y.abs().max()) if y.numel() else 0.0 for y in (x, x - self.projection(x)))
-        if off > rounding(torch.finfo(x.dtype).eps) * scale:
+        scale, distance = (float(y.abs().max()) if y.numel() else 0.0 for y in (x, x - self.projection(x)))
+        if distance > rounding(torch.finfo(x.dtype).eps) * scale:
             raise TraceError(
-                f"trace: {operation} takes its argument for {self.kind}, and that of shape {tuple(x.shape)} is off by {off:.2g} "
-                f"(largest entry {scale:.2g}): torch reads one triangle, and its derivative is that of a {self.kind} matrix. "
-                f"Pass {self.remedy}"
+                f"trace: {operation} takes its argument for {self.kind}, and that of shape {tuple(x.shape)} is off by "
+                f"{distance:.2g} (largest entry {scale:.2g}): torch reads one triangle, and its derivative is that of a "
+                f"{self.kind} matrix. Pass {self.remedy}"
             )
 
 

@@ -34,16 +34,16 @@ from hessiankit.tracing.derivative_tests import (
 )
 from hessiankit.tracing.source_line import first_line
 
-REVERSE, FORWARD = "reverse mode", "forward mode"
+REVERSE, FORWARD_MODE = "reverse mode", "forward mode"
 REVERSE_TWICE, JVP_OF_GRAD = "reverse-over-reverse", "jvp(grad)"
 UNSETTLED = 0.05
-"""Of the largest entry: central differences that are known to less decide whether two routes that agree are both off by more."""
+"""Uncertainty of central differences, relative to the largest entry, below which they decide against two routes that agree."""
 TOLERATED = (RuntimeError, NotImplementedError, ValueError)
 
 
 @dataclass
 class _Proof:
-    """What was found at one point: of each order, the route to take, or the error for one that has none."""
+    """Routes proved at one point: for each order the route to take, or the error where there is none."""
 
     inputs: tuple[Tensor, ...] = ()
     routes: dict[int, str | TraceError] = field(default_factory=dict)
@@ -108,10 +108,10 @@ class AutomaticDifferentiation(Primitive):
             if route is None:  # not finite: what reads the result says where
                 return REVERSE if order == 1 else REVERSE_TWICE
             proof.routes[order] = route
-        known = proof.routes[order]
-        if isinstance(known, TraceError):
-            raise TraceError(*known.args)
-        return known
+        plan = proof.routes[order]
+        if isinstance(plan, TraceError):
+            raise TraceError(*plan.args)
+        return plan
 
     def _first(self, inputs: Inputs) -> str | None:
         """Compare J t by reverse and by forward mode, and <u, J t> with <J^T u, t>; central differences decide."""
@@ -120,13 +120,13 @@ class AutomaticDifferentiation(Primitive):
         u = generic(y, 0)
         routes: dict[str, Callable[[], Covectors]] = {
             REVERSE: lambda: (reverse.jvp(y, x, [t[None] for t in tangents])[0],),
-            FORWARD: lambda: (self._forward(inputs, tangents),),
+            FORWARD_MODE: lambda: (self._forward(inputs, tangents),),
         }
-        route, pushed = self._decided("first", routes, lambda at: (self.function(*at),), inputs, tangents, y.dtype)
-        if route is None or pushed[0] is None:
+        route, tangent = self._decided("first", routes, lambda at: (self.function(*at),), inputs, tangents, y.dtype)
+        if route is None or tangent[0] is None:
             return route
-        pulled = self._by_batch("first", lambda a: reverse.vjp(y, x, a), [u])
-        if (gap := adjoint_difference(u, pushed[0], tangents, pulled)) > rounding(torch.finfo(y.dtype).eps):
+        covectors = self._by_batch("first", lambda a: reverse.vjp(y, x, a), [u])
+        if (gap := adjoint_difference(u, tangent[0], tangents, covectors)) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal("first", f"<u, J t> and <J^T u, t> differ by {gap:.2g} of their terms")
         if route == REVERSE:
             self._by_batch("first", lambda *t: (reverse.jvp(y, x, t),), tangents)
@@ -158,25 +158,25 @@ class AutomaticDifferentiation(Primitive):
 
     def _decided(
         self,
-        which: str,
+        order: str,
         routes: Mapping[str, Callable[[], Covectors]],
-        below: Callable[[tuple[Tensor, ...]], Covectors],
+        function: Callable[[tuple[Tensor, ...]], Covectors],
         inputs: Inputs,
         tangents: Inputs,
         dtype: torch.dtype,
     ) -> tuple[str | None, Covectors]:
-        """Return the route to the derivative of ``below`` that is right, and what it gives; None where that is not finite."""
+        """Return the route to the derivative of ``function`` that is right, and what it gives; None where that is not finite."""
         results: dict[str, Covectors] = {}
-        missing: dict[str, Exception] = {}
+        errors: dict[str, Exception] = {}
         for name, run in routes.items():
             try:
                 results[name] = run()
             except torch.OutOfMemoryError:
                 raise
             except TOLERATED as error:
-                missing[name] = error
+                errors[name] = error
         if not results:
-            raise self._impossible(next(iter(missing.values())))
+            raise self._impossible(next(iter(errors.values())))
         preferred, eps = next(iter(results)), torch.finfo(dtype).eps
         gap = difference(*results.values()) if len(results) == 2 else float("inf")
         gap = float("inf") if gap != gap else gap  # one of them is not finite
@@ -184,33 +184,33 @@ class AutomaticDifferentiation(Primitive):
             return None, results[preferred]
         agree = gap <= rounding(eps)
         scheme = (FEWER_STEPS, FEWER_WEIGHTS) if agree else (STEPS, WEIGHTS)
-        truth, uncertainty = central_differences(below, _doubled(inputs), _doubled(tangents), *scheme)
-        off = {name: difference(values, truth) if truth else float("inf") for name, values in results.items()}
-        if agree and not (uncertainty <= UNSETTLED < off[preferred]):
+        truth, uncertainty = central_differences(function, _doubled(inputs), _doubled(tangents), *scheme)
+        distances = {name: difference(values, truth) if truth else float("inf") for name, values in results.items()}
+        if agree and not (uncertainty <= UNSETTLED < distances[preferred]):
             return preferred, results[preferred]
         margin = max(3 * uncertainty, min(rounding(eps), 0.1))
         clear = uncertainty <= (max(0.2 * min(gap, 1.0), rounding(eps)) if len(results) == 2 else 0.01)
-        right = min((name for name in off if clear and off[name] <= margin), key=off.__getitem__, default=None)
+        right = min((name for name in distances if clear and distances[name] <= margin), key=distances.__getitem__, default=None)
         if right is not None:
-            if len(results) == 2 and max(off.values()) > margin:
+            if len(results) == 2 and max(distances.values()) > margin:
                 (wrong,) = set(results) - {right}
                 self._proof.remark = f" (by {right}: {wrong} is wrong by {gap:.2g})"
             return right, results[right]
-        of = "its value" if which == "first" else "its gradient"
-        seen = "; ".join(
-            [f"{name} is {distance:.2g} from central differences of {of}" for name, distance in off.items()]
-            + [f"{name} raised {first_line(error)}" for name, error in missing.items()]
+        of = "its value" if order == "first" else "its gradient"
+        evidence = "; ".join(
+            [f"{name} is {distance:.2g} from central differences of {of}" for name, distance in distances.items()]
+            + [f"{name} raised {first_line(error)}" for name, error in errors.items()]
         )
-        apart = (
+        gap_note = (
             f"its two routes {'agree' if agree else f'differ by {gap:.2g} of the largest entry'}: " if len(results) == 2 else ""
         )
-        raise self._refusal(which, f"{apart}{seen} (known to {uncertainty:.1g})")
+        raise self._refusal(order, f"{gap_note}{evidence} (known to {uncertainty:.1g})")
 
-    def _by_batch(self, which: str, action: Callable[..., Covectors], vectors: Inputs) -> Covectors:
+    def _by_batch(self, order: str, action: Callable[..., Covectors], vectors: Inputs) -> Covectors:
         """Return what an action on batches makes of single vectors, compared with what vmap makes of them."""
         single, gap = batch_difference(action, vectors)
         if gap > max((rounding(torch.finfo(c.dtype).eps) for c in single if c is not None), default=0.0):
-            raise self._refusal(which, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
+            raise self._refusal(order, f"torch.vmap of it differs from a loop by {gap:.2g} of the largest entry")
         return single
 
     def _graph(self, inputs: Inputs) -> tuple[Tensor, list[Tensor]]:
@@ -244,12 +244,12 @@ class AutomaticDifferentiation(Primitive):
             "Write it in other operations, or take out the parameters before it with params=[...]"
         )
 
-    def _refusal(self, which: str, why: str) -> TraceError:
+    def _refusal(self, order: str, why: str) -> TraceError:
         remedy = "Write it in other operations, or take out the parameters before it with params=[...]"
         if "fake_quantize" in self.name:
             remedy = "It rounds, and torch passes gradients straight through; write x + (f(x) - x).detach(), which does the same"
         return TraceError(
-            f"{self.name} has no closed form here, and torch's {which} derivative of it cannot be trusted: {why}. {remedy}"
+            f"{self.name} has no closed form here, and torch's {order} derivative of it cannot be trusted: {why}. {remedy}"
         )
 
 

@@ -28,17 +28,17 @@ def fuse_head(trace: Trace, bending: Container[int] | None = None) -> None:
     """
     path = ancestors_of_output(trace)
     producers, counts = {a.output: a for a in path}, Counter(at for a in path for at in a.inputs)
-    replaced: dict[int, list[Application]] = {}
+    substitutes: dict[int, list[Application]] = {}
     for loss in path:
         ce = loss.primitive.loss if isinstance(loss.primitive, SampledLoss) else loss.primitive
         if not isinstance(ce, CrossEntropy) or ce.normalizer is None:
             continue
         chain = _from_product(trace, loss, producers, counts)
         if chain and trace.values[chain[0].output].numel() > ENTRIES and (bending is None or loss.output in bending):
-            inside = bending is None or chain[0].output in bending
-            fused = _fused(trace, chain, loss, ce, producers, gauss_newton=not inside)
-            replaced |= {a.output: [] for a in chain} | {loss.output: fused}
-    replace(trace, path, replaced)
+            has_inner_curvature = bending is None or chain[0].output in bending
+            head = _fused(trace, chain, loss, ce, producers, gauss_newton=not has_inner_curvature)
+            substitutes |= {a.output: [] for a in chain} | {loss.output: head}
+    replace(trace, path, substitutes)
 
 
 def _from_product(
@@ -52,8 +52,8 @@ def _from_product(
         if isinstance(a.primitive, (Linear, MatMul)):
             weight = trace.values[a.inputs[1]]  # type: ignore[index]
             biased = len(a.inputs) > 2 and a.inputs[2] is not None
-            known = weight.ndim == 2 and not (biased and any(isinstance(b.primitive, Multiple) for b in chain))
-            return chain if known and _rows_move(trace, chain) else None
+            is_plain = weight.ndim == 2 and not (biased and any(isinstance(b.primitive, Multiple) for b in chain))
+            return chain if is_plain and _rows_move(trace, chain) else None
         if not isinstance(a.primitive, (Reshape, Permute, Slice, Cast, Multiple)):
             return None
         at = a.inputs[0]
@@ -65,14 +65,14 @@ def _rows_move(trace: Trace, chain: Sequence[Application]) -> bool:
     shape = trace.values[chain[0].output].shape
     axis = len(shape) - 1
     for a in chain[1:]:
-        p, before, shape = a.primitive, shape, trace.values[a.output].shape
+        p, input_shape, shape = a.primitive, shape, trace.values[a.output].shape
         if isinstance(p, Permute):
             axis = p.order.index(axis)
         elif isinstance(p, Reshape):
-            if axis != len(before) - 1 or shape[-1:] != before[-1:]:
+            if axis != len(input_shape) - 1 or shape[-1:] != input_shape[-1:]:
                 return False
             axis = len(shape) - 1
-        elif isinstance(p, Slice) and p.dim % len(before) == axis:
+        elif isinstance(p, Slice) and p.dim % len(input_shape) == axis:
             return False
     return axis == len(shape) - 1
 

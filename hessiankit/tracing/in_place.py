@@ -20,14 +20,14 @@ from hessiankit.tracing.graph import Node, tensors_in
 
 
 def without_writing(
-    node: Node, known: Mapping[Node, Any], moving: Collection[Node], *, differentiable: bool = True
+    node: Node, values: Mapping[Node, Any], ids: Collection[Node], *, differentiable: bool = True
 ) -> Callable[..., Any]:
     """Return what to run for a node: its operation, or the operation's twin that writes into nothing.
 
     Args:
         node: The next node to run.
-        known: The values of the nodes run so far.
-        moving: The nodes whose values the parameters reach.
+        values: The values of the nodes run so far.
+        ids: The nodes whose values the parameters reach.
         differentiable: Whether gradients are on; where they are off, autograd does not see a value being overwritten.
 
     Raises:
@@ -37,37 +37,37 @@ def without_writing(
     targets = written(node)
     if not targets:
         return operation
-    memory = {known[n].untyped_storage().data_ptr() for n in targets if known[n].untyped_storage().nbytes()}
-    shared = [n for n, value in known.items() if _reads(value, memory)]
-    if any(n.op in ("placeholder", "get_attr") for n in shared):
+    memory = {values[n].untyped_storage().data_ptr() for n in targets if values[n].untyped_storage().nbytes()}
+    aliases = [n for n, value in values.items() if _reads(value, memory)]
+    if any(n.op in ("placeholder", "get_attr") for n in aliases):
         raise _refusal(operation, "an input, a parameter or a buffer of the module, which would change from call to call")
-    read_again = any(user is not node and user not in known for n in shared for user in n.users)
+    has_readers = any(user is not node and user not in values for n in aliases for user in n.users)
     twin = WRITTEN_OUT.get(operation) or functional_twin(operation)
-    if differentiable and not read_again and twin is not None:
+    if differentiable and not has_readers and twin is not None:
         return twin
-    entering = node.all_input_nodes if differentiable else ()  # without gradients, nothing is passed on from them
-    touched = [*shared, *entering, *(user for n in shared for user in n.users)]
-    if not any(n in moving for n in touched):
+    inputs = node.all_input_nodes if differentiable else ()  # without gradients, nothing is passed on from them
+    neighbours = [*aliases, *inputs, *(user for n in aliases for user in n.users)]
+    if not any(n in ids for n in neighbours):
         return operation  # a constant, such as a mask, on its way to being built
-    if not differentiable or twin is None or len(targets) > 1 or any(_is_cut_off(n, known, moving) for n in shared):
+    if not differentiable or twin is None or len(targets) > 1 or any(_is_cut_off(n, values, ids) for n in aliases):
         raise _refusal(operation, "memory that other values of the computation read as well, without a derivative")
     return twin
 
 
-def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, Tensor]]:
+def readers(node: Node, values: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, Tensor]]:
     """Yield what else reads the memory that a node, replaced by its twin, has written: its value after that, and its source.
 
-    ``known`` is updated: the values that share memory still do so, in a copy with the new entries.
+    ``values`` is updated: the values that share memory still do so, in a copy with the new entries.
 
     Yields:
         The reading node; its old value; positions of its entries in the written value, -1 for those that stay.
     """
-    target, value = known[written(node)[0]], known[node]
+    target, value = values[written(node)[0]], values[node]
     if _reads(value, {target.untyped_storage().data_ptr()}):
         return  # another shape of the same memory, such as unsqueeze_
-    shared = [n for n, v in known.items() if n is not node and _reads(v, {target.untyped_storage().data_ptr()})]
-    shared = [n for n in shared if any(user not in known for user in n.users)]
-    if not shared:
+    aliases = [n for n, v in values.items() if n is not node and _reads(v, {target.untyped_storage().data_ptr()})]
+    aliases = [n for n in aliases if any(user not in values for user in n.users)]
+    if not aliases:
         return
     length = target.untyped_storage().nbytes() // target.element_size()
     memory = target.as_strided((length,), (1,), 0).clone()
@@ -75,14 +75,14 @@ def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, 
     place = (target.shape, target.stride(), target.storage_offset())
     memory.as_strided(*place).copy_(value)
     origin.as_strided(*place).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
-    known[node] = memory.as_strided(*place)
-    for n in shared:
-        before = known[n]
-        if not isinstance(before, Tensor) or before.dtype != target.dtype:
+    values[node] = memory.as_strided(*place)
+    for n in aliases:
+        old_value = values[n]
+        if not isinstance(old_value, Tensor) or old_value.dtype != target.dtype:
             raise _refusal(node.target, "memory that is read as another type, or in several pieces at once")
-        place = (before.shape, before.stride(), before.storage_offset())
-        known[n] = memory.as_strided(*place)
-        yield n, before, origin.as_strided(*place).clone()
+        place = (old_value.shape, old_value.stride(), old_value.storage_offset())
+        values[n] = memory.as_strided(*place)
+        yield n, old_value, origin.as_strided(*place).clone()
 
 
 def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -95,16 +95,11 @@ def filled(into: Tensor, number: Any) -> Tensor:
     return number.expand(into.shape).clone() if isinstance(number, Tensor) else torch.full_like(into, number)
 
 
-def zeroed(into: Tensor) -> Tensor:
-    """Return the value of ``into`` after ``into.zero_()``."""
-    return torch.zeros_like(into)
-
-
 WRITTEN_OUT: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.copy_.default: copied,
     torch.ops.aten.fill_.Scalar: filled,
     torch.ops.aten.fill_.Tensor: filled,
-    torch.ops.aten.zero_.default: zeroed,
+    torch.ops.aten.zero_.default: torch.zeros_like,
 }
 
 
@@ -149,23 +144,23 @@ def _types(operation: Any) -> list[str]:
     return [str(argument.type) for argument in operation._schema.arguments]
 
 
-def _is_cut_off(node: Node, known: Mapping[Node, Any], moving: Collection[Node]) -> bool:
+def _is_cut_off(node: Node, values: Mapping[Node, Any], ids: Collection[Node]) -> bool:
     """Tell whether a node reads the memory of a value that the parameters reach, but is a constant (``detach``, ``no_grad``)."""
-    if node in moving or not isinstance(known[node], Tensor):
+    if node in ids or not isinstance(values[node], Tensor):
         return False
-    memory = known[node].untyped_storage().data_ptr()
-    return _detaches(node, moving) or any(
-        (n in moving or _detaches(n, moving)) and _reads(known[n], {memory}) for n in node.all_input_nodes
+    memory = values[node].untyped_storage().data_ptr()
+    return _detaches(node, ids) or any(
+        (n in ids or _detaches(n, ids)) and _reads(values[n], {memory}) for n in node.all_input_nodes
     )
 
 
-def _detaches(node: Node, moving: Collection[Node]) -> bool:
+def _detaches(node: Node, ids: Collection[Node]) -> bool:
     """Tell whether a node is ``detach``, and not only another name of a constant: torch detaches new memory under some modes."""
-    return node.target is torch.ops.aten.detach.default and any(n in moving or len(n.users) > 1 for n in node.all_input_nodes)
+    return node.target is torch.ops.aten.detach.default and any(n in ids or len(n.users) > 1 for n in node.all_input_nodes)
 
 
-def _refusal(operation: Any, what: str) -> TraceError:
+def _refusal(operation: Any, memory: str) -> TraceError:
     return TraceError(
-        f"trace: {operation} writes into {what}. Write the operation so that it returns a new tensor: y = y + x in place of "
+        f"trace: {operation} writes into {memory}. Write the operation so that it returns a new tensor: y = y + x in place of "
         "y += x, torch.relu in place of torch.relu_, torch.cat or torch.where in place of y[i] = x"
     )

@@ -27,10 +27,10 @@ def reassociate(trace: Trace) -> None:
     _keep_axes(trace)
     producers = {a.output: a for a in trace.applications}
     uses = Counter(at for a in trace.applications for at in a.inputs if at is not None)
-    rewritten: list[Application] = []
+    applications: list[Application] = []
     for a in trace.applications:
-        rewritten += _values_last(trace, a, producers, uses) or _keys_last(trace, a, producers, uses) or [a]
-    trace.applications[:] = rewritten
+        applications += _values_last(trace, a, producers, uses) or _keys_last(trace, a, producers, uses) or [a]
+    trace.applications[:] = applications
     trace.applications[:] = ancestors_of_output(trace)  # without those of the old brackets
 
 
@@ -41,38 +41,38 @@ def _keep_axes(trace: Trace) -> None:
     """
     rows: dict[int, torch.Size] = {}  # axes that values (B L, d) get again
     for a in reversed(trace.applications):
-        before, out = a.inputs[0], trace.values[a.output]
-        if before is not None and isinstance(a.primitive, Reshape) and _flattens(out, trace.values[before]):
-            rows[before] = out.shape[:-1]
-        elif before is not None and a.output in rows and _acts_on_rows(trace, a):
-            rows[before] = rows[a.output]
-    asked = {trace.output, *trace.marked}
-    whole: dict[int, int] = {}  # values (B, L, d) by those of the same entries (B L, d)
-    same: dict[int, int] = {}  # values by those that they are a copy of
-    kept: list[Application] = []
+        source, out = a.inputs[0], trace.values[a.output]
+        if source is not None and isinstance(a.primitive, Reshape) and _flattens(out, trace.values[source]):
+            rows[source] = out.shape[:-1]
+        elif source is not None and a.output in rows and _acts_on_rows(trace, a):
+            rows[source] = rows[a.output]
+    outputs = {trace.output, *trace.marked}
+    batched: dict[int, int] = {}  # values (B, L, d) by those of the same entries (B L, d)
+    copies: dict[int, int] = {}  # values by those that they are a copy of
+    applications: list[Application] = []
     for a in trace.applications:
-        a = replace(a, inputs=tuple(at if at is None else same.get(at, at) for at in a.inputs))
+        a = replace(a, inputs=tuple(at if at is None else copies.get(at, at) for at in a.inputs))
         first, out = a.inputs[0], trace.values[a.output]
         acts = first is not None and _acts_on_rows(trace, a)
         if first in rows and first not in trace.moving and acts:
-            whole[first] = trace.add_value(trace.values[first].reshape(*rows[first], -1))
+            batched[first] = trace.add_value(trace.values[first].reshape(*rows[first], -1))
         if isinstance(a.primitive, Reshape) and first is not None:
-            a = replace(a, inputs=(first := whole.get(first, first),))
-            if trace.values[first].shape == out.shape and a.output not in asked:
-                same[a.output] = first
+            a = replace(a, inputs=(first := batched.get(first, first),))
+            if trace.values[first].shape == out.shape and a.output not in outputs:
+                copies[a.output] = first
                 continue
-            if _flattens(trace.values[first], out) and a.output not in asked:
-                whole[a.output] = first
-        elif first in whole and isinstance(a.primitive, CrossEntropy):
-            labels = trace.values[a.inputs[1]].reshape(trace.values[whole[first]].shape[:-1])  # type: ignore[index]
-            a = replace(a, inputs=(whole[first], trace.add_value(labels)))
-        elif first in whole and acts and a.output not in asked:
-            at = trace.add_value(out.reshape(*trace.values[whole[first]].shape[:-1], -1), moving=True)
-            kept.append(replace(a, inputs=(whole[first], *a.inputs[1:]), output=at))
-            whole[a.output] = at
+            if _flattens(trace.values[first], out) and a.output not in outputs:
+                batched[a.output] = first
+        elif first in batched and isinstance(a.primitive, CrossEntropy):
+            labels = trace.values[a.inputs[1]].reshape(trace.values[batched[first]].shape[:-1])  # type: ignore[index]
+            a = replace(a, inputs=(batched[first], trace.add_value(labels)))
+        elif first in batched and acts and a.output not in outputs:
+            at = trace.add_value(out.reshape(*trace.values[batched[first]].shape[:-1], -1), moving=True)
+            applications.append(replace(a, inputs=(batched[first], *a.inputs[1:]), output=at))
+            batched[a.output] = at
             a = Application(Reshape(tuple(out.shape)), (at,), a.output, f"{a.name}_rows")
-        kept.append(a)
-    trace.applications[:] = kept
+        applications.append(a)
+    trace.applications[:] = applications
 
 
 def _flattens(x: Tensor, rows: Tensor) -> bool:
@@ -100,21 +100,21 @@ def _projection(trace: Trace, at: int | None, producers: dict[int, Application],
 
 def _values_last(trace: Trace, a: Application, producers: dict[int, Application], uses: Counter[int]) -> list[Application]:
     """A (X W + b) as (A X) W + b; the bias only where the rows of A sum to one."""
-    left = a.inputs[0]
+    weights = a.inputs[0]
     projection = _projection(trace, a.inputs[1], producers, uses) if isinstance(a.primitive, MatMul) else None
-    if projection is None or left is None:
+    if projection is None or weights is None:
         return []
-    softmax = producers.get(left)
+    softmax = producers.get(weights)
     sums_to_one = (
-        softmax is not None and isinstance(softmax.primitive, Softmax) and softmax.primitive.dim in (-1, _last(trace, left))
+        softmax is not None and isinstance(softmax.primitive, Softmax) and softmax.primitive.dim in (-1, _last(trace, weights))
     )
     bias = projection.inputs[2] if len(projection.inputs) > 2 else None
     x = projection.inputs[0]
     assert x is not None
-    if trace.values[left].shape[:-2] != trace.values[x].shape[:-2] or (bias is not None and not sums_to_one):
+    if trace.values[weights].shape[:-2] != trace.values[x].shape[:-2] or (bias is not None and not sums_to_one):
         return []
     first: list[Application] = []
-    at = trace.derived(MatMul(), (left, x), f"{a.name}_mixed", first)
+    at = trace.derived(MatMul(), (weights, x), f"{a.name}_mixed", first)
     return [*first, Application(projection.primitive, (at, *projection.inputs[1:]), a.output, a.name)]
 
 

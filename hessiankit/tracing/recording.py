@@ -24,9 +24,11 @@ from torch.utils.hooks import RemovableHandle
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import RECORDING, full_precision
-from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, tensors_in, unwrapped
+from hessiankit.tracing.graph import NUMBER, Recording, tensors_in, unwrapped
+from hessiankit.tracing.graph_builder import GraphBuilder
 from hessiankit.tracing.in_place import functional_twin, overwritten
 from hessiankit.tracing.source_line import source_line
+from hessiankit.tracing.tensor_table import place
 
 aten = torch.ops.aten
 
@@ -154,9 +156,9 @@ class _Apart(BaseException):
 class _Course(list[Any]):
     """A course that is compared with another one as it is taken."""
 
-    def __init__(self, other: Sequence[Any]) -> None:
+    def __init__(self, reference: Sequence[Any]) -> None:
         super().__init__()
-        self.other = other
+        self.other = reference
 
     def append(self, step: Any) -> None:
         expected = self.other[len(self)] if len(self) < len(self.other) else None
@@ -166,14 +168,14 @@ class _Course(list[Any]):
             raise _Apart(step, expected)
 
 
-def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], other: Sequence[Any]) -> tuple[Any, Any, str] | None:
+def leaves_course(function: Callable[[], Any], leaves: Sequence[Tensor], reference: Sequence[Any]) -> tuple[Any, Any, str] | None:
     """Return the first step of a function that differs from another course, the other's step, and the user's line; or None."""
-    course = _Course(other)
+    course = _Course(reference)
     try:
         record(function, leaves, {}, course=course)
     except _Apart as apart:
         return (*apart.args, source_line(apart))
-    return (None, other[len(course)], "") if len(course) < len(other) else None
+    return (None, reference[len(course)], "") if len(course) < len(reference) else None
 
 
 def may_draw(operation: Any) -> bool:
@@ -182,13 +184,13 @@ def may_draw(operation: Any) -> bool:
 
 
 def _random_states(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    own = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
-    return [*own, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+    states = [value.get_state() for value in (*args, *kwargs.values()) if isinstance(value, torch.Generator)]
+    return [*states, torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
 def can_record() -> bool:
     """Tell whether this torch has the internals that :func:`record` needs."""
-    needed = (
+    internals = (
         (_INTERNALS, "_DisablePythonDispatcher"),
         (_INTERNALS, "_ForceDispatchKeyGuard"),
         (_INTERNALS, "_is_any_autocast_enabled"),
@@ -198,7 +200,7 @@ def can_record() -> bool:
         (getattr(_INTERNALS, "_functorch", None), "get_unwrapped"),
         (getattr(_INTERNALS, "_functorch", None), "maybe_current_level"),
     )
-    return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in needed)
+    return enable_python_dispatcher is not None and all(hasattr(where, name) for where, name in internals)
 
 
 def _moves(*arguments: Any) -> bool:
@@ -224,6 +226,7 @@ class _Recorder(ProxyTorchDispatchMode):
         self._mode_key = torch._C._TorchDispatchModeKey.PROXY
         self.enter_stack: list[Any] = []
         self.builder, self.decompositions = builder, decompositions
+        self.has_complex = False  # whether an operation returned complex numbers that have a derivative
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or the operations that it consists of, and note it."""
@@ -233,12 +236,12 @@ class _Recorder(ProxyTorchDispatchMode):
         self.builder.recording.course.append(func)
         if torch._C._functorch.maybe_current_level() is not None:
             return self._untraced(func, args, kwargs)  # within a transform of torch.func, such as vmap
-        if (taken_apart := self._parts(func, args, kwargs)) is not NotImplemented:
-            return taken_apart
+        if (value := self._parts(func, args, kwargs)) is not NotImplemented:
+            return value
         if func is aten.lift_fresh.default:
             self.builder.ready(args[0])
             return args[0]
-        if func is aten.detach_.default and id(args[0]) not in self.builder.nodes:
+        if func is aten.detach_.default and self.builder.tensors.node(args[0]) is None:
             return args[0]
         return self._run(func, args, kwargs)
 
@@ -252,7 +255,7 @@ class _Recorder(ProxyTorchDispatchMode):
         states = _random_states(args, kwargs) if may_draw(operation) else []
         with torch._C._DisablePythonDispatcher():
             if states:
-                self.builder.edges.look()
+                self.builder.edges.update()
             node = self.builder.call(operation, args, kwargs)
             value = operation(*args, **kwargs)
             if not all(map(torch.equal, states, _random_states(args, kwargs) if states else [])):
@@ -260,36 +263,37 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.add_untraced(value)
                 self.builder.write_untraced(overwritten(operation, args, kwargs))
                 return value
-            same = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
-            if same and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
+            is_input = isinstance(value, Tensor) and any(value is x for x in args) and not overwritten(operation, args, kwargs)
+            if is_input and not torch.is_grad_enabled():  # to(dtype) of what has it, say: gradients pass through it all the same
                 self.builder.recording.graph.remove_last()
                 return value
             if _is_complex(value):
-                self.builder.remove_last()
+                self.has_complex = True
+                self.builder.recording.graph.remove_last()  # what is made of it is known by autograd's graph alone
                 return value
             self.builder.keep(node, value)
             if isinstance(value, NUMBER):
                 self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
-            self.builder.made(node, value)
+            self.builder.creations[place(value)] = node
         return value
 
     def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:
         """Tell whether autograd's graph says more of a call than its operation: of complex numbers, and of writing without it."""
-        if operation in _DUAL or (self.builder.complex and _is_complex((args, kwargs))):
+        if operation in _DUAL or (self.has_complex and _is_complex((args, kwargs))):
             return True
         targets = overwritten(operation, args, kwargs)
         if not targets or (torch.is_grad_enabled() and _moves(args, kwargs)):
             return False
-        return self.builder.is_outside(targets) or self.builder.passes_gradients(targets)
+        return self.builder.is_external(targets) or self.builder.passes_gradients(targets)
 
     def _untraced(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation without noting it: what the parameters reach of its result, autograd knows."""
         targets = overwritten(operation, args, kwargs)
         with torch._C._DisablePythonDispatcher():
             if targets:
-                self.builder.edges.look()  # they belong to the values before
+                self.builder.edges.update()  # they belong to the values before
                 self.builder.keep_constants(targets)
             value = operation(*args, **kwargs)
         self.builder.add_untraced(value)
@@ -300,16 +304,16 @@ class _Recorder(ProxyTorchDispatchMode):
     def _parts(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the operations that one consists of; one that writes, as its twin that does not, and a copy."""
         twin = None if func in self.decompositions else functional_twin(func)
-        whole = func if twin is None else twin
-        if whole not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
+        operation = func if twin is None else twin
+        if operation not in self.decompositions or (twin is not None and not _moves(args, kwargs)):
             return NotImplemented
         course = self.builder.recording.course
-        known = len(course)
+        length = len(course)
         with self:
-            value = self.decompositions[whole](*args, **kwargs)
-            del course[known:]  # what the function itself called alone
-            if whole is _NORM and value is not NotImplemented:
-                value = self._by_itself(whole, args, kwargs, value)
+            value = self.decompositions[operation](*args, **kwargs)
+            del course[length:]  # what the function itself called alone
+            if operation is _NORM and value is not NotImplemented:
+                value = self._by_itself(operation, args, kwargs, value)
             return value if twin is None or value is NotImplemented else args[0].copy_(value)
 
     def _by_itself(self, operation: Any, args: Any, kwargs: Any, parts: Tensor) -> Tensor:
@@ -371,11 +375,11 @@ class _FunctionMode(TorchFunctionMode):
             for x in tensors_in(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
-        moved = func == _SET_DATA and place(args[0]) != place(args[1])
+        has_new_data = func == _SET_DATA and place(args[0]) != place(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
             self.recorder.builder.add_untraced(value)
-        if moved:
+        if has_new_data:
             self.recorder.builder.given(*args)
         return value

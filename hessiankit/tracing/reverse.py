@@ -33,17 +33,17 @@ def vjp(y: Tensor, x: Places, adjoint: Tensor) -> Covectors:
 def jvp(y: Tensor, x: Places, tangents: Tangents) -> Tensor:
     """Push tangents (S, *x_k.shape) forward: (S, *y.shape)."""
     length = next(len(t) for t in tangents if t is not None)
-    nothing = y.new_zeros(length, *y.shape)
+    zero = y.new_zeros(length, *y.shape)
     if not y.requires_grad:
-        return nothing
+        return zero
     with torch.enable_grad():
         w = torch.ones_like(y, requires_grad=True)
         gradients = _grad([y], x, [w], create_graph=True)
     linear, directions = _paired(gradients, tangents)
     if not linear:
-        return nothing
-    (pushed,) = _batched(lambda *t: _grad(linear, [w], t), directions)
-    return nothing if pushed is None else pushed
+        return zero
+    (tangent,) = _batched(lambda *t: _grad(linear, [w], t), directions)
+    return zero if tangent is None else tangent
 
 
 def curvature(y: Tensor, x: Places, adjoint: Tensor, tangents: Tangents) -> Covectors:
@@ -62,8 +62,8 @@ def is_affine(y: Tensor, x: Places) -> bool:
     """Tell whether autograd knows that the first derivative of y does not depend on the inputs."""
     with torch.enable_grad():
         gradients = _grad([y], x, [torch.ones_like(y)], create_graph=True)
-    moving = [s for s in gradients if s is not None and s.requires_grad]
-    return not moving or all(c is None for c in _grad(moving, x, [torch.ones_like(s) for s in moving]))
+    nonconstant = [s for s in gradients if s is not None and s.requires_grad]
+    return not nonconstant or all(c is None for c in _grad(nonconstant, x, [torch.ones_like(s) for s in nonconstant]))
 
 
 def _paired(gradients: Covectors, tangents: Tangents) -> tuple[list[Tensor], list[Tensor]]:
@@ -99,8 +99,8 @@ def _batched(function: Callable[..., Covectors], stacks: Sequence[Tensor]) -> Co
     if columns is None:
         rows = [without_none(*(stack[i] for stack in stacks)) for i in range(length)]
         columns = [torch.stack(column) for column in zip(*rows, strict=True)]
-    remaining = iter(columns)
-    return tuple(with_memory(next(remaining)) if there else None for there in present)
+    rest = iter(columns)
+    return tuple(with_memory(next(rest)) if is_present else None for is_present in present)
 
 
 def with_memory(x: Tensor) -> Tensor:

@@ -33,10 +33,10 @@ class Segment(Primitive):
 
     Attributes:
         root: The value, with its graph.
-        edges: Where the inputs lie in the graph, in order.
-        inputs: Their values.
-        name: What the result reports: the functions of autograd in between.
-        leaves: What the graph reads where it depends on leaves, with their memory and version when it was recorded.
+        edges: Positions of the inputs in the graph, in order.
+        inputs: Values of the inputs.
+        name: Functions of autograd in between, for the report.
+        leaves: Leaves that the graph reads, with their memory and version when it was recorded.
         is_linear: Whether its first derivative does not depend on the inputs.
     """
 
@@ -67,8 +67,8 @@ class Segment(Primitive):
     def curvature(self, inputs: Inputs, adjoint: Tensor, tangents: Tangents) -> Covectors:
         with self._differentiated():
             self._prove_second()
-            own = adjoint.to(self.root.dtype)
-            return _in_one_type(reverse.curvature(self.root, self.edges, own, self._in_own_types(tangents)), adjoint.dtype)
+            cotangent = adjoint.to(self.root.dtype)
+            return _in_one_type(reverse.curvature(self.root, self.edges, cotangent, self._in_own_types(tangents)), adjoint.dtype)
 
     def _in_own_types(self, tangents: Tangents) -> Tangents:
         """Return tangents in the types that the graph computes in; the derivatives of a trace are taken in one."""
@@ -80,15 +80,15 @@ class Segment(Primitive):
             return
         y, x = self.root, self.edges
         u, tangents = generic(y, 0), tangents_of(self.inputs, 1)
-        (pushed,), off = batch_difference(lambda *t: (reverse.jvp(y, x, t),), tangents)
-        assert pushed is not None
-        pulled, off_pulled = batch_difference(lambda a: reverse.vjp(y, x, a), [u])
-        if (gap := adjoint_difference(u, pushed, tangents, pulled)) > rounding(torch.finfo(y.dtype).eps):
+        (tangent,), push_gap = batch_difference(lambda *t: (reverse.jvp(y, x, t),), tangents)
+        assert tangent is not None
+        covectors, pull_gap = batch_difference(lambda a: reverse.vjp(y, x, a), [u])
+        if (gap := adjoint_difference(u, tangent, tangents, covectors)) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal(
                 "its backward is marked once_differentiable or leaves torch (detach, NumPy, no_grad), so that torch takes it "
                 f"for a constant (<u, J t> and <J^T u, t> differ by {gap:.2g} of their terms)"
             )
-        self._check_batch(max(off, off_pulled))
+        self._check_batch(max(push_gap, pull_gap))
         self._proven.add(1)
 
     def _prove_second(self) -> None:
@@ -98,10 +98,12 @@ class Segment(Primitive):
         self._prove_first()
         y, x = self.root, self.edges
         u, first, second = generic(y, 0), tangents_of(self.inputs, 1), tangents_of(self.inputs, 100)
-        (bent, off), (other, _) = (batch_difference(lambda *t: reverse.curvature(y, x, u, t), t) for t in (first, second))
-        if (gap := asymmetry(first, second, bent, other)) > rounding(torch.finfo(y.dtype).eps):
+        (first_product, batch_gap), (second_product, _) = (
+            batch_difference(lambda *t: reverse.curvature(y, x, u, t), t) for t in (first, second)
+        )
+        if (gap := asymmetry(first, second, first_product, second_product)) > rounding(torch.finfo(y.dtype).eps):
             raise self._refusal(f"its second derivative by reverse-over-reverse is not symmetric, by {gap:.2g} of its terms")
-        self._check_batch(off)
+        self._check_batch(batch_gap)
         self._proven.add(2)
 
     def _check_batch(self, gap: float) -> None:
@@ -126,11 +128,11 @@ class Segment(Primitive):
         )
 
 
-def segment(unseen: Unseen, moving: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
+def segment(unseen: Unseen, variables: Sequence[tuple[GradientEdge, Tensor]]) -> Segment:
     """Return the primitive for a value that autograd alone knows, as a function of those of its inputs that move."""
-    edges, inputs = zip(*moving, strict=True)
-    first, more = ", ".join(unseen.names[:3]), len(unseen.names) - 3
-    name = f"autograd: {first}{f' and {more} more' if more > 0 else ''}"
+    edges, inputs = zip(*variables, strict=True)
+    first, rest = ", ".join(unseen.names[:3]), len(unseen.names) - 3
+    name = f"autograd: {first}{f' and {rest} more' if rest > 0 else ''}"
     primitive = Segment(unseen.root, edges, inputs, name, unseen.leaves)
     with primitive._differentiated():
         affine = reverse.is_affine(unseen.root, edges)
@@ -140,14 +142,14 @@ def segment(unseen: Unseen, moving: Sequence[tuple[GradientEdge, Tensor]]) -> Se
 @contextmanager
 def _as_recorded(leaves: tuple[tuple[Tensor, Tensor, int], ...]) -> Iterator[None]:
     """Let leaves have the values that they had: a graph reads them anew, and would refuse those that training has moved."""
-    now = [(leaf, leaf.data, leaf._version) for leaf, _, _ in leaves]
+    state = [(leaf, leaf.data, leaf._version) for leaf, _, _ in leaves]
     try:
         for leaf, data, version in leaves:
             leaf.data = data
             _set_version((leaf,), (version,))
         yield
     finally:
-        for leaf, data, version in now:
+        for leaf, data, version in state:
             leaf.data = data
             _set_version((leaf,), (version,))
 

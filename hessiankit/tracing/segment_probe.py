@@ -17,13 +17,14 @@ from hessiankit.tracing.segment import Segment
 from hessiankit.tracing.trace import Apply, Trace, accumulate, ancestors_of_output, exactly, pull_one
 
 UNSETTLED = 0.1
-"""Of the largest entry: central differences that are open by more confirm nothing, unless rounding alone explains it."""
+"""Uncertainty of central differences, relative to the largest entry, above which they confirm nothing (unless rounding is
+the cause)."""
 
 STEPS = (1e-2, 4e-3)
-"""Of the central differences of the whole loss, relative to the size of the parameters: eight gradients."""
+"""Steps of the central differences of the whole loss, relative to the size of the parameters: eight gradients."""
 
 FINER_STEPS = ((1e-4, 1e-5), (1e-3, 3e-4))
-"""The same where those do not settle, as beside kinks of a ReLU; the second where the first are lost in rounding."""
+"""Steps where the others do not settle, as beside kinks of a ReLU; the second pair where rounding swamps the first."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,10 @@ class Probe:
     """Derivatives of a traced scalar along one generic direction, for comparison: the same direction for all of a batch.
 
     Attributes:
-        names: Of the segments that it passes.
-        gradient: By the name of the parameter.
+        names: Names of the segments that it passes.
+        gradient: Gradient by the name of the parameter.
         product: The Hessian times the direction.
-        rounding: What the coarsest type that the module computed in explains of a difference.
+        rounding: Relative difference that the coarsest type of the module explains.
     """
 
     names: tuple[str, ...]
@@ -43,16 +44,16 @@ class Probe:
     rounding: float
 
 
-def probe_segments(trace: Trace, still: Mapping[str, int] | None = None) -> Probe | None:
+def probe_segments(trace: Trace, fixed_rows: Mapping[str, int] | None = None) -> Probe | None:
     """Return what :func:`verify_segments` compares of a trace; None for one without segments, where each primitive is known.
 
-    ``still`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
+    ``fixed_rows`` are rows of parameters, by name, that torch leaves out of the gradient, and the direction too.
     """
     path = ancestors_of_output(trace)  # the loss may read other values as numbers alone
     names = tuple(dict.fromkeys(a.primitive.name for a in path if isinstance(a.primitive, Segment)))
     if not names:
         return None
-    results = products(trace, generic_direction({name: trace.values[at] for name, at in trace.parameters.items()}, still))
+    results = products(trace, generic_direction({name: trace.values[at] for name, at in trace.parameters.items()}, fixed_rows))
     return Probe(names, *results, rounding(trace.eps or torch.finfo(trace.values[trace.output].dtype).eps))
 
 
@@ -60,7 +61,7 @@ def verify_segments(
     probes: Sequence[Probe],
     point: Mapping[str, Tensor],
     call_at: Callable[[dict[str, Tensor]], tuple[float, Mapping[str, Tensor | None]]],
-    still: Mapping[str, int] | None = None,
+    fixed_rows: Mapping[str, int] | None = None,
 ) -> None:
     """Compare the derivatives of a traced loss along one generic direction with central differences of the module's own call.
 
@@ -68,13 +69,13 @@ def verify_segments(
     wrong when it is differentiated itself. Half precision leaves no digits to compare: nothing is done there.
 
     ``call_at`` returns the loss, and its gradient by name (None where autograd does not reach one), of the module's own call
-    at given values of the parameters; ``still`` is as in :func:`probe_segments`.
+    at given values of the parameters; ``fixed_rows`` is as in :func:`probe_segments`.
     """
-    allowed = 100 * max(probe.rounding for probe in probes)
-    if allowed > 1:
+    tolerance = 100 * max(probe.rounding for probe in probes)
+    if tolerance > 1:
         return
     names = tuple(dict.fromkeys(name for probe in probes for name in probe.names))
-    direction = generic_direction(point, still)
+    direction = generic_direction(point, fixed_rows)
     tangents = tuple(direction[name] for name in point)
     gradients, product = (
         tuple(torch.stack([kind[name] for kind in kinds]).sum(0) for name in point)
@@ -87,44 +88,44 @@ def verify_segments(
         return (*(torch.zeros_like(x) if g is None else g for g, x in pairs), at[0].new_tensor([loss]).double())
 
     size, steep = (max((float(x.abs().max()) for x in kind if x.numel()), default=0.0) for kind in (product, gradients))
-    noise = 64 * (allowed / 100) ** 2 * steep  # of the gradient's rounding errors, before they are divided by a step
+    noise = 64 * (tolerance / 100) ** 2 * steep  # of the gradient's rounding errors, before they are divided by a step
     results = estimates(call, tuple(point.values()), tangents, STEPS, FEWER_WEIGHTS)
     finer = next((steps for steps in FINER_STEPS if noise / min(steps) < UNSETTLED * size), ())
     if not settled([values[:-1] for values in results])[1] <= UNSETTLED:
         results += estimates(call, tuple(point.values()), tangents, finer, FEWER_WEIGHTS)
     terms = torch.cat([(g * t).double().flatten() for g, t in zip(gradients, tangents, strict=True)])
-    change, unsure = settled([values[-1:] for values in results])
-    off = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
+    change, uncertainty = settled([values[-1:] for values in results])
+    error = terms.sum() - change[0] if change and change[0] is not None else terms.new_zeros(1)
     scale = float(terms.abs().sum())
-    gap = float(off.abs()) / scale if scale else 0.0
-    if gap > max(3 * unsure, allowed):
-        raise _differs("first", gap, unsure, "the loss", names)
-    theirs, unsure = settled([values[:-1] for values in results])
-    gap = difference(product, theirs) if theirs else float("inf")
-    if gap > max(3 * unsure, allowed):
-        raise _differs("second", gap, unsure, "its gradient", names)
-    if not unsure <= UNSETTLED and noise / min(STEPS) < UNSETTLED * size:
+    gap = float(error.abs()) / scale if scale else 0.0
+    if gap > max(3 * uncertainty, tolerance):
+        raise _differs("first", gap, uncertainty, "the loss", names)
+    differences, uncertainty = settled([values[:-1] for values in results])
+    gap = difference(product, differences) if differences else float("inf")
+    if gap > max(3 * uncertainty, tolerance):
+        raise _differs("second", gap, uncertainty, "its gradient", names)
+    if not uncertainty <= UNSETTLED and noise / min(STEPS) < UNSETTLED * size:
         raise TraceError(
-            f"trace: central differences of the loss's gradient do not settle (known to {unsure:.1g}), so that the derivative of "
-            f"{'; '.join(names)}, of which only a backward is known, cannot be confirmed: the loss is not smooth around here. "
-            "Write it in operations of torch, or pass handshake=False to go without the comparison"
+            f"trace: central differences of the loss's gradient do not settle (known to {uncertainty:.1g}), so that the "
+            f"derivative of {'; '.join(names)}, of which only a backward is known, cannot be confirmed: the loss is not smooth "
+            "around here. Write it in operations of torch, or pass handshake=False to go without the comparison"
         )
 
 
-def _differs(which: str, gap: float, unsure: float, of: str, names: tuple[str, ...]) -> TraceError:
+def _differs(order: str, gap: float, uncertainty: float, of: str, names: tuple[str, ...]) -> TraceError:
     return TraceError(
-        f"trace: the {which} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to {unsure:.1g}) "
-        f"along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a backward is known: "
-        "that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong when it is "
-        "differentiated itself (where it reads what forward computed and kept). Write it in operations of torch, or pass "
-        "handshake=False to go without the comparison: what its backward returns then counts as the derivative"
+        f"trace: the {order} derivative of the loss is off by {gap:.2g} from central differences of {of} (known to "
+        f"{uncertainty:.1g}) along one direction, both by the module's own call. It passes {'; '.join(names)}, of which only a "
+        "backward is known: that may be no derivative of its forward (straight-through, reversed or clipped gradients), or wrong "
+        "when it is differentiated itself (where it reads what forward computed and kept). Write it in operations of torch, or "
+        "pass handshake=False to go without the comparison: what its backward returns then counts as the derivative"
     )
 
 
-def generic_direction(point: Mapping[str, Tensor], still: Mapping[str, int] | None) -> dict[str, Tensor]:
+def generic_direction(point: Mapping[str, Tensor], fixed_rows: Mapping[str, int] | None) -> dict[str, Tensor]:
     """Return the same tangents for the same parameters, whatever their order."""
     direction = {name: tangents_of([x], 1 + k)[0] for k, (name, x) in enumerate(sorted(point.items()))}
-    for name, row in (still or {}).items():
+    for name, row in (fixed_rows or {}).items():
         if name in direction:
             direction[name][row] = 0
     return direction
@@ -146,9 +147,9 @@ def products(
     """
     tangents = {trace.parameters[name]: t[None] for name, t in direction.items() if name in trace.parameters}
     for a in trace.applications:
-        moved = [None if at is None else tangents.get(at) for at in a.inputs]
-        if any(t is not None for t in moved):
-            (tangent,) = apply(partial(_push, a.primitive, trace.gather(a)), moved)
+        input_tangents = [None if at is None else tangents.get(at) for at in a.inputs]
+        if any(t is not None for t in input_tangents):
+            (tangent,) = apply(partial(_push, a.primitive, trace.gather(a)), input_tangents)
             assert tangent is not None
             tangents[a.output] = tangent
     adjoints = trace.adjoints(apply=apply)
@@ -156,10 +157,10 @@ def products(
     for a in reversed(trace.applications):
         bar, adjoint = bars.pop(a.output, None), adjoints.get(a.output)
         inputs: Inputs = trace.gather(a)  # type: ignore[assignment]
-        moved = [None if at is None else tangents.get(at) for at in a.inputs]
+        input_tangents = [None if at is None else tangents.get(at) for at in a.inputs]
         bends = not a.primitive.is_linear and (bending is None or a.output in bending)
-        if adjoint is not None and bends and any(t is not None for t in moved):
-            accumulate(bars, trace.moving_inputs(a), apply(partial(a.primitive.curvature, inputs, adjoint), moved))
+        if adjoint is not None and bends and any(t is not None for t in input_tangents):
+            accumulate(bars, trace.moving_inputs(a), apply(partial(a.primitive.curvature, inputs, adjoint), input_tangents))
         if bar is not None:
             accumulate(bars, trace.moving_inputs(a), apply(partial(pull_one, partial(a.primitive.vjp, inputs)), [bar]))
     zeros = {name: torch.zeros_like(trace.values[at]) for name, at in trace.parameters.items()}

@@ -15,10 +15,10 @@ def source_line(error: BaseException) -> str:
 
     Exceptions that led to this one are searched too, the last one first.
     """
-    seen: set[int] = set()
+    ids: set[int] = set()
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:
-        seen.add(id(current))
+    while current is not None and id(current) not in ids:
+        ids.add(id(current))
         for frame in reversed(traceback.extract_tb(current.__traceback__)):
             if not _is_internal(frame.filename):
                 text = f": {frame.line}" if frame.line else ""

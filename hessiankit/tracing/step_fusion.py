@@ -11,31 +11,40 @@ from hessiankit.primitives.linear import Add, MatMul, Reshape
 from hessiankit.tracing.trace import Application, Trace, ancestors_of_output
 
 
-def fuse_steps(trace: Trace, kept: Container[int] = ()) -> None:
-    """Fuse steps, in place, that a product with an operator would run one by one; ``kept`` are values read outside the trace."""
-    fuse_reshapes(trace, kept)
-    fuse_biases(trace, kept)
+def fuse_steps(trace: Trace, outputs: Container[int] = ()) -> None:
+    """Fuse steps, in place, that a product with an operator would run one by one.
+
+    Args:
+        trace: The trace.
+        outputs: Values read outside the trace.
+    """
+    fuse_reshapes(trace, outputs)
+    fuse_biases(trace, outputs)
     trace.applications[:] = ancestors_of_output(trace)
 
 
-def fuse_reshapes(trace: Trace, kept: Container[int]) -> None:
+def fuse_reshapes(trace: Trace, outputs: Container[int]) -> None:
     """Let readers of a reshaped value read the value before all reshapes if the shapes are equal, else one reshape of it.
 
     Joined to nothing but empty tensors, as the keys of a first token are, a value is itself too.
     """
-    same: dict[int, int] = {}
-    before: dict[int, int] = {}  # of a reshape: what it reshapes, through all reshapes before it
+    copies: dict[int, int] = {}
+    sources: dict[int, int] = {}  # of a reshape: what it reshapes, through all reshapes before it
     applications: list[Application] = []
     for a in trace.applications:
-        inputs = tuple(at if at is None else same.get(at, at) for at in a.inputs)
+        inputs = tuple(at if at is None else copies.get(at, at) for at in a.inputs)
         source = _source(trace, a, inputs)
         if source is not None:
-            source = before.get(source, source) if isinstance(a.primitive, Reshape) else source
-            if trace.values[source].shape == trace.values[a.output].shape and a.output != trace.output and a.output not in kept:
-                same[a.output] = source
+            source = sources.get(source, source) if isinstance(a.primitive, Reshape) else source
+            if (
+                trace.values[source].shape == trace.values[a.output].shape
+                and a.output != trace.output
+                and a.output not in outputs
+            ):
+                copies[a.output] = source
                 continue
             if isinstance(a.primitive, Reshape):
-                before[a.output], inputs = source, (source,)
+                sources[a.output], inputs = source, (source,)
         applications.append(a if inputs == a.inputs else replace(a, inputs=inputs))
     trace.applications[:] = applications
 
@@ -50,13 +59,13 @@ def _source(trace: Trace, a: Application, inputs: tuple[int | None, ...]) -> int
     return None
 
 
-def fuse_biases(trace: Trace, kept: Container[int]) -> None:
+def fuse_biases(trace: Trace, outputs: Container[int]) -> None:
     """Let a product with one matrix for all rows add the vector that is added to all rows of it, where nothing else reads it."""
     reads = Counter(at for a in ancestors_of_output(trace) for at in a.inputs)
     products = {a.output: a for a in trace.applications if isinstance(a.primitive, MatMul)}
     for k, a in enumerate(trace.applications):
         product = products.get(a.inputs[0]) if a.inputs[0] is not None and a.primitive == Add() else None
-        if product is None or product.output in kept or reads[product.output] != 1 or a.output in trace.narrow:
+        if product is None or product.output in outputs or reads[product.output] != 1 or a.output in trace.narrow:
             continue
         matrix, bias = (None if at is None else trace.values[at] for at in (product.inputs[1], a.inputs[1]))
         if matrix is not None and bias is not None and matrix.ndim == 2 and bias.shape == matrix.shape[1:]:

@@ -127,9 +127,9 @@ def held_values(call: Callable[[AbstractContextManager[Any]], Any]) -> AbstractC
 
     Nothing is held where the call does not run under a mode of torch, as ``torch.cond`` does not.
     """
-    held = StoppedValues()
+    values = StoppedValues()
     try:
-        call(held)
+        call(values)
     except Exception:  # the same call has run without the mode
         return nullcontext()
-    return held
+    return values

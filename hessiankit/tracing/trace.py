@@ -91,12 +91,12 @@ class Trace(Printed):
         self.applications.append(Application(primitive, inputs, output, name))
         return output
 
-    def derived(self, primitive: Primitive, inputs: tuple[int, ...], name: str, before: list[Application]) -> int:
-        """Return the id of what a primitive makes of some values; where these move, append its application to ``before``."""
+    def derived(self, primitive: Primitive, inputs: tuple[int, ...], name: str, applications: list[Application]) -> int:
+        """Return the id of what a primitive makes of some values; where these move, append its application."""
         moves = not self.moving.isdisjoint(inputs)
         output = self.add_value(primitive.value(*(self.values[at] for at in inputs)), moving=moves)
         if moves:
-            before.append(Application(primitive, inputs, output, name))
+            applications.append(Application(primitive, inputs, output, name))
         return output
 
     def gather(self, application: Application) -> tuple[Tensor | None, ...]:
@@ -141,10 +141,10 @@ class Trace(Printed):
         for application in reversed(self.applications):
             adjoint, ids = adjoints.get(application.output), self.moving_inputs(application)
             if adjoint is not None:
-                moving = [at is not None for at in ids]
-                at_point = application.primitive.linearise(self.gather(application), None, moving)  # type: ignore[arg-type]
-                pulled = at_point.pull(adjoint) if apply is None else apply(partial(pull_one, at_point.pull), [adjoint])
-                accumulate(adjoints, ids, pulled)
+                motion = [at is not None for at in ids]
+                at_point = application.primitive.linearise(self.gather(application), None, motion)  # type: ignore[arg-type]
+                covectors = at_point.pull(adjoint) if apply is None else apply(partial(pull_one, at_point.pull), [adjoint])
+                accumulate(adjoints, ids, covectors)
         return {at: adjoint[0] for at, adjoint in adjoints.items()}
 
 
@@ -192,14 +192,16 @@ def trace_module(function: Callable[..., Tensor], parameters: Mapping[str, Tenso
 
 
 @one_at_a_time
-def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor], kept: Collection[int] | None = None) -> Trace:
+def trace_call(
+    run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor], stable_storages: Collection[int] | None = None
+) -> Trace:
     """Trace a call without arguments into primitive applications; nothing that it reads is replaced.
 
     Args:
         run: The call; it returns one tensor, and other values whose ids are wanted (:attr:`Trace.marked`).
         leaves: The tensors to differentiate with respect to, by name, recognised by what they are.
-        kept: Addresses of storages that nobody writes into later (:func:`address`); other constants are copied. None: no copies,
-            for a trace that is read at once.
+        stable_storages: Addresses of storages that nobody writes into later (:func:`address`); other constants are copied. None:
+            no copies, for a trace that is read at once.
     """
     try:
         with torch.enable_grad(), warnings.catch_warnings(), ordinary_path():  # the graph says where gradients are turned off
@@ -215,50 +217,52 @@ def trace_call(run: Callable[[], tuple[Any, ...]], leaves: Mapping[str, Tensor],
         ) from error
     try:
         with torch.no_grad():
-            return _interpret(recording, {name: x.detach() for name, x in leaves.items()}, kept)
+            return _interpret(recording, {name: x.detach() for name, x in leaves.items()}, stable_storages)
     finally:
         recording.graph.clear()
 
 
-def _interpret(recording: Recording, leaves: Mapping[str, Tensor], kept: Collection[int] | None) -> Trace:
+def _interpret(recording: Recording, leaves: Mapping[str, Tensor], stable_storages: Collection[int] | None) -> Trace:
     result = Trace(course=recording.course)
     ids: dict[Node, int] = {}  # nodes whose values the parameters reach
-    known: dict[Node, Any] = {}
-    differentiable, elsewhere = True, set[int]()
-    remaining = iter(leaves.items())
+    values: dict[Node, Any] = {}
+    differentiable, copied_storages = True, set[int]()
+    leaf_items = iter(leaves.items())
     _floors_before_roots(recording)
     for node in recording.graph.nodes:
         if node.op == "placeholder":
-            name, known[node] = next(remaining)
-            ids[node] = result.add_value(known[node], moving=True)
+            name, values[node] = next(leaf_items)
+            ids[node] = result.add_value(values[node], moving=True)
             result.parameters[name] = ids[node]
         elif node.op == "get_attr":
             constant = recording.constants[str(node.target)].detach()
             result.constants.append(constant)
-            if kept is not None and address(constant) not in kept:  # memory of the caller, who may write into it
-                elsewhere.add(address(constant))
+            if (
+                stable_storages is not None and address(constant) not in stable_storages
+            ):  # memory of the caller, who may write into it
+                copied_storages.add(address(constant))
                 constant = _copied(constant)
-            known[node] = constant
+            values[node] = constant
         elif node.op == "segment":
-            _segment(node, recording.unseen[node], result, ids, known)
+            _segment(node, recording.unseen[node], result, ids, values)
         elif node.op == "output":
-            output, *marked = node.args[0]
+            output, *outputs = node.args[0]
             if not isinstance(output, Node) or output not in ids:
                 raise TraceError(
                     "trace: the module's output does not depend on the parameters, or is not one tensor; return one tensor"
                 )
             result.output = ids[output]
-            result.marked = tuple(ids.get(x) if isinstance(x, Node) else None for x in marked)
+            result.marked = tuple(ids.get(x) if isinstance(x, Node) else None for x in outputs)
         elif node.target is torch._C._set_grad_enabled:
             differentiable = bool(node.args[0])
         else:
             try:
-                target: Any = without_writing(node, known, ids, differentiable=differentiable)
+                target: Any = without_writing(node, values, ids, differentiable=differentiable)
                 ran = recording.values.pop(node, None) if target in ORDINARY and target is node.target else None
-                ran = None if ran is None or address(ran) in elsewhere else ran
-                _record(node, target, ran, result, ids, known, differentiable)
+                ran = None if ran is None or address(ran) in copied_storages else ran
+                _record(node, target, ran, result, ids, values, differentiable)
                 if target is not node.target and target is not aten.detach.default:
-                    _overwrite(node, result, ids, known)
+                    _overwrite(node, result, ids, values)
             except (HessiankitError, torch.OutOfMemoryError):
                 raise
             except (RuntimeError, NotImplementedError) as error:
@@ -276,8 +280,8 @@ def _floors_before_roots(recording: Recording) -> None:
     for node in recording.graph.nodes:
         if node.target not in (aten.clamp_min.default, aten.clamp.default):
             continue
-        (root, *others), value = node.args, recording.values.get(node)
-        low = [*others, *node.kwargs.values()] if node.kwargs.keys() <= {"min"} else []
+        (root, *bounds), value = node.args, recording.values.get(node)
+        low = [*bounds, *node.kwargs.values()] if node.kwargs.keys() <= {"min"} else []
         if len(low) != 1 or value is None or not isinstance(low[0], (int, float)):
             continue
         square = low[0] ** 2 if low[0] > 0 else 0.0
@@ -300,26 +304,32 @@ def _copied(x: Tensor) -> Tensor:
 
 
 def _record(
-    node: Node, target: Any, ran: Tensor | None, result: Trace, ids: dict[Node, int], known: dict[Node, Any], differentiable: bool
+    node: Node,
+    target: Any,
+    ran: Tensor | None,
+    result: Trace,
+    ids: dict[Node, int],
+    values: dict[Node, Any],
+    differentiable: bool,
 ) -> None:
     """Run one node, as ``target``, unless it ``ran`` already; if a moving value enters it, append its application."""
     indexed = node.args[0] if node.target is operator.getitem else None  # one output of an operation with several
     source: Node = node if indexed is None else indexed
-    moving = [n for n in source.all_input_nodes if n in ids]
+    inputs_in_motion = [n for n in source.all_input_nodes if n in ids]
     value: Any = ran
     if ran is None:
-        args, kwargs = map_nodes(known.__getitem__, (node.args, node.kwargs))
+        args, kwargs = map_nodes(values.__getitem__, (node.args, node.kwargs))
         value = target(*args, **kwargs)
     if target is not node.target:
-        moving = moving if value.is_floating_point() else []  # a comparison
-        value = value.to(known[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
+        inputs_in_motion = inputs_in_motion if value.is_floating_point() else []  # a comparison
+        value = value.to(values[written(node)[0]].dtype)  # that of the memory which the operation itself writes into
     if not differentiable or target in WITHOUT_DERIVATIVE:
         value = torch.utils._pytree.tree_map(lambda v: v.detach() if isinstance(v, Tensor) else v, value)
-        moving = []
-    known[node] = value
-    if not moving or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
+        inputs_in_motion = []
+    values[node] = value
+    if not inputs_in_motion or not isinstance(value, Tensor):  # Python's numbers are constants to autograd
         return
-    is_sparse = [isinstance(known[n], Tensor) and known[n].layout is not torch.strided for n in source.all_input_nodes]
+    is_sparse = [isinstance(values[n], Tensor) and values[n].layout is not torch.strided for n in source.all_input_nodes]
     if value.layout is not torch.strided or any(s and n in ids for s, n in zip(is_sparse, source.all_input_nodes, strict=True)):
         raise TraceError(
             f"trace: operation {source.target} works on sparse tensors that the parameters reach, which are not supported; use "
@@ -329,19 +339,19 @@ def _record(
         raise TraceError(f"trace: operation {source.target} returns complex numbers, which are not supported; use real ones")
     if not value.is_floating_point() or not value.numel():
         return
-    by_tensor = {id(known[n]): ids[n] for n in moving}
+    by_tensor = {id(values[n]): ids[n] for n in inputs_in_motion}
     run, index = (target, None) if indexed is None else (source.target, node.args[1])
     match = None
     rule: Any = _assignment if run in WRITTEN_OUT.values() else RULES.get(run)
     if rule is not None and not any(is_sparse):
-        wanted = _names(rule)
-        args, kwargs = map_nodes(known.__getitem__, (source.args, source.kwargs))
-        match = rule(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in wanted})
+        options = _names(rule)
+        args, kwargs = map_nodes(values.__getitem__, (source.args, source.kwargs))
+        match = rule(*args, **kwargs, **{k: v for k, v in (("result", value), ("output_index", index)) if k in options})
         if match is not None and not any(id(tensor) in by_tensor for tensor in match[1]):
             return  # this output_index comes from inputs that do not move
     if match is None:
-        inputs = tuple(known[n] for n in moving)
-        fallback = _fallback(run, source, moving, known, index)
+        inputs = tuple(values[n] for n in inputs_in_motion)
+        fallback = _fallback(run, source, inputs_in_motion, values, index)
         dtype = widest(x.dtype for x in inputs)  # as the derivatives are taken
         primitive = fallback
         result.fallbacks += (fallback.prove(converted(inputs, dtype)),)
@@ -353,18 +363,18 @@ def _record(
     ids[node] = result.apply(primitive, tuple(None if t is None else by_tensor[id(t)] for t in inputs), value, node.name)
 
 
-def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> None:
+def _segment(node: Node, unseen: Unseen, result: Trace, ids: dict[Node, int], values: dict[Node, Any]) -> None:
     """Append what is known by autograd's graph alone; a constant, if nothing moves that it is made of."""
-    value = known[node] = unseen.root.detach()
-    moving = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
-    if not moving or not value.numel():
+    value = values[node] = unseen.root.detach()
+    variables = [(edge, n) for edge, n in zip(unseen.edges, node.args, strict=True) if n in ids]
+    if not variables or not value.numel():
         return
-    inputs = tuple(ids[n] for _, n in moving)
+    inputs = tuple(ids[n] for _, n in variables)
     if not unseen.names:  # a value that was seen, and written into without gradients: they pass as before
-        change = result.add_value(value - known[moving[0][1]])
+        change = result.add_value(value - values[variables[0][1]])
         ids[node] = result.apply(Add(), (*inputs, change), value, node.name)
         return
-    primitive = segment(unseen, [(edge, known[n]) for edge, n in moving])
+    primitive = segment(unseen, [(edge, values[n]) for edge, n in variables])
     ids[node] = result.apply(primitive, inputs, value, node.name)
     result.fallbacks += (primitive.name,)
 
@@ -379,34 +389,36 @@ def _assignment(into: Tensor, source: Any = None, *rest: Any, **options: Any) ->
     return Expand(tuple(into.shape)), (source,) if isinstance(source, Tensor) else ()
 
 
-def _overwrite(node: Node, result: Trace, ids: dict[Node, int], known: dict[Node, Any]) -> None:
+def _overwrite(node: Node, result: Trace, ids: dict[Node, int], values: dict[Node, Any]) -> None:
     """Let every other reader of the memory that a node has written see the new entries."""
-    value = known[node]
-    for reader, before, source in readers(node, known):
-        new, after = source >= 0, known[reader]
+    value = values[node]
+    for reader, old_value, source in readers(node, values):
+        new, new_value = source >= 0, values[reader]
         if not bool(new.any()) or (node not in ids and reader not in ids):
             continue
         if node in ids:
-            taken = result.apply(Take(source.clamp_min(0)), (ids[node],), value.reshape(-1)[source.clamp_min(0)], node.name)
+            id_of_entries = result.apply(
+                Take(source.clamp_min(0)), (ids[node],), value.reshape(-1)[source.clamp_min(0)], node.name
+            )
         else:
-            taken = result.add_value(after)
+            id_of_entries = result.add_value(new_value)
         if not bool(new.all()):
-            kept = ids[reader] if reader in ids else result.add_value(before)
-            taken = result.apply(Where(new), (taken, kept), after, node.name)
+            id_of_rest = ids[reader] if reader in ids else result.add_value(old_value)
+            id_of_entries = result.apply(Where(new), (id_of_entries, id_of_rest), new_value, node.name)
         ids.pop(reader, None)
-        if taken in result.moving:
-            ids[reader] = taken
+        if id_of_entries in result.moving:
+            ids[reader] = id_of_entries
 
 
-def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any], index: Any) -> AutomaticDifferentiation:
-    given = {n: known[n] for n in node.all_input_nodes}  # now: a later operation may write into them
+def _fallback(target: Any, node: Node, variables: list[Node], values: dict[Node, Any], index: Any) -> AutomaticDifferentiation:
+    node_values = {n: values[n] for n in node.all_input_nodes}  # now: a later operation may write into them
     assumed = structure(target, node.args, node.kwargs)
     if assumed is not None:
-        assumed.check(target, known[node.args[assumed.position]])
+        assumed.check(target, values[node.args[assumed.position]])
 
     def function(*inputs: Tensor) -> Tensor:
-        replaced = {**given, **dict(zip(moving, inputs, strict=True))}
-        args, kwargs = converted(map_nodes(replaced.__getitem__, (node.args, node.kwargs)), inputs[0].dtype)
+        point = {**node_values, **dict(zip(variables, inputs, strict=True))}
+        args, kwargs = converted(map_nodes(point.__getitem__, (node.args, node.kwargs)), inputs[0].dtype)
         if assumed is not None:
             at = assumed.position
             args = (*args[:at], assumed.projection(args[at]), *args[at + 1 :])
@@ -419,11 +431,11 @@ def _fallback(target: Any, node: Node, moving: list[Node], known: dict[Node, Any
 
 def ancestors_of_output(trace: Trace) -> list[Application]:
     """Return the applications that the output depends on, in order."""
-    reached, path = {trace.output}, []
+    ids, path = {trace.output}, []
     for a in reversed(trace.applications):
-        if a.output in reached:
+        if a.output in ids:
             path.append(a)
-            reached.update(at for at in a.inputs if at is not None)
+            ids.update(at for at in a.inputs if at is not None)
     return path[::-1]
 
 
@@ -434,9 +446,9 @@ def last_readers(readers: Sequence[Any]) -> dict[int, int]:
 
 def in_one_dtype(trace: Trace) -> None:
     """Convert the floating-point values of a trace, in place, to the widest type among those that the parameters reach."""
-    moving = {trace.values[at].dtype for at in trace.moving}
-    trace.eps = max((torch.finfo(dtype).eps for dtype in moving), default=0.0)  # constants are what they are
-    dtype = widest(moving)
+    dtypes = {trace.values[at].dtype for at in trace.moving}
+    trace.eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)  # constants are what they are
+    dtype = widest(dtypes)
     if all(x.dtype == dtype or not x.is_floating_point() for x in trace.values):
         return
     trace.narrow = {at: x.dtype for at, x in enumerate(trace.values) if at in trace.moving and x.dtype != dtype}

@@ -98,7 +98,7 @@ def cases(placements: Iterable[str] | None = None, *, sample: int | None = None,
     """
     names = list(PLACEMENTS) if placements is None else list(dict.fromkeys(placements))
     for name in names:
-        placement_of(name, who="placement_grid")
+        placement_of(name, caller="placement_grid")
     own = [[PlacementCase(name, *values) for values in product(*OPTIONS.values())] for name in names]
     if sample is None:
         return [case for group in own for case in group]

@@ -62,12 +62,15 @@ def arrays(p: Problem) -> tuple[Tensor, ...]:
     return (p.X, *(W for name, W in p.weights.items() if name != "W_O"), p.target)
 
 
+SPECTRAL_ONLY: dict[str, Any] = dict.fromkeys(("rho", "diameter", "t_F", "tau"))
+
+
 def attention_bounds(p: Problem, mask: Tensor | None = None, heads: int = 1) -> Held:
     """Structured, a priori with rows, a priori from spectral norms."""
     options: dict[str, Any] = {"W_O": p.weights.get("W_O"), "heads": heads}
     known = AttentionNorms.measured(*arrays(p), **options)
     structured = attention_structured(*arrays(p), mask=mask, **options)
-    found = [structured, attention_a_priori(known), attention_a_priori(known.spectral_only())]
+    found = [structured, attention_a_priori(known), attention_a_priori(dataclasses.replace(known, **SPECTRAL_ONLY))]
     return (lambda X, w: attention(X, w, mask, heads)), found
 
 
@@ -81,7 +84,9 @@ def block_bounds(
         gains = {name: value for name, value in fixed.items() if name in GAINS}
         known = PostBlockNorms.measured(*arrays(p), **gains, **options)
         found.append(post_block_a_priori(known, activation=activation))
-        found.append(post_block_a_priori(dataclasses.replace(known, attention=known.attention.spectral_only())))
+        found.append(
+            post_block_a_priori(dataclasses.replace(known, attention=dataclasses.replace(known.attention, **SPECTRAL_ONLY)))
+        )
     return (lambda X, w: post_block(X, w, act=ACTIVATIONS[activation], fixed=fixed or {"": p.X}, **options)), found
 
 

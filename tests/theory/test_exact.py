@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from derivations import vecr
-from derivations.activation_functions import KINDS
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import HadamardAt
@@ -152,7 +151,6 @@ def test_a_formula_that_is_right_for_relu_only_fails_for_smooth_activations(monk
     monkeypatch.setattr(FeedForwardAt, "D_2", property(lambda at: Zero(at.U.size, at.U.size)))
     failed = [case.name for case in named("feedforward") if not run_case(case).passed]
     assert failed == ["any smooth activation, biases"]
-    assert "formal" not in KINDS
 
 
 def test_copies_of_all_heads_in_turn_are_not_copies_of_each_head() -> None:

@@ -33,7 +33,7 @@ from hessiankit.theory.bounding.rules import Bounded, BoundedParameter, Sphere, 
 
 Block = TypeVar("Block", bound=nn.Module)
 ROUNDING = 1e-13
-"""Of the terms that cancel in the output of a norm: what they leave in a Hessian computed in float64 is not above the bound."""
+"""Share of the terms that cancel in the output of a norm that rounding may leave in a Hessian computed in float64."""
 
 
 def in_float64(module: Block) -> Block:
@@ -68,12 +68,12 @@ def a_priori(
     except ZeroScaleError as error:
         raise InputError(f"bounds: in {parts.at}, {error}") from error
     names = tuple(name for name, _ in block.named_parameters())
-    outer, row, whole = _loss(Z, target, loss)
-    norms = _matrix(names, lambda i, j: outer * Z.jacobian.get(i, 0.0) * Z.jacobian.get(j, 0.0) + Z.hessian(i, j, row, whole))
+    outer, row, frobenius = _loss(Z, target, loss)
+    norms = _matrix(names, lambda i, j: outer * Z.jacobian.get(i, 0.0) * Z.jacobian.get(j, 0.0) + Z.hessian(i, j, row, frobenius))
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
         norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
-    gradient = whole * math.hypot(*Z.jacobian.values())
+    gradient = frobenius * math.hypot(*Z.jacobian.values())
     return BlockNorms(names, torch.maximum(norms, norms.T) * (1 + 1e-10), {"lipschitz": gradient})
 
 
@@ -109,13 +109,13 @@ def _on_a_sphere(Z: Bounded, sphere: Sphere, T: Tensor, names: tuple[str, ...]) 
     """
     T = T - T.mean(1, keepdim=True) if sphere.centred else T
     n, M = Z.centre.numel(), sphere.before
-    row, whole = float(T.norm(dim=1).max()), float(T.norm())
+    row, frobenius = float(T.norm(dim=1).max()), float(T.norm())
     second, first = 6 * sphere.eps / sphere.scale**4, 2 * sphere.eps * math.sqrt(Z.width) / sphere.scale**3
     root = math.sqrt(Z.length)
 
     def entry(i: str, j: str) -> float:
         lengths = second * M.jacobian.get(i, 0.0) * M.jacobian.get(j, 0.0) + first * M.hessian(i, j, 1.0, root)
-        return (2 * Z.hessian(i, j, row, whole) + lengths) / n
+        return (2 * Z.hessian(i, j, row, frobenius) + lengths) / n
 
     return _matrix(names, entry)
 

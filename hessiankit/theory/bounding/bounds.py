@@ -30,9 +30,9 @@ from hessiankit.theory.bounding.structured import structured
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
-WHO = "bounds"
-WHOLE = "whole"
-DRAWN = 30  # rows of a picture
+CALLER = "bounds"
+TOTAL = "whole"
+PICTURE_ROWS = 30  # rows of a picture
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Bound:
         name: The key in reports and JSON; with spaces for underscores the column's head.
         norms: (problem) -> the bounds.
         of_matrix: Whether it is a statement on the float64 matrix alone.
-        caveat: What a reader of its numbers must know.
+        caveat: Note for a reader of its numbers.
     """
 
     name: str
@@ -120,9 +120,9 @@ def from_matrix(at: LossAt) -> Norms:
 @bound("structured")
 def from_values(at: LossAt) -> Norms:
     """From the intermediate values, each site of curvature kept with its sign."""
-    own = structured(read_request(at.module, at.x, at.t, loss=at.loss).only())
-    own = sharpened_structured(at.module, at.x, at.t, own) if at.loss == "mse" else own
-    return own.whole, own.pairs
+    sharp = structured(read_request(at.module, at.x, at.t, loss=at.loss).only())
+    sharp = sharpened_structured(at.module, at.x, at.t, sharp) if at.loss == "mse" else sharp
+    return sharp.whole, sharp.pairs
 
 
 @bound("a_priori")
@@ -131,11 +131,11 @@ def from_norms(at: LossAt) -> Norms:
     if not isinstance(at.module, TransformerBlock | Attention):
         name = type(at.module).__name__
         raise UndefinedBound(f"a_priori: not defined for {name}, whose parts have no rules; pass a TransformerBlock")
-    each = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
+    priors = [a_priori(at.module, x, t, loss=at.loss) for x, t in zip(at.x, at.t, strict=True)]
     counts = [read_loss(at.loss).count(t) or 0.0 for t in at.t]
     shares = [count / sum(counts) for count in counts]  # the Hessian of a mean is the mean of the Hessians
-    norms = torch.stack([share * one.matrix for share, one in zip(shares, each, strict=True)]).sum(0)
-    prior = BlockNorms(each[0].names, norms)
+    norms = torch.stack([share * one.matrix for share, one in zip(shares, priors, strict=True)]).sum(0)
+    prior = BlockNorms(priors[0].names, norms)
     prior = sharpened_a_priori(at.module, at.x, at.t, prior) if at.loss == "mse" else prior
     return prior.whole, {(i, j): prior.block(i, j) for i in prior.names for j in prior.names}
 
@@ -149,7 +149,7 @@ class BoundsReport(Printed):
             and the names of the bounds.
         names: The parameters.
         notes: Caveats of the bounds, and why a bound is not defined here.
-        noise: What the rounding of float64 can leave of a block that vanishes: a norm of at most that prints as 0 to rounding.
+        noise: Norm that the rounding of float64 can leave of a block that vanishes; at most that prints as 0 to rounding.
     """
 
     values: Mapping[str, Mapping[str, float]]
@@ -170,16 +170,16 @@ class BoundsReport(Printed):
     def _exceeds(self, true: float, bound: float) -> bool:
         return true > bound * (1 + 1e-9) + self.noise
 
-    def ratio(self, kind: str, name: str = WHOLE) -> float:
+    def ratio(self, kind: str, name: str = TOTAL) -> float:
         """Return bound / true norm, the slack of a bound."""
         row = self.values[name]
         return row[kind] / row["true"] if row["true"] else math.inf
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain Python data: "whole", and "pairs" by "i x j"."""
-        pairs = {name: dict(row) for name, row in self.values.items() if name != WHOLE}
+        pairs = {name: dict(row) for name, row in self.values.items() if name != TOTAL}
         return {
-            "whole": dict(self.values[WHOLE]),
+            "whole": dict(self.values[TOTAL]),
             "pairs": pairs,
             "names": list(self.names),
             "violated": [list(row) for row in self.violated],
@@ -189,7 +189,7 @@ class BoundsReport(Printed):
     @property
     def kinds(self) -> tuple[str, ...]:
         """The kinds of bounds that this report has."""
-        return tuple(kind for kind in self.values[WHOLE] if kind not in ("true", "lower"))
+        return tuple(kind for kind in self.values[TOTAL] if kind not in ("true", "lower"))
 
     def plot(self, path: Path | str | None = None) -> Picture:
         """Draw bound / norm, the slack, of every kind of bound: of the whole, of violated blocks and of those of largest norm.
@@ -201,10 +201,10 @@ class BoundsReport(Printed):
 
         ranks = self._ranks()
         blocks = sorted((name for name in ranks if self.values[name]["true"] > self.noise), key=ranks.__getitem__, reverse=True)
-        shown = blocks[:DRAWN]
-        slack = {kind.replace("_", " "): [self._slack(kind, name) for name in shown] for kind in self.kinds}
-        title = "Bounds on spectral norms" + ("" if shown == blocks else f"; {len(shown) - 1} of {len(blocks) - 1} blocks")
-        labels = pair_labels(shown, self.names)
+        rows = blocks[:PICTURE_ROWS]
+        slack = {kind.replace("_", " "): [self._slack(kind, name) for name in rows] for kind in self.kinds}
+        title = "Bounds on spectral norms" + ("" if rows == blocks else f"; {len(rows) - 1} of {len(blocks) - 1} blocks")
+        labels = pair_labels(rows, self.names)
         return row_chart("BoundsReport.plot", labels, slack, axis="bound / norm", title=title, path=path, line=(1.0, "the norm"))
 
     def _slack(self, kind: str, name: str) -> float:
@@ -213,7 +213,7 @@ class BoundsReport(Printed):
     def _ranks(self) -> dict[str, float]:
         """The norm of each block, with the whole and those that exceed a bound first."""
         exceeded = {name for name, _, _ in self.violated}
-        return {n: math.inf if n == WHOLE or n in exceeded else row["true"] for n, row in self.values.items()}
+        return {n: math.inf if n == TOTAL or n in exceeded else row["true"] for n, row in self.values.items()}
 
     def _cell(self, row: Mapping[str, float], kind: str) -> str:
         true, limit = row["true"], row.get(kind)
@@ -224,9 +224,9 @@ class BoundsReport(Printed):
         return f"{limit:.3g} ({limit / true:.3g} x)" if true > self.noise else f"{limit:.3g}"
 
     def _headline(self) -> str:
-        whole = self.values[WHOLE]
-        limits = ", ".join(f"{kind.replace('_', ' ')} {whole[kind]:.4g}" for kind in self.kinds)
-        return f"Spectral norms and their bounds (and bound / norm); whole: norm {whole['true']:.4g}, {limits}"
+        totals = self.values[TOTAL]
+        limits = ", ".join(f"{kind.replace('_', ' ')} {totals[kind]:.4g}" for kind in self.kinds)
+        return f"Spectral norms and their bounds (and bound / norm); whole: norm {totals['true']:.4g}, {limits}"
 
     def _parts(self) -> Iterator[Piece]:
         kinds = {kind for _, kind, _ in self.violated}
@@ -258,7 +258,7 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
     Args:
         block: A ``TransformerBlock`` of any placement or an ``Attention``; for other modules the a-priori bound is left out.
         inputs: ``(L, d_model)`` or ``(B, L, d_model)``, floating point.
-        target: Of the output's shape, or labels.
+        target: Target of the output's shape, or labels.
         loss: ``"mse"`` or ``"cross_entropy"``.
 
     Raises:
@@ -277,16 +277,16 @@ def bounds(block: nn.Module, inputs: Tensor, target: Tensor, *, loss: str = "mse
 def report(at: LossAt, limits: Mapping[str, Bound]) -> BoundsReport:
     """Return the norms of a loss's Hessian and of its blocks beside these bounds, by name in the order of the columns."""
     norms, lower = at.certificate.norms, {pair: interval.lower for pair, interval in at.certificate.pairs.items()}
-    values = {WHOLE: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
+    values = {TOTAL: {"true": at.certificate.norm, "lower": at.certificate.whole.lower}}
     values |= {f"{i} x {j}": {"true": norms[i, j], "lower": lower[i, j]} for i, j in at.hessian.pairs()}
     notes: list[str] = []
     for name, one in limits.items():
         try:
-            whole, pairs = one.norms(at)
+            total, pairs = one.norms(at)
         except UndefinedBound as reason:
             notes.append(str(reason))
             continue
-        values[WHOLE][name] = whole
+        values[TOTAL][name] = total
         for i, j in at.hessian.pairs():
             limit = pairs.get((i, j), pairs.get((j, i)))
             values[f"{i} x {j}"] |= {} if limit is None else {name: limit}
@@ -305,7 +305,7 @@ def loss_at(module: nn.Module, inputs: Tensor, target: Tensor, loss: str) -> Los
     if loss not in ("mse", "cross_entropy"):
         raise InputError(f"bounds: loss={loss!r} has no bounds; pass 'mse' or 'cross_entropy'")
     for name, x in (("inputs", inputs), ("target", target)):
-        check_dense(WHO, name, x)
+        check_dense(CALLER, name, x)
     x, t = (inputs.unsqueeze(0), target.unsqueeze(0)) if inputs.ndim == 2 else (inputs, target)
     read_request(module, x, t, loss=loss, handshake=False).only()
     return LossAt(in_float64(module), x.double(), t.double() if t.is_floating_point() else t, loss)

@@ -26,7 +26,7 @@ from hessiankit.support.errors import InputError
 SQUARINGS = 5
 """Schatten norms are taken of order 2^(SQUARINGS + 1): at most n^(1/64) above the spectral norm."""
 WIDENINGS = 1e-12, 1e-10, 1e-8, 1e-6, 1e-4
-"""By how much a norm in floating point is increased, one after the other, until Cholesky's method proves it a bound."""
+"""Relative increases of a norm in floating point, tried in turn until Cholesky's method proves it a bound."""
 
 
 class CertifiedInterval(NamedTuple):
@@ -156,9 +156,9 @@ def verified_upper(A: Tensor, guess: float | None = None, widenings: tuple[float
 
 def is_below(c: float, A: Tensor) -> bool:
     """Return whether Cholesky's method runs to its end on c I - A, so that A has no eigenvalue above c, but for rounding."""
-    shifted = -A
-    shifted.diagonal().add_(c)
-    return int(torch.linalg.cholesky_ex(shifted).info) == 0
+    difference = -A
+    difference.diagonal().add_(c)
+    return int(torch.linalg.cholesky_ex(difference).info) == 0
 
 
 def top_vector(A: Tensor) -> Tensor:
@@ -183,9 +183,9 @@ def rayleigh_lower(A: Tensor, v: Tensor | None = None) -> float:
     v = top_vector(A) if v is None else v
     g = growth(A.shape[1] + 4)
     error = g * float((A.abs() @ v.abs()).norm())
-    above = float((A @ v).norm()) * (1 - 2 * growth(A.shape[0] + 4)) - up(error * (1 + 1e-10))
-    below = float(v.norm()) * (1 + 2 * growth(A.shape[1] + 4))
-    return down(scale * max(above, 0.0) / below)
+    numerator = float((A @ v).norm()) * (1 - 2 * growth(A.shape[0] + 4)) - up(error * (1 + 1e-10))
+    denominator = float(v.norm()) * (1 + 2 * growth(A.shape[1] + 4))
+    return down(scale * max(numerator, 0.0) / denominator)
 
 
 def largest_eigenvalue(A: Tensor) -> float:
@@ -221,15 +221,15 @@ def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
     A, scale = _scaled(A)
     if not bool(A.any()):
         return 0.0, 0.0, 0.0
-    proved = None
+    verified = None
     if symmetric and len(A) > LARGE:
         norm, v = norm_by_lanczos(A)  # much faster than all eigenvectors; Cholesky's method finds out where it is too small
-        proved = verified_upper(A, norm, WIDENINGS[:1])
-    if proved is None:  # or Lanczos's method missed the largest eigenvalue
+        verified = verified_upper(A, norm, WIDENINGS[:1])
+    if verified is None:  # or Lanczos's method missed the largest eigenvalue
         v = top_vector(A)
         norm = float((A @ v).norm())
-        proved = verified_upper(A, norm) if symmetric else None
-    return scale * norm, down(scale * rayleigh_lower(A, v)), None if proved is None else up(scale * proved)
+        verified = verified_upper(A, norm) if symmetric else None
+    return scale * norm, down(scale * rayleigh_lower(A, v)), None if verified is None else up(scale * verified)
 
 
 @dataclass(frozen=True)
@@ -265,16 +265,16 @@ def certify(H: Tensor, slices: Mapping[str, slice]) -> Certificate:
     norms: dict[tuple[str, str], float] = {}
     for i, j in combinations_with_replacement(slices, 2):
         block = H[slices[i], slices[j]]
-        norm, lower, proved = _norm(block, symmetric=i == j)
-        uppers = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block), proved]
+        norm, lower, verified = _norm(block, symmetric=i == j)
+        uppers = [frobenius_upper(block), gershgorin_upper(block), schatten_upper(block), verified]
         pairs[i, j] = pairs[j, i] = CertifiedInterval(lower, min(upper for upper in uppers if upper is not None))
         norms[i, j] = norms[j, i] = norm
     table = torch.tensor([[pairs[i, j].upper for j in slices] for i in slices], dtype=torch.float64, device="cpu")
-    norm, lower, proved = _norm(H, symmetric=True)
+    norm, lower, verified = _norm(H, symmetric=True)
     bounds: dict[str, float | None] = {
-        "cholesky": proved,
+        "cholesky": verified,
         "norm matrix": verified_upper(table) or gershgorin_upper(table),
-        "schatten": schatten_upper(H) if proved is None else None,
+        "schatten": schatten_upper(H) if verified is None else None,
         "gershgorin": gershgorin_upper(H),
         "frobenius": frobenius_upper(H),
     }

@@ -27,23 +27,25 @@ def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: BlockNorm
     """Return a-priori bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
         return prior
-    whole, pairs = _closed_form(module, x, t, structured=False)
+    total, pairs = _closed_form(module, x, t, structured=False)
     norms = prior.matrix.clone()
     for (i, j), value in pairs.items():
         a, b = prior.names.index(i), prior.names.index(j)
         norms[a, b] = min(float(norms[a, b]), value + ROUNDING * float(norms[a, b]))
-    spectral = whole + ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
+    spectral = total + ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
     return BlockNorms(prior.names, norms, prior.parts, spectral)
 
 
-def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, own: Structured) -> Structured:
+def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, bound: Structured) -> Structured:
     """Return structured bounds for the mean squared error, lowered where the closed form of this module is smaller."""
     if not _has_closed_forms(module):
-        return own
-    whole, pairs = _closed_form(module, x, t, structured=True)
-    floor = ROUNDING * own.whole
-    table = {pair: min(value, pairs.get(pair, value) * SLACK + floor) for pair, value in own.pairs.items()}
-    return Structured(min(own.whole, whole * SLACK + floor) if pairs.keys() == own.pairs.keys() else own.whole, table, own.sites)
+        return bound
+    total, pairs = _closed_form(module, x, t, structured=True)
+    floor = ROUNDING * bound.whole
+    table = {pair: min(value, pairs.get(pair, value) * SLACK + floor) for pair, value in bound.pairs.items()}
+    return Structured(
+        min(bound.whole, total * SLACK + floor) if pairs.keys() == bound.pairs.keys() else bound.whole, table, bound.sites
+    )
 
 
 def _has_closed_forms(module: nn.Module) -> bool:

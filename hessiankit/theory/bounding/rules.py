@@ -61,7 +61,7 @@ def products(left: Mapping[str, float], right: Mapping[str, float], c: float = 1
 
 
 LINEAR = ("centre", "spectral", "frobenius", "row", "jacobian", "hessian_row", "hessian_all", "drift")
-"""What adds up in a sum of values, and grows with a multiple."""
+"""Fields that add up in a sum of values, and grow with a multiple."""
 
 
 @dataclass(frozen=True)
@@ -109,29 +109,29 @@ class Bounded:
         """Return c Y."""
         return self.times(abs(c), c * self.centre)
 
-    def hessian(self, i: str, j: str, row: float, whole: float) -> float:
+    def hessian(self, i: str, j: str, row: float, frobenius: float) -> float:
         """Return the bound on <Lambda, D^2 Y [t_i, t_j]> for unit t_i and t_j, a longest row and a norm of Lambda."""
-        return row * self.hessian_row.get((i, j), 0.0) + whole * self.hessian_all.get((i, j), 0.0)
+        return row * self.hessian_row.get((i, j), 0.0) + frobenius * self.hessian_all.get((i, j), 0.0)
 
     def __mul__(self, factor: BoundedParameter) -> Bounded:
         """Return Y times a scale, a number or one for each feature, that is itself a parameter of the ball."""
         norm = factor.largest
         one = products({factor.name: 1.0}, self.jacobian)  # <Lambda, dY diag(dv)>: |dv|_inf |Lambda|_F |dY|_F
-        grown = self.times(norm, self.centre * factor.centre)
+        product = self.times(norm, self.centre * factor.centre)
         # dY/dv = diag(vec Y) (1 (x) I) for a vector: its norm is the largest column norm, at most |Y|_2; |Y|_F for a number
-        own = self.spectral if factor.centre.numel() > 1 else self.frobenius
+        factor_norm = self.spectral if factor.centre.numel() > 1 else self.frobenius
         return replace(
-            grown,
-            jacobian=grown.jacobian + {factor.name: own},
-            jacobian_row={**grown.jacobian_row, factor.name: self.row},
-            hessian_all=grown.hessian_all + symmetric(one),
+            product,
+            jacobian=product.jacobian + {factor.name: factor_norm},
+            jacobian_row={**product.jacobian_row, factor.name: self.row},
+            hessian_all=product.hessian_all + symmetric(one),
             drift=self.drift * norm + factor.radius * self.frobenius,
         )
 
     def times(self, c: float, centre: Tensor) -> Bounded:
         """Return the value of a linear map of norm c, which keeps rows apart; its value at the centre is given."""
-        scaled = {name: c * getattr(self, name) for name in LINEAR} | {"centre": centre}
-        return Bounded(**scaled, diameter=c * self.diameter if c else 0.0, jacobian_row=c * self.row_jacobians())
+        multiples = {name: c * getattr(self, name) for name in LINEAR} | {"centre": centre}
+        return Bounded(**multiples, diameter=c * self.diameter if c else 0.0, jacobian_row=c * self.row_jacobians())
 
 
 @dataclass(frozen=True)
@@ -210,13 +210,13 @@ def activation(X: Bounded, kind: str, value: Tensor) -> Bounded:
     sigma = STEEPNESS[kind]
     # |sigma(x)| <= chord |x|, so |sigma(X)|_F <= chord |X|_F; the spectral norm has no such bound
     frobenius = sigma.chord * X.frobenius
-    own = products(X.jacobian, X.jacobian, sigma.second)  # max |Lambda_ij| <= the largest row norm
+    curvature = products(X.jacobian, X.jacobian, sigma.second)  # max |Lambda_ij| <= the largest row norm
     return replace(
         X.times(sigma.slope, value),
         spectral=frobenius,
         frobenius=frobenius,
         row=sigma.chord * X.row,
-        hessian_row=sigma.slope * X.hessian_row + own,
+        hessian_row=sigma.slope * X.hessian_row + curvature,
         diameter=sigma.slope * X.range,
         jacobian_row={},
     )
@@ -255,13 +255,13 @@ def norm(X: Bounded, *, layernorm: bool, eps: float) -> Bounded:
             f"row {int(lowest.argmin())} has scale {float(at_centre.min()):.3g} and may drift by {X.drift / math.sqrt(d):.3g}, "
             "so its norm has no bound with eps = 0; use eps > 0 or a smaller radius"
         )
-    own = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
+    curvature = products(X.jacobian, X.jacobian, 2 / (math.sqrt(3 * d) * s * s))
     return replace(
         X.times(1 / s, X.centre),
         spectral=math.sqrt(length * d),
         frobenius=math.sqrt(length * d),
         row=math.sqrt(d),
-        hessian_row=1 / s * X.hessian_row + own,
+        hessian_row=1 / s * X.hessian_row + curvature,
         diameter=2 * math.sqrt(d),
         jacobian_row={},
         sphere=Sphere(X, s, eps, layernorm),
@@ -329,21 +329,21 @@ def mixed(Q: Bounded, K: Bounded, V: Bounded, c: float, value: Tensor, *, heads:
         + products(K.jacobian, K.jacobian, c * c * min(sharp * v, around_v / 2) * q * q * g * g)
         + symmetric(products(Q.jacobian, K.jacobian, c * c * min(sharp * v * k, around_v * around_k / root) * q * g))
     )
-    by_all = (
+    summand_all = (
         symmetric(products(Q.jacobian, K.jacobian, c * around_v / root))
         + symmetric(products(V.jacobian, Q.jacobian, c * around_k / root))
         + symmetric(products(V.jacobian, K.jacobian, c * q / 2 * g))
     )
     row = min(math.sqrt(heads) * V.row, g * V.frobenius)
-    whole = math.sqrt(Q.length) * row
+    frobenius = math.sqrt(Q.length) * row
     return Bounded(
         value,
-        whole,
-        whole,
+        frobenius,
+        frobenius,
         row,
         along_v + to_q * Q.jacobian + to_k * K.jacobian,
         by_row + to_q * Q.hessian_row,
-        by_all + to_q * Q.hessian_all + to_k * (K.hessian_row + K.hessian_all) + to_v * (V.hessian_row + V.hessian_all),
+        summand_all + to_q * Q.hessian_all + to_k * (K.hessian_row + K.hessian_all) + to_v * (V.hessian_row + V.hessian_all),
         to_v * V.drift + to_q * Q.drift + to_k * K.drift,
         math.sqrt(heads) * V.range,  # within a head, contexts lie in the convex hull of the values
     )

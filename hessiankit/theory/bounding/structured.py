@@ -65,23 +65,23 @@ class SiteRoots:
 
 def sites(batch: BatchLoss) -> list[SiteRoots]:
     """Return the sites of a loss, whose shares add up to its Hessian."""
-    traced = loss_trace(batch).trace
-    adjoints = traced.adjoints()
-    steps = [(a, traced.moving_inputs(a), adjoints[a.output]) for a in traced.applications if a.output in adjoints]
-    tail = _tail(traced, steps)
+    trace = loss_trace(batch).trace
+    adjoints = trace.adjoints()
+    steps = [(a, trace.moving_inputs(a), adjoints[a.output]) for a in trace.applications if a.output in adjoints]
+    tail = _tail(trace, steps)
     eye = torch.eye(batch.size, dtype=batch.dtype, device=batch.device)
     tangents = {  # of the parameters, (P, *shape) each
-        traced.parameters[name]: eye[:, batch.slices[name]].reshape(batch.size, *value.shape)
+        trace.parameters[name]: eye[:, batch.slices[name]].reshape(batch.size, *value.shape)
         for name, value in batch.parameters.items()
     }
     roots: list[SiteRoots] = []
     for a, ids, adjoint in steps[: len(steps) - len(tail)]:
-        entering = [None if at is None else tangents[at] for at in ids]
+        input_tangents = [None if at is None else tangents[at] for at in ids]
         if not a.primitive.is_linear:
-            site = _site(traced, a, entering, adjoint)
+            site = _site(trace, a, input_tangents, adjoint)
             roots += [] if site is None else [site]
-        tangents[a.output] = a.primitive.jvp(traced.gather(a), entering)  # type: ignore[arg-type]
-    return [*roots, _tail_site(traced, tail, tangents)] if tail else roots
+        tangents[a.output] = a.primitive.jvp(trace.gather(a), input_tangents)  # type: ignore[arg-type]
+    return [*roots, _tail_site(trace, tail, tangents)] if tail else roots
 
 
 Step = tuple[Application, tuple[int | None, ...], Tensor]
@@ -101,43 +101,43 @@ def _tail(trace: Trace, steps: list[Step]) -> list[Step]:
     return tail
 
 
-def _site(trace: Trace, a: Application, entering: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
+def _site(trace: Trace, a: Application, input_tangents: Sequence[Tensor | None], adjoint: Tensor) -> SiteRoots | None:
     """Return one application as a site, or None if its second derivative is zero here."""
     inputs: Sequence[Any] = trace.gather(a)
     name, primitive = type(a.primitive).__name__, a.primitive
-    moving = {k: tangent for k, tangent in enumerate(entering) if tangent is not None}
+    tangents = {k: tangent for k, tangent in enumerate(input_tangents) if tangent is not None}
 
     def curved(units: Mapping[int, Tensor]) -> tuple[Tensor | None, ...]:
         return primitive.curvature(inputs, adjoint, [units.get(k) for k in range(len(inputs))])
 
-    if isinstance(primitive, MatMul | Linear | Multiply) and len(moving) < 3:
-        if len(moving) == 1:
+    if isinstance(primitive, MatMul | Linear | Multiply) and len(tangents) < 3:
+        if len(tangents) == 1:
             return None  # linear in the one factor that moves
-        (i, left), (j, right) = moving.items()
+        (i, left), (j, right) = tangents.items()
         units = torch.eye(inputs[j].numel(), dtype=adjoint.dtype, device=adjoint.device).reshape(-1, *inputs[j].shape)
         B = _flat(curved({j: units})[i], len(units), inputs[i]).T  # entries of the first x entries of the second
         return _product_site(name, B, _columns(left), _columns(right))
-    if len(moving) == 1:
-        ((k, tangent),) = moving.items()
+    if len(tangents) == 1:
+        ((k, tangent),) = tangents.items()
         x, flags = inputs[k], [m == k for m in range(len(inputs))]
         axes = next((n for n in range(x.ndim, 0, -1) if primitive.separable(inputs, n, flags)), None)
         if axes is not None:  # the most leading axes whose rows the second derivative keeps apart
             row, width = x.shape[axes:], x.shape[axes:].numel()
             units = torch.eye(width, dtype=x.dtype, device=x.device).reshape(width, *([1] * axes), *row).expand(width, *x.shape)
-            bent = curved({k: units})[k]
-            if bent is None:
+            product = curved({k: units})[k]
+            if product is None:
                 return None
-            K = bent.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
+            K = product.reshape(width, -1, width).transpose(0, 1)  # rows, width, width
             return _from_matrix(name, K, tangent.reshape(tangent.shape[0], -1, width).permute(1, 2, 0))  # J: rows, width, P
-    together = dict(zip(moving, _units(name, [inputs[k] for k in moving]), strict=True))
-    found_of, total = curved(together), len(next(iter(together.values())))
-    K = torch.cat([_flat(found_of[k], total, inputs[k]) for k in moving], 1)
-    return _from_matrix(name, K, torch.cat([_columns(tangent) for tangent in moving.values()]))
+    all_units = dict(zip(tangents, _units(name, [inputs[k] for k in tangents]), strict=True))
+    found_of, total = curved(all_units), len(next(iter(all_units.values())))
+    K = torch.cat([_flat(found_of[k], total, inputs[k]) for k in tangents], 1)
+    return _from_matrix(name, K, torch.cat([_columns(tangent) for tangent in tangents.values()]))
 
 
 def _product_site(name: str, B: Tensor, left_columns: Tensor, right_columns: Tensor) -> SiteRoots:
     """Return 2 a^T B b for the tangents a and b of two factors, entries x P each."""
-    (at_left, J), (at_right, G) = _moving(left_columns), _moving(right_columns)
+    (left_columns_at, J), (at_right, G) = _moving(left_columns), _moving(right_columns)
     lefts, rights = [J[:0]], [G[:0]]
     for rows, columns in _components(B):
         U, s, Vh = torch.linalg.svd(B[rows.unsqueeze(1), columns], full_matrices=False)
@@ -148,7 +148,7 @@ def _product_site(name: str, B: Tensor, left_columns: Tensor, right_columns: Ten
     if min(sizes) > 0:
         c = min(max((sizes[1] / sizes[0]) ** 0.5, 1e-75), 1e75)  # any c > 0 will do; beyond these, squares overflow
         left, right = left * c, right / c
-    plus, minus = (_spread(left / 2**0.5, at_left) for _ in range(2))
+    plus, minus = (_spread(left / 2**0.5, left_columns_at) for _ in range(2))
     plus[:, at_right] += right / 2**0.5
     minus[:, at_right] -= right / 2**0.5
     return SiteRoots(name, plus, minus)
@@ -171,19 +171,19 @@ def _tail_site(trace: Trace, tail: list[Step], tangents: dict[int, Tensor]) -> S
     outputs = {a.output for a, _, _ in tail}
     ids = list(dict.fromkeys(at for _, inputs, _ in tail for at in inputs if at is not None and at not in outputs))
     units = _units("the end", [trace.values[at] for at in ids])
-    moved: dict[int, Tensor] = dict(zip(ids, units, strict=True))
+    value_tangents: dict[int, Tensor] = dict(zip(ids, units, strict=True))
     for a, inputs, _ in tail[:-1]:
-        moved[a.output] = a.primitive.jvp(trace.gather(a), [None if at is None else moved[at] for at in inputs])  # type: ignore[arg-type]
+        value_tangents[a.output] = a.primitive.jvp(trace.gather(a), [None if at is None else value_tangents[at] for at in inputs])  # type: ignore[arg-type]
     bars: dict[int, Tensor] = {}
     cancelling = 0.0
     for a, inputs, adjoint in reversed(tail):
         at_point, bar = trace.gather(a), bars.pop(a.output, None)
-        pulled = [None] * len(inputs) if bar is None else a.primitive.vjp(at_point, bar)  # type: ignore[arg-type]
+        pull = [None] * len(inputs) if bar is None else a.primitive.vjp(at_point, bar)  # type: ignore[arg-type]
         curved: Sequence[Tensor | None] = [None] * len(inputs)
         if not a.primitive.is_linear:
-            entering = [None if at is None else moved[at] for at in inputs]
-            curved = a.primitive.curvature(at_point, adjoint, entering)  # type: ignore[arg-type]
-        for covectors in (pulled, curved):
+            input_tangents = [None if at is None else value_tangents[at] for at in inputs]
+            curved = a.primitive.curvature(at_point, adjoint, input_tangents)  # type: ignore[arg-type]
+        for covectors in (pull, curved):
             accumulate(bars, inputs, covectors)
             cancelling += sum(
                 float(c.norm()) for at, c in zip(inputs, covectors, strict=True) if at is not None and c is not None
@@ -239,7 +239,7 @@ def _columns(tangent: Tensor) -> Tensor:
 
 
 SLACK, ROUNDING = 1 + 1e-9, 1e-12
-"""For float64, of unit roundoff u = 1.1e-16: what a bound is widened by, and what of the whole is added for terms that cancel.
+"""Factor that widens a bound, and share of the whole added for terms that cancel; for float64, of unit roundoff u = 1.1e-16.
 Largest eigenvalues are proved to 1e-10 (``largest_eigenvalue``), and sums of n terms are off by n u of their absolute sum, so
 that n is at most 8e6 and 9e3. Bounds proved to the last bit are ``certified``."""
 
@@ -263,7 +263,7 @@ def structured(batch: BatchLoss) -> Structured:
         raise InputError(f"structured: the parameters are {batch.dtype}, and rounding is allowed for as in float64; convert them")
     roots, slices = sites(batch), batch.slices
     plus, minus = (roots[0].plus.new_zeros(batch.size, batch.size) for _ in range(2))
-    own: dict[str, tuple[float, float]] = {}
+    signed_norms: dict[str, tuple[float, float]] = {}
     smaller: dict[tuple[str, str], float] = {}
     pairs = list(combinations_with_replacement(slices, 2))
     for i, j in sorted(pairs, key=lambda pair: pair[0] != pair[1]):  # the signs of a block need those of two diagonal ones
@@ -279,12 +279,16 @@ def structured(batch: BatchLoss) -> Structured:
             if i != j:
                 half[columns, rows] = half[rows, columns].T
         if i == j:
-            own[i] = largest_eigenvalue(plus[rows, rows]), largest_eigenvalue(minus[rows, rows])
-        signs = max(own[i]) if i == j else sum(p**0.5 * q**0.5 for p, q in zip(own[i], own[j], strict=True))
+            signed_norms[i] = largest_eigenvalue(plus[rows, rows]), largest_eigenvalue(minus[rows, rows])
+        signs = (
+            max(signed_norms[i])
+            if i == j
+            else sum(p**0.5 * q**0.5 for p, q in zip(signed_norms[i], signed_norms[j], strict=True))
+        )
         smaller[i, j] = 0.0
-        for up, down in shares:
+        for plus_share, minus_share in shares:
             if smaller[i, j] <= signs:
-                smaller[i, j] += spectral_norm(up - down)
+                smaller[i, j] += spectral_norm(plus_share - minus_share)
         smaller[i, j] = min(smaller[i, j], signs)
     by_sign = max(largest_eigenvalue(plus), largest_eigenvalue(minus))
     bounds: dict[tuple[str, str], float] = {}
@@ -292,8 +296,8 @@ def structured(batch: BatchLoss) -> Structured:
         bounds[i, j] = bounds[j, i] = smaller[i, j] * SLACK + _rounding(roots, by_sign, slices[i], slices[j])
     table = torch.tensor([[bounds[i, j] for j in slices] for i in slices], dtype=torch.float64, device="cpu")
     rounding = _rounding(roots, by_sign, slice(None), slice(None))
-    whole = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
-    return Structured(whole, bounds, tuple(site.name for site in roots))
+    total = min(by_sign, float(torch.linalg.eigvalsh(table)[-1])) * SLACK + rounding
+    return Structured(total, bounds, tuple(site.name for site in roots))
 
 
 def _rounding(roots: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:

@@ -58,20 +58,20 @@ class BlockStructure:
         LayerNorm of two features has no curvature but that of eps, so it gets three; queries have two features, since one could
         not tell a transposition; values of several heads have one, unless each head's are normalised.
         """
-        own = self.placed
-        d = 4 if own.grouped else 3 if self.norm == "layernorm" else 2
-        normed = bool({"v", "c"} & set(own.attention_norms)) and self.norm_scope != "full"
-        d_v = d if self.n_heads == 1 and not self.output_projection else 2 if normed or self.n_heads == 1 else 1
+        placement = self.placed
+        d = 4 if placement.grouped else 3 if self.norm == "layernorm" else 2
+        has_norm = bool({"v", "c"} & set(placement.attention_norms)) and self.norm_scope != "full"
+        d_v = d if self.n_heads == 1 and not self.output_projection else 2 if has_norm or self.n_heads == 1 else 1
         return {"d": d, "d_ff": 1 if self.n_heads > 1 or d > 2 else 2, "d_k": 2, "d_v": d_v}
 
-    def block(self, d_model: int, d_ff: int, **changed: Any) -> TransformerBlock:
+    def block(self, d_model: int, d_ff: int, **options: Any) -> TransformerBlock:
         """Return a block of this structure and these widths, some of its options changed."""
-        return TransformerBlock(d_model, d_ff, **{**vars(self), **changed})
+        return TransformerBlock(d_model, d_ff, **{**vars(self), **options})
 
     def small(self) -> TransformerBlock:
         """Return the block of this structure at these sizes, with a rational factor."""
-        sizes, projected = self.sizes, self.n_heads > 1 or self.output_projection
-        block = self.block(sizes["d"], sizes["d_ff"], d_k=sizes["d_k"], d_v=sizes["d_v"], output_projection=projected)
+        sizes, has_output = self.sizes, self.n_heads > 1 or self.output_projection
+        block = self.block(sizes["d"], sizes["d_ff"], d_k=sizes["d_k"], d_v=sizes["d_v"], output_projection=has_output)
         if block.factor is not None:
             block.factor = FACTOR  # type: ignore[assignment]
         return block
@@ -90,14 +90,14 @@ def structure_of(block: TransformerBlock) -> BlockStructure:
     """
     part, network = block.attention, block.feedforward
     norms = [m for m in block.modules() if isinstance(m, (nn.LayerNorm, nn.RMSNorm, GroupNorm))]
-    many = part.n_heads > 1
+    multi_head = part.n_heads > 1
     inner = any(getattr(part, f"norm_{letter}") is not None for letter in "qkvc")
     return BlockStructure(
         block.placement,
         norm="rmsnorm" if any(norm_of(m)[0] == "rmsnorm" for m in norms) else "layernorm",
         activation="swiglu" if network.W_G is not None else network.activation,
-        n_heads=2 if many else 1,
-        n_kv_heads=2 if many and part.n_kv_heads == part.n_heads else 1,
+        n_heads=2 if multi_head else 1,
+        n_kv_heads=2 if multi_head and part.n_kv_heads == part.n_heads else 1,
         causal=part.causal,
         rotary=part.rotary,
         bias=network.b_1 is not None,

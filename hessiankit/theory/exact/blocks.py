@@ -57,27 +57,21 @@ class JetBlock(BlockParts):
     """A block at arrays of jets, under the names that equations use; its ``factor`` must be rational.
 
     It records the numbers in place of roots and exponentials (eps of each row that was normalised, ``stacked`` attention
-    weights), so that closed forms are evaluated at the same point. ``choose`` replaces ``draw.eps``.
+    weights), so that closed forms are evaluated at the same point.
     """
 
     scale = SCALE
     root = staticmethod(Jet.sqrt)
     turns = staticmethod(rational_turns)
 
-    def __init__(
-        self,
-        block: TransformerBlock | Attention,
-        arrays: Mapping[str, Array],
-        draw: Draw,
-        choose: Callable[[Any], Any] | None = None,
-    ) -> None:
+    def __init__(self, block: TransformerBlock | Attention, arrays: Mapping[str, Array], draw: Draw) -> None:
         super().__init__(block, arrays)
-        self.exp, self._smooth, self._choose = draw.exp, draw.smooth, choose or draw.eps
+        self.exp, self._draw = draw.exp, draw
         self._heads: list[Array] = []
         self._eps: dict[tuple[nn.Module, tuple[Any, ...]], Any] = {}
 
     def activation(self, X: Array, kind: str) -> Array:
-        return np.frompyfunc(PIECEWISE.get(kind, self._smooth), 1, 1)(X)
+        return np.frompyfunc(PIECEWISE.get(kind, self._draw.smooth), 1, 1)(X)
 
     def weights(self, logits: Array) -> Array:
         """Return the attention weights of one head, and keep their values."""
@@ -95,7 +89,7 @@ class JetBlock(BlockParts):
         keys = [(part, tuple(row)) for row in values(rows)]
         for key, square in zip(keys, values(mean_squares), strict=True):
             if key not in self._eps:
-                self._eps[key] = self._choose(square)
+                self._eps[key] = self._draw.eps(square)
         return np.array([self._eps[key] for key in keys], dtype=object)
 
     def eps_of(self, norm: nn.Module | None) -> Array:
@@ -124,7 +118,7 @@ VARIANTS = (
     BlockStructure("", "rmsnorm", "leaky_relu", n_heads=2, n_kv_heads=2, norm_scope="full", attention_bias=True),
     BlockStructure("", "rmsnorm", "gelu", attention_bias=True, output_projection=True, rotary=True),
 )
-"""What else a block can have, dealt out to the placements in turn."""
+"""Other options of a block, dealt out to the placements in turn."""
 
 
 def structures() -> Iterator[BlockStructure]:
@@ -157,12 +151,12 @@ def block_comparisons(block: TransformerBlock, draw: Draw) -> Iterator[Compariso
         weights=jets.stacked,
         scale=SCALE,
         turns=rational_turns(LENGTH, block.attention.d_k // 2) if block.attention.rotary else None,
-        activation="formal" if network.W_G is not None or network.activation not in PIECEWISE else None,
+        activation=None if network.W_G is None and network.activation in PIECEWISE else draw.smooth.derivatives,
     )
     Z = block_stage(BlockAt(block, at, exact=exact), leaf("X", X))
-    written = _Written()
+    numbers_of = _Written()
     for comparison in against(Z, point, output):
-        yield replace(comparison, closed=written(comparison.closed))
+        yield replace(comparison, closed=numbers_of(comparison.closed))
 
 
 class _Written:

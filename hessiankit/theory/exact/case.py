@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from derivations.activation_functions import KINDS
 from derivations.arrays import Array
 from derivations.matrix import Matrix
 from derivations.operation import Operation, Shape
@@ -69,21 +67,6 @@ class Draw:
         return root * root - mean_square
 
 
-@contextmanager
-def formal_activation(function: FormalFunction) -> Iterator[None]:
-    """Teach the activation chapter a kind "formal" whose value and derivatives are those of a drawn function."""
-
-    def derivatives(x: Array, negative_slope: Any) -> tuple[Array, Array, Array]:
-        taylor: Any = np.frompyfunc(function.taylor, 1, 3)(x)
-        return taylor[0], taylor[1], taylor[2]
-
-    KINDS["formal"] = derivatives
-    try:
-        yield
-    finally:
-        del KINDS["formal"]
-
-
 @dataclass(frozen=True)
 class Comparison:
     """A closed form and the exact array that it must equal."""
@@ -94,11 +77,11 @@ class Comparison:
 
     def mismatch(self) -> tuple[str | None, int]:
         """Compare every entry with ``==``; return how they differ, if they do, and a bound on the degree of the differences."""
-        closed = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
-        reason = self._not_comparable(closed)
+        array = self.closed.dense(EXACT) if isinstance(self.closed, Matrix) else self.closed
+        reason = self._not_comparable(array)
         if reason is not None:
             return reason, 0
-        pairs = list(zip(closed.reshape(-1), self.expected.reshape(-1), strict=True))
+        pairs = list(zip(array.reshape(-1), self.expected.reshape(-1), strict=True))
         wrong = [(c, e) for c, e in pairs if c != e]
         degree = max((d.degree for d in (c - e for c, e in pairs) if isinstance(d, Residue)), default=0)
         if not wrong:
@@ -106,13 +89,13 @@ class Comparison:
         first = f"first: {wrong[0][0]}, expected {wrong[0][1]}"
         return f"{self.label} differs in {len(wrong)} of {len(pairs)} entries ({first})", degree
 
-    def _not_comparable(self, closed: Any) -> str | None:
+    def _not_comparable(self, array: Any) -> str | None:
         """Say why an array cannot be compared with the expected one, or return None."""
-        if isinstance(closed, torch.Tensor):
-            return f"{self.label} is floating point ({closed.dtype}), expected exact numbers"
-        if closed.shape != self.expected.shape:
-            return f"{self.label} has shape {closed.shape}, expected {self.expected.shape}"
-        inexact = [c for c in closed.reshape(-1) if not isinstance(c, (int, Fraction, Residue))]
+        if isinstance(array, torch.Tensor):
+            return f"{self.label} is floating point ({array.dtype}), expected exact numbers"
+        if array.shape != self.expected.shape:
+            return f"{self.label} has shape {array.shape}, expected {self.expected.shape}"
+        inexact = [c for c in array.reshape(-1) if not isinstance(c, (int, Fraction, Residue))]
         if inexact:
             return f"{self.label} holds {inexact[0]!r} of type {type(inexact[0]).__name__}, expected exact numbers"
         return None

@@ -7,7 +7,7 @@ commutation shows. Blocks and compositions, which are made of them, keep the wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import product
@@ -37,30 +37,40 @@ from derivations.softmax import SoftmaxAt
 from derivations.transformer import PostNormBlockAt
 from hessiankit.blocks import Attention, TransformerBlock
 from hessiankit.blocks.norms import GroupNorm
+from hessiankit.blocks.parts import row_softmax
 from hessiankit.theory.exact.blocks import PLACEMENT_CASES, SCALE, JetBlock, rational_turns
 from hessiankit.theory.exact.case import Comparison, Draw, ExactCase, against
-from hessiankit.theory.exact.jets import FormalFunction, Jet, Variables, values
+from hessiankit.theory.exact.jets import Jet, Variables, values
+from hessiankit.theory.formulas.block_at import causal_mask
 from hessiankit.theory.formulas.symbols import symbol_of
 
 Build = Callable[[Draw], Iterator[Comparison]]
+Pair = Callable[[Variables, Draw], tuple[Operation, Array]]
+"""An operation at a point, and its output on the jets of the point."""
 
 
 # Operations of named arguments ------------------------------------------------------------------------------------------
 
 
-def operation(chapter: Callable[..., Operation], formula: Callable[..., Array], **shapes: Shape) -> Build:
-    """Compare a closed form at drawn arguments of the given shapes with a formula of jets by the same names."""
+def case(pair: Pair, shapes: Mapping[str, Shape], *, value: bool = True) -> Build:
+    """Compare an operation with its output on jets, both made at drawn arguments of the given shapes (see ``against``)."""
 
     def build(draw: Draw) -> Iterator[Comparison]:
-        p = draw.point(**shapes)
-        yield from against(chapter(**p.at), p, formula(**p.jets))
+        point = draw.point(**shapes)
+        formula, output = pair(point, draw)
+        yield from against(formula, point, output, value=value)
 
     return build
 
 
-def linear_map(matrix: Matrix, formula: Callable[[Array], Array], before: Shape, after: Shape) -> Build:
+def operation(chapter: Callable[..., Operation], formula: Callable[..., Array], **shapes: Shape) -> Build:
+    """Compare a closed form at drawn arguments of the given shapes with a formula of jets by the same names."""
+    return case(lambda p, _: (chapter(**p.at), formula(**p.jets)), shapes)
+
+
+def linear_map(matrix: Matrix, formula: Callable[[Array], Array], input_shape: Shape, output_shape: Shape) -> Build:
     """Compare a linear map of vec_r with the entries that it should move."""
-    return operation(lambda X: LinearMapAt(X, matrix, after), formula, X=before)
+    return operation(lambda X: LinearMapAt(X, matrix, output_shape), formula, X=input_shape)
 
 
 def linear(X: Array, W: Array, b: Array | None = None) -> Array:
@@ -96,8 +106,8 @@ def head_product(heads: int, kind: str, P: Shape, R: Shape) -> Build:
 
 def piecewise(kind: str, slope: Fraction) -> Build:
     """Compare relu or leaky relu off its kink."""
-    function = np.frompyfunc(lambda x: x.relu(slope), 1, 1)
-    return operation(lambda X: ActivationAt(kind, X, negative_slope=slope), lambda X: function(X), X=(2, 3))
+    relu = np.frompyfunc(lambda x: x.relu(slope), 1, 1)
+    return case(lambda p, _: (ActivationAt(kind, p.at["X"], slope), relu(p.jets["X"])), {"X": (2, 3)})
 
 
 # Norms, softmax, losses: roots and exponentials are drawn --------------------------------------------------------------
@@ -108,46 +118,42 @@ def norm(kind: str, *names: str, groups: int = 1) -> Build:
     part, plain = GroupNorm(3 * groups, groups, kind=kind), LayerNormAt if kind == "layernorm" else RMSNormAt
     chapter: Callable[..., Operation] = plain if groups == 1 else partial(GroupNormRowsAt, groups=groups, kind=kind)
 
-    def build(draw: Draw) -> Iterator[Comparison]:
-        p = draw.point(X=(2, 3 * groups), **dict.fromkeys(names, (3 * groups,)))
+    def pair(p: Variables, draw: Draw) -> tuple[Operation, Array]:
         arrays = {f"norm.{'weight' if name == 'gamma' else 'bias'}": p.jets[name] for name in names}
         jets = JetBlock(Attention(1), arrays, draw)
         output = jets.norm(p.jets["X"], part, "norm")
-        yield from against(chapter(**p.at, eps=jets.eps_of(part)), p, output)
+        return chapter(**p.at, eps=jets.eps_of(part)), output
 
-    return build
+    return case(pair, {"X": (2, 3 * groups), **dict.fromkeys(names, (3 * groups,))})
 
 
 def layer_norm_theorems(draw: Draw) -> Iterator[Comparison]:
     """Compare Theorems 2 and 3, the paper's own construction, with gamma = 1, beta = 0, eps = 0."""
+
+    def centred(X: Array) -> tuple[Array, Array]:
+        M = X - X.sum(-1)[..., None] / 4
+        return M, (M * M).sum(-1) / 4
+
     rows: list[Array] = []
     while len(rows) < 2:
         row = draw.array(4)
-        moved = row - row.sum() / 4
-        if ((moved * moved).sum() / 4).is_square():
+        if centred(row[None])[1][0].is_square():
             rows.append(row)
-    p, part = Variables({"X": np.stack(rows)}), GroupNorm(4, 1)
-    output = JetBlock(Attention(1), {}, draw, choose=lambda square: 0).norm(p.jets["X"], part, "norm")
+    p = Variables({"X": np.stack(rows)})
+    M, mean_squares = centred(p.jets["X"])
+    output = M / np.frompyfunc(Jet.sqrt, 1, 1)(mean_squares[:, None])
     yield Comparison("theorem2_jacobian", theorem2_jacobian(p.at["X"]), p.jacobian(output, "X"))
     yield Comparison("theorem3_hessian", theorem3_hessian(p.at["X"]), p.hessian(output, "X", "X"))
-
-
-def weights_of(T: Array, exp: FormalFunction, mask: Array | None = None) -> Array:
-    """Return the row softmax of T; where ``mask`` is False the weight is exactly 0."""
-    weights = np.frompyfunc(exp, 1, 1)(T)
-    weights = weights if mask is None else np.where(mask, weights, 0)
-    return weights / weights.sum(1).reshape(-1, 1)
 
 
 def softmax(mask: Array | None = None) -> Build:
     """Compare a row softmax of 2 x 3 logits."""
 
-    def build(draw: Draw) -> Iterator[Comparison]:
-        p = draw.point(T=(2, 3))
-        at = SoftmaxAt(p.at["T"], mask=mask, weights=weights_of(p.at["T"], draw.exp, mask))
-        yield from against(at, p, weights_of(p.jets["T"], draw.exp, mask))
+    def pair(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+        T, jets = (row_softmax(logits, draw.exp, mask) for logits in (p.at["T"], p.jets["T"]))
+        return SoftmaxAt(p.at["T"], mask=mask, weights=T), jets
 
-    return build
+    return case(pair, {"T": (2, 3)})
 
 
 def squared_error(Z: Array, target: Array) -> Array:
@@ -156,10 +162,10 @@ def squared_error(Z: Array, target: Array) -> Array:
     return np.array([(difference * difference).sum() * Fraction(1, Z.size)], dtype=object)
 
 
-def mean_squared_error(draw: Draw) -> Iterator[Comparison]:
-    """Compare the mean squared error of a 2 x 3 output."""
-    p, target = draw.point(Z=(2, 3)), draw.array(2, 3)
-    yield from against(MeanSquaredErrorAt(p.at["Z"], target), p, squared_error(p.jets["Z"], target))
+def mean_squared_error(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+    """Return the mean squared error of an output."""
+    target = draw.array(*p.at["Z"].shape)
+    return MeanSquaredErrorAt(p.at["Z"], target), squared_error(p.jets["Z"], target)
 
 
 def log_loss(logits: Array, labels: Sequence[int], draw: Draw) -> Array:
@@ -169,11 +175,11 @@ def log_loss(logits: Array, labels: Sequence[int], draw: Draw) -> Array:
     return np.array([sum(losses) * Fraction(1, len(losses))], dtype=object)
 
 
-def cross_entropy(draw: Draw) -> Iterator[Comparison]:
-    """Compare the cross entropy of two rows of 3 classes; its value is a logarithm and is left out."""
-    p, labels = draw.point(logits=(2, 3)), (2, 0)
-    at = CrossEntropyAt(p.at["logits"], labels, weights=weights_of(p.at["logits"], draw.exp))
-    yield from against(at, p, log_loss(p.jets["logits"], labels, draw), value=False)
+def cross_entropy(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+    """Return the cross entropy of two rows of classes."""
+    logits, labels = p.at["logits"], (2, 0)
+    at = CrossEntropyAt(logits, labels, weights=row_softmax(logits, draw.exp))
+    return at, log_loss(p.jets["logits"], labels, draw)
 
 
 def mean_pool_head(Z: Array, W_c: Array, b_c: Array | None = None) -> Array:
@@ -181,20 +187,14 @@ def mean_pool_head(Z: Array, W_c: Array, b_c: Array | None = None) -> Array:
     return linear(Z.sum(0).reshape(1, -1) * Fraction(1, Z.shape[0]), W_c, b_c)
 
 
-def classifier(draw: Draw) -> Iterator[Comparison]:
-    """Compare the cross entropy of the mean-pool head, whose loss Hessian couples all of Z, W_c and b_c."""
-    p = draw.point(Z=(2, 3), W_c=(3, 4), b_c=(4,))
+def classifier(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+    """Return the cross entropy of the mean-pool head, whose loss Hessian couples all of Z, W_c and b_c."""
     head = MeanPoolHeadAt(**p.at)
-    loss = CrossEntropyAt(head.value, [2], weights=weights_of(head.value, draw.exp))
-    yield from against(Composite(loss, {"logits": head}), p, log_loss(mean_pool_head(**p.jets), [2], draw), value=False)
+    loss = CrossEntropyAt(head.value, [2], weights=row_softmax(head.value, draw.exp))
+    return Composite(loss, {"logits": head}), log_loss(mean_pool_head(**p.jets), [2], draw)
 
 
 # Layers and blocks ------------------------------------------------------------------------------------------------------
-
-
-def lower_triangle(L: int) -> Array:
-    """Return the causal mask: True where a token attends to itself or to one before it."""
-    return np.tril(np.ones((L, L), dtype=bool))
 
 
 def attention(L: int, d_V: int, d_K: int, d_v: int, d_out: int | None = None, *, causal: bool = False) -> Build:
@@ -203,40 +203,43 @@ def attention(L: int, d_V: int, d_K: int, d_v: int, d_out: int | None = None, *,
     shapes = {"X": (L, d_V), "W_Q": (d_V, d_K), "W_K": (d_V, d_K), "W_V": (d_V, d_v)}
     shapes |= {} if d_out is None else {"W_O": (d_v, d_out)}
 
-    def build(draw: Draw) -> Iterator[Comparison]:
-        p = draw.point(**shapes)
+    def pair(p: Variables, draw: Draw) -> tuple[Operation, Array]:
         jets = JetBlock(part, p.jets, draw)
         output = jets(p.jets["X"])
-        mask = lower_triangle(L) if causal else None
-        yield from against(AttentionAt(**p.at, scale=SCALE, mask=mask, weights=jets.stacked), p, output)
+        mask = causal_mask(L, 1) if causal else None
+        return AttentionAt(**p.at, scale=SCALE, mask=mask, weights=jets.stacked), output
 
-    return build
+    return case(pair, shapes)
 
 
-def multi_head_attention(draw: Draw) -> Iterator[Comparison]:
-    """Compare two heads with L = 2, d_V = 3, d_K = 1, d_v = 1, d_out = 2, and all blocks across them."""
-    shapes = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 2)}
-    p = draw.point(X=(2, 3), **{f"{name}[{h}]": shape for h in range(2) for name, shape in shapes.items()})
-    joined = {name: np.concatenate([p.jets[f"{name}[{h}]"] for h in range(2)], int(name != "W_O")) for name in shapes}
-    jets = JetBlock(Attention(3, 2, d_k=1, d_v=1, output_projection=True), joined, draw)
-    output = jets(p.jets["X"])
-    heads = [{name: p.at[f"{name}[{h}]"] for name in shapes} for h in range(2)]
-    weights = np.split(jets.stacked, 2)
-    yield from against(MultiHeadAttentionAt(p.at["X"], heads, scale=SCALE, weights=weights), p, output)
+HEAD_SHAPES: dict[str, Shape] = {"W_Q": (3, 1), "W_K": (3, 1), "W_V": (3, 1), "W_O": (1, 2)}
+
+
+def multi_head_attention(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+    """Return two heads with L = 2, d_V = 3, d_K = 1, d_v = 1, d_out = 2, and all blocks across them."""
+    arrays = {name: np.concatenate([p.jets[f"{name}[{h}]"] for h in range(2)], int(name != "W_O")) for name in HEAD_SHAPES}
+    jets = JetBlock(Attention(3, 2, d_k=1, d_v=1, output_projection=True), arrays, draw)
+    output, heads = jets(p.jets["X"]), [{name: p.at[f"{name}[{h}]"] for name in HEAD_SHAPES} for h in range(2)]
+    return MultiHeadAttentionAt(p.at["X"], heads, scale=SCALE, weights=np.split(jets.stacked, 2)), output
+
+
+def jets_by_letter(block: TransformerBlock, p: Variables, draw: Draw) -> JetBlock:
+    """Return a block at those of its parameters that have their letter among some variables."""
+    letters = {dotted: symbol_of(dotted).removeprefix("\\") for dotted, _ in block.named_parameters()}
+    return JetBlock(block, {dotted: p.jets[letter] for dotted, letter in letters.items() if letter in p.jets}, draw)
 
 
 def feed_forward(*biases: str, residual: bool = True, smooth: bool = False) -> Build:
     """Compare the feed-forward layer with L = 2, d_V = 3, d_ff = 4, with ReLU or with any smooth activation."""
     shapes = {"Y": (2, 3), "W_1": (3, 4), "W_2": (4, 3), "b_1": (4,), "b_2": (3,)}
-    block = TransformerBlock(3, 4, activation="gelu" if smooth else "relu")
+    block = TransformerBlock(3, 4, activation="gelu" if smooth else "relu", bias=True)
 
-    def build(draw: Draw) -> Iterator[Comparison]:
-        p = draw.point(**{name: shapes[name] for name in ("Y", "W_1", "W_2", *biases)})
-        branch = JetBlock(block, {f"feedforward.{name}": x for name, x in p.jets.items()}, draw).feedforward(p.jets["Y"])
-        at = FeedForwardAt(**p.at, residual=residual, activation="formal" if smooth else "relu")
-        yield from against(at, p, p.jets["Y"] + branch if residual else branch)
+    def pair(p: Variables, draw: Draw) -> tuple[Operation, Array]:
+        branch = jets_by_letter(block, p, draw).feedforward(p.jets["Y"])
+        at = FeedForwardAt(**p.at, residual=residual, activation=draw.smooth.derivatives if smooth else "relu")
+        return at, p.jets["Y"] + branch if residual else branch
 
-    return build
+    return case(pair, {name: shapes[name] for name in ("Y", "W_1", "W_2", *biases)})
 
 
 def composition(draw: Draw) -> Iterator[Comparison]:
@@ -245,7 +248,7 @@ def composition(draw: Draw) -> Iterator[Comparison]:
     dotted = {"feedforward.W_1": "W_1", "feedforward.W_2": "W_2", "norm_1.weight": "gamma"}
     jets = JetBlock(block, {name: p.jets[letter] for name, letter in dotted.items()}, draw)
     output, at = jets.norm_1(p.jets["X"] + jets.feedforward(p.jets["X"])), p.at
-    branch = FeedForwardAt(at["X"], at["W_1"], at["W_2"], activation="formal", residual=False)
+    branch = FeedForwardAt(at["X"], at["W_1"], at["W_2"], activation=draw.smooth.derivatives, residual=False)
     residual = Total(Variable("X", at["X"]), Renamed(branch, {"Y": "X"}))
     model = Composite(LayerNormAt(residual.value, at["gamma"], eps=jets.eps_of(block.norm_1)), {"X": residual})
     yield from against(model, p, output)
@@ -266,20 +269,19 @@ def post_norm_block(*extra: str, causal: bool = False, smooth: bool = False, los
     """
     options = {"bias": "b_1" in extra, "output_projection": "W_O" in extra, "causal": causal}
     block = TransformerBlock(3, 4, d_k=1, d_v=3, activation="gelu" if smooth else "relu", **options)  # type: ignore[arg-type]
-    letters = {dotted: symbol_of(dotted).removeprefix("\\") for dotted, _ in block.named_parameters()}
-    shapes = {letters[dotted]: tuple(p.shape) for dotted, p in block.named_parameters()}
+    shapes = {symbol_of(dotted).removeprefix("\\"): tuple(p.shape) for dotted, p in block.named_parameters()}
 
     def build(draw: Draw) -> Iterator[Comparison]:
         p = draw.point(X=(2, 3), **{name: shapes[name] for name in (*WEIGHTS, *extra)})
-        jets = JetBlock(block, {dotted: p.jets[name] for dotted, name in letters.items() if name in p.jets}, draw)
+        jets = jets_by_letter(block, p, draw)
         output = jets(p.jets["X"])
         at = PostNormBlockAt(
             **p.at,
             eps=(jets.eps_of(block.norm_1), jets.eps_of(block.norm_2)),
             scale=SCALE,
             weights=jets.stacked,
-            mask=lower_triangle(2) if causal else None,
-            activation="formal" if smooth else "relu",
+            mask=causal_mask(2, 1) if causal else None,
+            activation=draw.smooth.derivatives if smooth else "relu",
         )
         if not loss:
             yield from against(at, p, output)
@@ -332,19 +334,22 @@ def vecr_rules(draw: Draw) -> Iterator[Comparison]:
         ("d2N/dYdX from d2N/dXdY", vecr.slice_transpose(Dense(N_XY), 8, 6, 12), N_YX),
         ("d2<adjoint, N>/dXdY", vecr.contract(adjoint, Dense(N_XY), 6), p.hessian(scalar, "X", "Y")),
     ]
-    for label, closed, expected in rules:
-        yield Comparison(label, closed, expected)
+    for label, formula, expected in rules:
+        yield Comparison(label, formula, expected)
 
 
 # The table --------------------------------------------------------------------------------------------------------------
 
 _BIASES, _GAINS = ("b_1", "b_2"), ("gamma_1", "beta_1", "gamma_2", "beta_2")
 _COS, _SIN = rational_turns(3)
-_SOME = np.array([[True, False, True], [True, True, True]])
+_MASK = np.array([[True, False, True], [True, True, True]])
 _FF, _BLOCK, _KINKS = "L=2 d_V=3 d_ff=4", "L=2 d_V=3 d_K=1 d_ff=4", 2**8
 _split, _merged = partial(by_head, heads=2), partial(by_token, heads=2)
 _pooled = partial(operation, MeanPoolHeadAt, mean_pool_head, Z=(2, 3), W_c=(3, 4))
 _tokens = [3, 0, 3]
+_two_heads = case(
+    multi_head_attention, {"X": (2, 3), **{f"{name}[{h}]": HEAD_SHAPES[name] for h in range(2) for name in HEAD_SHAPES}}
+)
 
 _ROWS: tuple[tuple[Any, ...], ...] = (
     ("vecr", "rules", "X 2x3, Y 3x4, D 2x2", vecr_rules),
@@ -354,7 +359,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("normalization", "RMS norm", "L=2 d=3", norm("rmsnorm")),
     ("normalization", "RMS norm, gamma", "L=2 d=3", norm("rmsnorm", "gamma")),
     ("softmax", "softmax", "L=2 S=3", softmax()),
-    ("softmax", "softmax, mask", "L=2 S=3", softmax(_SOME)),
+    ("softmax", "softmax, mask", "L=2 S=3", softmax(_MASK)),
     ("activation", "relu", "2x3", piecewise("relu", Fraction(0)), 2**6),
     ("activation", "leaky relu", "2x3", piecewise("leaky_relu", Fraction(1, 3)), 2**6),
     ("feedforward", "relu", _FF, feed_forward(), _KINKS),
@@ -364,7 +369,7 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("attention", "nine Phi, X blocks", "L=3 d_V=2 d_K=4", attention(3, 2, 4, 2)),
     ("attention", "nine Phi, X blocks, causal mask", "L=3 d_V=2 d_K=4", attention(3, 2, 4, 2, causal=True)),
     ("attention", "sixteen Phi, X blocks, W_O", "L=2 d_V=3 d_K=4 d_v=5 d_out=6", attention(2, 3, 4, 5, 6)),
-    ("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", multi_head_attention),
+    ("attention", "two heads", "L=2 d_V=3 d_K=1 d_v=1 d_out=2", _two_heads),
     ("affine", "X W", "L=2 d=3 m=4", operation(AffineAt, linear, X=(2, 3), W=(3, 4))),
     ("affine", "X W + b", "L=2 d=3 m=4", operation(AffineAt, linear, X=(2, 3), W=(3, 4), b=(4,))),
     ("linear_map", "split heads", "L=3 H=2 w=2", linear_map(split_heads(3, 2, 2), _split, (3, 4), (6, 2))),
@@ -399,12 +404,17 @@ _ROWS: tuple[tuple[Any, ...], ...] = (
     ("group_normalization", "two groups", "L=2 d=6", norm("layernorm", groups=2)),
     ("group_normalization", "two groups, gamma, beta", "L=2 d=6", norm("layernorm", "gamma", "beta", groups=2)),
     ("group_normalization", "two groups, RMS norm, gamma", "L=2 d=6", norm("rmsnorm", "gamma", groups=2)),
-    ("loss", "mean squared error", "2x3", mean_squared_error),
-    ("loss", "cross entropy", "L=2 C=3", cross_entropy),
+    ("loss", "mean squared error", "2x3", case(mean_squared_error, {"Z": (2, 3)})),
+    ("loss", "cross entropy", "L=2 C=3", case(cross_entropy, {"logits": (2, 3)}, value=False)),
     ("pooling", "mean-pool head", "L=2 d_V=3 C=4", _pooled()),
     ("pooling", "mean-pool head, bias", "L=2 d_V=3 C=4", _pooled(b_c=(4,))),
     ("composition", "layer norm of a residual, Gauss-Newton", "L=2 d_V=3 d_ff=1", composition),
-    ("composition", "cross entropy of the mean-pool head", "L=2 d_V=3 C=4", classifier),
+    (
+        "composition",
+        "cross entropy of the mean-pool head",
+        "L=2 d_V=3 C=4",
+        case(classifier, {"Z": (2, 3), "W_c": (3, 4), "b_c": (4,)}, value=False),
+    ),
     ("transformer", "post-norm block, all pairs", _BLOCK, post_norm_block(), _KINKS),
     ("transformer", "Eq. 7, the loss Hessian", _BLOCK, post_norm_block(loss=True), _KINKS),
     ("transformer", "with biases, gains, shifts", _BLOCK, post_norm_block(*_BIASES, *_GAINS), _KINKS),

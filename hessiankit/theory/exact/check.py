@@ -15,7 +15,7 @@ from hessiankit.blocks import TransformerBlock
 from hessiankit.support.errors import InputError
 from hessiankit.theory.exact.block_structure import structure_of
 from hessiankit.theory.exact.blocks import placement_case
-from hessiankit.theory.exact.case import Draw, ExactCase, formal_activation
+from hessiankit.theory.exact.case import Draw, ExactCase
 from hessiankit.theory.exact.cases import CASES
 from hessiankit.theory.exact.residues import VALUES
 
@@ -29,10 +29,10 @@ class ExactRow:
         size: the dimensions of the check.
         passed: whether every entry of every block is equal.
         seconds: wall-clock time.
-        note: what was compared, or the first block that differs.
+        note: blocks and entries compared, or the first block that differs.
         entries: how many numbers were compared.
-        degree: of the numerators of all differences, a bound.
-        chance: that a wrong formula passes, a bound (Schwartz and Zippel).
+        degree: bound on the degree of the numerators of all differences.
+        chance: bound on the probability that a wrong formula passes (Schwartz and Zippel).
         method: "modular", the arithmetic: jets over residues.
     """
 
@@ -69,7 +69,7 @@ def check_exact(chapter: str | None = None, *, seed: int = 0) -> tuple[ExactRow,
 
     Args:
         chapter: the module of ``derivations`` to check, or "placements" for whole blocks (see ``chapters``); None checks all.
-        seed: of the points and formal weights.
+        seed: seed of the points and formal weights.
 
     Raises:
         ValueError: if there is no such chapter.
@@ -90,7 +90,7 @@ def check_exact_blocks(module: nn.Module, *, seed: int = 0) -> tuple[ExactRow, .
 
     Args:
         module: a block, or a module that holds some.
-        seed: of the points.
+        seed: seed of the points.
 
     Raises:
         InputError: if there is no block in the module.
@@ -109,12 +109,10 @@ def run_case(case: ExactCase, seed: int = 0) -> ExactRow:
     """Run one case and report it; a closed form that raises fails its row and does not hide the others."""
     start, failures, blocks, entries, degree = time.perf_counter(), list[str](), 0, 0, 0
     try:
-        draw = Draw(f"{seed}/{case.chapter}/{case.name}")
-        with formal_activation(draw.smooth):
-            for comparison in case.build(draw):
-                mismatch, of_block = comparison.mismatch()
-                blocks, entries, degree = blocks + 1, entries + comparison.expected.size, max(degree, of_block)
-                failures += [] if mismatch is None else [mismatch]
+        for comparison in case.build(Draw(f"{seed}/{case.chapter}/{case.name}")):
+            mismatch, block_degree = comparison.mismatch()
+            blocks, entries, degree = blocks + 1, entries + comparison.expected.size, max(degree, block_degree)
+            failures += [] if mismatch is None else [mismatch]
     except Exception as error:  # reported in the row: the closed form under test may raise anything
         failures.append(f"{type(error).__name__}: {error}")
     if not blocks and not failures:

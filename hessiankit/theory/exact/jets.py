@@ -111,6 +111,11 @@ class FormalFunction:
     def __init__(self, draw: Callable[[Any], tuple[Any, Any, Any]]) -> None:
         self.taylor = cache(draw)  # value, first and second derivative at x, drawn once
 
+    def derivatives(self, x: Array, slope: Any = None) -> tuple[Array, Array, Array]:
+        """Return value, first and second derivative of every entry: a kind of ``derivations.activation_functions``."""
+        taylor: Any = np.frompyfunc(self.taylor, 1, 3)(x)
+        return taylor
+
     def __call__(self, x: Jet | Number) -> Any:
         """Return the function of x, a jet or a number as x is."""
         return x.chain(*self.taylor(x.value)) if isinstance(x, Jet) else self.taylor(x)[0]
@@ -128,9 +133,9 @@ class Variables:
     def __init__(self, at: Mapping[str, Array]) -> None:
         self.at, self.jets, self._offset, start = dict(at), dict[str, Array](), dict[str, int](), 0
         for name, numbers in at.items():
-            lifted = np.empty(numbers.size, dtype=object)
-            lifted[:] = [Jet(value, {start + k: 1}) for k, value in enumerate(numbers.reshape(-1))]
-            self.jets[name], self._offset[name] = lifted.reshape(numbers.shape), start
+            jets = np.empty(numbers.size, dtype=object)
+            jets[:] = [Jet(value, {start + k: 1}) for k, value in enumerate(numbers.reshape(-1))]
+            self.jets[name], self._offset[name] = jets.reshape(numbers.shape), start
             start += numbers.size
 
     def _indices(self, name: str) -> range:

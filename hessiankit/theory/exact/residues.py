@@ -18,7 +18,7 @@ import sympy
 P = 2**61 - 1
 """A prime with p = 3 mod 4, so that the power (p + 1)/4 of a square is a root of it."""
 VALUES = (P - 1) // 2
-"""How many values a drawn variable takes at least: a root is that one of +-s which is a square itself."""
+"""Number of values that a drawn variable takes at least: a root is that one of +-s which is a square itself."""
 
 Atom: TypeAlias = "tuple[int, int]"
 """A divisor: its value and its degree."""
@@ -69,8 +69,8 @@ class Residue(Arithmetic):
         value = (self.value + other.value) % P
         if self.below is other.below:
             return Residue(value, max(self.degree, other.degree), self.below)
-        below, left, right = _common(self.below, other.below)
-        return Residue(value, max(self.degree + left, other.degree + right), below)
+        denominator, left, right = _common(self.below, other.below)
+        return Residue(value, max(self.degree + left, other.degree + right), denominator)
 
     def __mul__(self, other: Any) -> Any:
         if type(other) is not Residue:
@@ -79,8 +79,8 @@ class Residue(Arithmetic):
             other = _residue(other)
             if other is None:
                 return NotImplemented
-        below = _product(self.below, other.below) if self.below and other.below else self.below or other.below
-        return Residue(self.value * other.value % P, self.degree + other.degree, below)
+        denominator = _product(self.below, other.below) if self.below and other.below else self.below or other.below
+        return Residue(self.value * other.value % P, self.degree + other.degree, denominator)
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -95,8 +95,8 @@ class Residue(Arithmetic):
 
     def reciprocal(self) -> Residue:
         """Return 1 / self, whose denominator is the numerator of self; a constant has none."""
-        below = _atom(self.value, self.degree) if self.degree else ONE
-        return Residue(pow(self.value, -1, P), _degree(self.below), below)
+        denominator = _atom(self.value, self.degree) if self.degree else ONE
+        return Residue(pow(self.value, -1, P), _degree(self.below), denominator)
 
     def sqrt(self) -> Residue:
         """Return a square root as a new variable; an eps under the root is chosen so that there is one.
@@ -156,8 +156,8 @@ def _atom(value: int, degree: int) -> Powers:
 def _common(a: Powers, b: Powers) -> tuple[Powers, int, int]:
     """Return the least common denominator and the degrees that the two numerators are multiplied with."""
     left, right = dict(a), dict(b)
-    both = frozenset({atom: max(left.get(atom, 0), right.get(atom, 0)) for atom in left | right}.items())
-    return both, _degree(both) - _degree(a), _degree(both) - _degree(b)
+    union = frozenset({atom: max(left.get(atom, 0), right.get(atom, 0)) for atom in left | right}.items())
+    return union, _degree(union) - _degree(a), _degree(union) - _degree(b)
 
 
 @cache

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from derivations.activation import ActivationAt
+from derivations.activation_functions import Kind
 from derivations.affine import AffineAt
-from derivations.arrays import Array, is_exact
+from derivations.arrays import Array, is_exact, symbolic
 from derivations.attention import AttentionAt
 from derivations.feedforward import FeedForwardAt
 from derivations.gains import HadamardAt
@@ -50,7 +51,7 @@ class Exact:
     weights: Array | None = None  # attention weights, stacked over the heads, in place of a softmax
     scale: Any = None  # the factor of the logits
     turns: tuple[Array, Array] | None = None  # cosines and sines of the rotary embedding, each L x d_K / 2
-    activation: str | None = None  # a kind of ``derivations.activation`` in place of the network's, or of the gate's
+    activation: Kind | None = None  # an activation in place of the network's, or of the gate's
 
 
 @dataclass
@@ -86,8 +87,8 @@ class BlockAt:
             return lambda X: StageValue(
                 lambda symbol: self.norm(symbol, X.stage, part, name), lambda: marked("hat", X.stage.symbol), self.sums
             )
-        if name == "factor" and self.spelt and (written := spelling(self.block)) is not None:
-            return Factor(part, written[0])
+        if name == "factor" and self.spelt and (letter := spelling(self.block)) is not None:
+            return Factor(part, letter[0])
         return part
 
     @property
@@ -140,8 +141,8 @@ class BlockAt:
             chapter, title = {"layernorm": (LayerNormAt, "LayerNorm"), "rmsnorm": (RMSNormAt, "RMSNorm")}[kind]
             at = chapter(X.value, **arrays, eps=eps)
         rule = rf"\mathrm{{{title}}}({X.symbol})"
-        alphabet, called = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
-        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=called)
+        alphabet, names_of_norm = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
+        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=names_of_norm)
 
     def _norm_alphabet(self, name: str, X: str, renamed: Mapping[str, str]) -> dict[str, str]:
         """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm.
@@ -149,8 +150,8 @@ class BlockAt:
         The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
         """
         rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
-        own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": renamed.get("gamma", r"\gamma")}
-        return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
+        letters = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": renamed.get("gamma", r"\gamma")}
+        return {**rows, **letters, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
 
     def _norm_names(self, name: str, X: str) -> Names:
         """J_Z and H_Z for the norm; H_tr for second derivatives of the block's output, as in the paper."""
@@ -194,13 +195,13 @@ def _attention_chain(parts: BlockAt, name: str, X: Stage) -> Stage:
     Q = _projected(parts, "Q", X, heads, 1)
     K = _projected(parts, "K", X, kv_heads, heads // kv_heads)
     V = _projected(parts, "V", X, kv_heads, heads // kv_heads)
-    each = r"\text{ for each head}" if heads > 1 else ""
+    per_head = r"\text{ for each head}" if heads > 1 else ""
     scores = HeadProductAt(Q.value, K.value, heads, "scores", exact.scale)
-    T = parts.stage("T", scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}")
+    T = parts.stage("T", scores, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{per_head}")
     mask = causal_mask(length, heads) if part.causal else None
     softmax = SoftmaxAt(T.value, mask=mask, weights=exact.weights)
     A = parts.stage("A", softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}")
-    C = parts.stage("C", HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}")
+    C = parts.stage("C", HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{per_head}")
     C = _normed(parts, "c", C, "head")
     if heads > 1:
         width = shape_of(C.value)[1]
@@ -221,16 +222,16 @@ def _projected(parts: BlockAt, letter: str, X: Stage, heads: int, repeat: int) -
     length, columns = shape_of(stage.value)
     width = columns // heads
     if heads * repeat > 1:
-        shared = ", each for a group of queries" if repeat > 1 else ""
-        rule = rf"{stage.symbol}\text{{, heads below each other{shared}}}"
+        group_note = ", each for a group of queries" if repeat > 1 else ""
+        rule = rf"{stage.symbol}\text{{, heads below each other{group_note}}}"
         matrix = split_heads(length, heads, width, repeat)
         stage = parts.map(marked("check", letter), stage, matrix, (heads * repeat * length, width), rule)
     stage = _normed(parts, letter.lower(), stage, "head")
     if part.rotary and letter in "QK":
         cos, sin = parts.exact.turns or _turns(length, width, part.rotary_theta, stage.value)
         turns = rotary(length, width, heads * repeat, part.rotary_theta, cos=cos, sin=sin)
-        turned = marked("tilde", letter)
-        stage = parts.map(turned, stage, turns, shape_of(stage.value), rf"{stage.symbol}\text{{, rows turned by }}R_l")
+        rotated_symbol = marked("tilde", letter)
+        stage = parts.map(rotated_symbol, stage, turns, shape_of(stage.value), rf"{stage.symbol}\text{{, rows turned by }}R_l")
     return stage
 
 
@@ -239,7 +240,7 @@ def _turns(length: int, width: int, theta: float, like: Array) -> tuple[Array, A
     if not isinstance(like, Tensor):
         by = [sympy.Rational(theta) ** sympy.Rational(-2 * i, width) for i in range(width // 2)]
         exact = np.array([[position * angle for angle in by] for position in range(length)], dtype=object)
-        return np.vectorize(sympy.cos, otypes=[object])(exact), np.vectorize(sympy.sin, otypes=[object])(exact)
+        return symbolic("cos", exact), symbolic("sin", exact)
     half = angles(length, width, theta).to(like.device)
     return half.cos().to(like.dtype), half.sin().to(like.dtype)
 

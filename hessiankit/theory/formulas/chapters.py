@@ -215,15 +215,15 @@ ACTIVATIONS: dict[type[nn.Module], str] = {
 MODULES = "Linear, LayerNorm, RMSNorm, Softmax, Embedding, MSELoss, CrossEntropyLoss, GELU, SiLU, ReLU, LeakyReLU, Tanh"
 
 
-def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
+def of_chapter(name: str, wrt: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a chapter as a subject, at parameters that are drawn at small unequal sizes.
 
-    An optional argument such as W_O is there if ``asked``, what is differentiated, names it.
+    An optional argument such as W_O is there if ``wrt``, what is differentiated, names it.
     """
     chapter = CHAPTERS[name]
-    wanted = {asked} if isinstance(asked, str) else set(asked) if isinstance(asked, (list, tuple)) else set()
-    wanted |= {"W_O"} if wanted & {"output", "O"} else set()
-    shapes = {**chapter.shapes, **{name: axes for name, axes in chapter.extra.items() if name in wanted}}
+    requests = {wrt} if isinstance(wrt, str) else set(wrt) if isinstance(wrt, (list, tuple)) else set()
+    requests |= {"W_O"} if requests & {"output", "O"} else set()
+    shapes = {**chapter.shapes, **{name: axes for name, axes in chapter.extra.items() if name in requests}}
     first = next(iter(shapes))
     sizes = {**SMALL, "L": max(length, 1)}
     if isinstance(inputs, Tensor) and inputs.ndim >= 2 and " " not in shapes[first][1]:
@@ -295,11 +295,11 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         rule = chapter.rule if module.bias is not None else r"X\,W"
         return "linear", replace(chapter, rule=rule), {"W": module.weight.T, "b": module.bias}, {}, module.in_features
     if isinstance(module, nn.Embedding) and module.max_norm is None:
-        chapter, still = CHAPTERS["embedding"], module.padding_idx
-        if still is not None:
-            note = ("k", rf"0\text{{ at row }}{still}\text{{, which has no gradient, }}1\text{{ elsewhere}}")
+        chapter, frozen_row = CHAPTERS["embedding"], module.padding_idx
+        if frozen_row is not None:
+            note = ("k", rf"0\text{{ at row }}{frozen_row}\text{{, which has no gradient, }}1\text{{ elsewhere}}")
             chapter = replace(chapter, values=(*chapter.values, note))
-        return "embedding", chapter, {"E": module.weight}, {"frozen": still}, None
+        return "embedding", chapter, {"E": module.weight}, {"frozen": frozen_row}, None
     kind = ACTIVATIONS.get(type(module), "")
     if isinstance(module, nn.GELU):
         kind = "gelu" if module.approximate == "none" else "gelu_tanh"

@@ -48,8 +48,8 @@ def subject_of(
             block = TransformerBlock(4, 5, d_k=2, affine=False, eps=0.0, **BLOCKS[theorem.chapter]).double()
         subject = of_block(block, inputs, length, seed, branch=theorem.branch)
     else:
-        named = [wrt] if isinstance(wrt, str) else list(wrt or ())
-        subject = of_chapter(theorem.chapter, [*theorem.given, *named], inputs, None, length, seed)
+        arguments = [wrt] if isinstance(wrt, str) else list(wrt or ())
+        subject = of_chapter(theorem.chapter, [*theorem.given, *arguments], inputs, None, length, seed)
     title = f"of {theorem.place} of {PAPERS[paper]}"
     return replace(subject, wrt=subject.names(theorem.wrt), title=title, claims=theorem.ids(paper), loss=theorem.loss)
 
@@ -79,12 +79,12 @@ def derive(
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
             theorem differentiates; of a block ("query", "value").
         inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
-        target: For a loss: the values or labels that the output is compared with. By default drawn; of a loss itself zero,
+        target: Values or labels that a loss compares the output with. By default drawn; of a loss itself zero,
             and label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
             or ``None`` for the derivative of the output itself.
         length: Tokens to draw where no inputs are given.
-        seed: Of the drawn inputs, targets and, for a name, parameters.
+        seed: Seed of the drawn inputs, targets and, for a name, parameters.
 
     Returns:
         A :class:`Derivation`; printing it shows the formula and the objects it refers to. A ``Linear`` is Y = X W + 1 b^T with
@@ -166,8 +166,8 @@ def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
 
 
 def _left(Z: Stage, loss: str | None, symbols: Sequence[str]) -> str:
-    below = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
-    return rf"\frac{{\partial{'^2' if len(symbols) == 2 else ''} {Z.symbol if loss is None else LOSS}}}{{{below}}}"
+    denominator = r"\,".join(rf"\partial {symbol}" for symbol in symbols)
+    return rf"\frac{{\partial{'^2' if len(symbols) == 2 else ''} {Z.symbol if loss is None else LOSS}}}{{{denominator}}}"
 
 
 def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:

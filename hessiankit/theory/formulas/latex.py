@@ -106,10 +106,10 @@ def _text(atoms: Iterable[Atom]) -> str:
     text = ""
     for atom in atoms:
         sign = _sign(atom)
-        before = text.rstrip()[-1:]
-        if sign in ("+", "-") and before not in ("", *"([{,=+-·"):  # between two summands, not before the first
+        last_letter = text.rstrip()[-1:]
+        if sign in ("+", "-") and last_letter not in ("", *"([{,=+-·"):  # between two summands, not before the first
             sign = f" {sign} "
-        elif before == "ᵀ" and sign[:1].isalnum():
+        elif last_letter == "ᵀ" and sign[:1].isalnum():
             sign = f" {sign}"
         elif sign == " " and text.endswith(("∂", "∂²")):
             sign = ""
@@ -158,8 +158,8 @@ def width(atoms: Iterable[Atom]) -> float:
 
 
 def _width(atom: Atom) -> float:
-    own = width(atom.arguments[0]) if atom.arguments else float(atom.name not in (*_LAYOUT, *_SPACES, " "))
-    return own + sum(2 / 3 * width(content) for _, content in atom.scripts)
+    atom_width = width(atom.arguments[0]) if atom.arguments else float(atom.name not in (*_LAYOUT, *_SPACES, " "))
+    return atom_width + sum(2 / 3 * width(content) for _, content in atom.scripts)
 
 
 def broken(formula: str, limit: float = WIDTH) -> list[str]:
@@ -169,18 +169,18 @@ def broken(formula: str, limit: float = WIDTH) -> list[str]:
     ['A\\,B', '{}+C\\,D']
     """
     atoms = read(formula)
-    before = dict(zip([*(atom.start for atom in atoms), len(formula)], [0.0, *accumulate(map(_width, atoms))], strict=True))
+    offsets = dict(zip([*(atom.start for atom in atoms), len(formula)], [0.0, *accumulate(map(_width, atoms))], strict=True))
     places = list(_places(atoms))
     pieces, start, inner = [], 0, False
-    while before[len(formula)] - before[start] > limit:
-        ahead = {place: before[place.at] - before[start] for place in places if place.at > start}
-        if not ahead:
+    while offsets[len(formula)] - offsets[start] > limit:
+        lengths = {place: offsets[place.at] - offsets[start] for place in places if place.at > start}
+        if not lengths:
             break
-        far = [place for place, gone in ahead.items() if limit / 3 <= gone <= limit]
-        fitting = [place for place, gone in ahead.items() if gone <= limit] or list(ahead)[:1]
-        chosen = min(far, key=lambda place: (place.depth, not place.of_sum, -place.at)) if far else fitting[-1]
-        pieces.append(formula[start : chosen.at])
-        start, inner = chosen.at, inner or chosen.depth > 0
+        candidates = [place for place, length in lengths.items() if limit / 3 <= length <= limit]
+        fitting = [place for place, length in lengths.items() if length <= limit] or list(lengths)[:1]
+        cut = min(candidates, key=lambda place: (place.depth, not place.of_sum, -place.at)) if candidates else fitting[-1]
+        pieces.append(formula[start : cut.at])
+        start, inner = cut.at, inner or cut.depth > 0
     pieces.append(formula[start:])
     if inner:  # brackets of one size: those of \left and \right cannot be in different lines
         pieces = [piece.replace(r"\left", r"\bigl").replace(r"\right", r"\bigr") for piece in pieces]
@@ -188,7 +188,7 @@ def broken(formula: str, limit: float = WIDTH) -> list[str]:
 
 
 class _Place(NamedTuple):
-    """Where a formula can be broken: the position, the depth of brackets, at a sum or in a product."""
+    """Place where a formula can be broken: the position, the depth of brackets, at a sum or in a product."""
 
     at: int
     depth: int
@@ -196,14 +196,14 @@ class _Place(NamedTuple):
 
 
 def _places(atoms: Sequence[Atom]) -> Iterator[_Place]:
-    depth, before = 0, ""
+    depth, name = 0, ""
     for atom in atoms:
-        if atom.name in ("+", "-") and before not in ("", "(", "["):
+        if atom.name in ("+", "-") and name not in ("", "(", "["):
             yield _Place(atom.start, depth, True)
         elif atom.name == r"\,":
             yield _Place(atom.start, depth, False)
         depth += (atom.name in ("(", "[")) - (atom.name in (")", "]"))
-        before = atom.name
+        name = atom.name
 
 
 def _continued(piece: str) -> str:

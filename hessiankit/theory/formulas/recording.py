@@ -42,13 +42,13 @@ class StageValue:
             self._stage = self._make(symbol)
         return self._stage
 
-    def __add__(self, other: StageValue) -> StageValue:
-        own = self._sums.pop(0) if self._sums else None
+    def __add__(self, summand: StageValue) -> StageValue:
+        sum_name = self._sums.pop(0) if self._sums else None
 
         def make(name: str) -> Stage:
-            return total(name, self.stage, other.stage, names=sum_names(name), index=index_of)
+            return total(name, self.stage, summand.stage, names=sum_names(name), index=index_of)
 
-        return StageValue(make, lambda: own or f"({self.stage.symbol}+{other.stage.symbol})", self._sums)
+        return StageValue(make, lambda: sum_name or f"({self.stage.symbol}+{summand.stage.symbol})", self._sums)
 
     def __mul__(self, factor: Parameter | float) -> StageValue:
         """Return this value times a number or a parameter; without a name it has a bar."""

@@ -34,7 +34,7 @@ class Derivation(Printed):
         wrt: dotted names of the parameters, "X" for the input.
         loss: ``"mse"``, ``"cross_entropy"`` or None.
         matrix: the expression.
-        title: what it is of, in words.
+        title: its subject in words.
         claims: for a theorem, the rows of the ledger that judge its print (``papers.claims(id=...)``).
     """
 

@@ -1,4 +1,4 @@
-"""What ``derive`` differentiates: a value at a point, and the same value at sizes that are printed as letters."""
+"""Subject of ``derive``: a value at a point, and the same value at sizes that are printed as letters."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ class Subject:
         """Return the arguments that were asked for."""
         if not isinstance(wrt, (str, list, tuple)):
             raise InputError(f"derive: wrt is a {type(wrt).__name__}; expected a name, or a list of one or two names")
-        chosen = (wrt,) if isinstance(wrt, str) else tuple(wrt)
-        if not 1 <= len(chosen) <= 2 or not all(isinstance(name, str) for name in chosen):
+        names = (wrt,) if isinstance(wrt, str) else tuple(wrt)
+        if not 1 <= len(names) <= 2 or not all(isinstance(name, str) for name in names):
             raise InputError(f"derive: wrt={wrt!r} is not one or two names; pass one for a Jacobian, two for a Hessian block")
-        known: dict[str, str] = {}
+        argument_of: dict[str, str] = {}
         for argument, symbol in self.symbols.items():
             for name in (argument, symbol, symbol.lstrip("\\"), index_of(symbol)):
-                known.setdefault(name, argument)
+                argument_of.setdefault(name, argument)
         by_symbol = {symbol: argument for argument, symbol in self.symbols.items()}
         words = {word: by_symbol[symbol] for word, symbol in WORDS.items() if symbol in by_symbol} | dict(self.words)
-        for name in chosen:
-            if name not in known and name not in words:
-                shown = [*(word for word in words if word not in ("input", "weight", "bias")), *self.symbols]
-                raise unknown("derive", "wrt", name, shown)
-        return tuple({**words, **known}[name] for name in chosen)
+        for name in names:
+            if name not in argument_of and name not in words:
+                choices = [*(word for word in words if word not in ("input", "weight", "bias")), *self.symbols]
+                raise unknown("derive", "wrt", name, choices)
+        return tuple({**words, **argument_of}[name] for name in names)
 
 
 def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *, branch: bool = False) -> Subject:
@@ -75,10 +75,10 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     X = sequence(inputs, length, block.d_model, seed, next(iter(block.parameters())))
     point = {name: p.detach() for name, p in parameters.items()} | {"X": X}
     symbols = {name: "X" if name == "X" else symbol_of(name) for name in point}
-    written = spelling(block)
+    factor = spelling(block)
     of, title = _OfBlock(block, branch, seed), "of a transformer block"
-    known = [written[1]] if written else []
-    return Subject(point, symbols, ("attention.W_Q", "attention.W_V"), of.stage, of.printed, known, title=title)
+    values = [factor[1]] if factor else []
+    return Subject(point, symbols, ("attention.W_Q", "attention.W_V"), of.stage, of.printed, values, title=title)
 
 
 @dataclass(frozen=True)

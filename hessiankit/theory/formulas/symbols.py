@@ -64,8 +64,8 @@ class SizeName:
         count, rest = self._factors(n)
         self.used.update(count)
         digits = str(rest) if rest > 1 or not count else ""
-        ordered = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
-        return digits + "".join(_power(letter, count[letter]) for letter in ordered)
+        letters = sorted(count, key=lambda letter: ORDER.index(letter) if letter in ORDER else len(ORDER))
+        return digits + "".join(_power(letter, count[letter]) for letter in letters)
 
     def _factors(self, n: int) -> tuple[Counter[str], int]:
         """Return how often each letter divides n, and what remains."""
@@ -188,18 +188,18 @@ def spelling(block: TransformerBlock) -> tuple[sympy.Expr, tuple[str, str]] | No
     >>> spelling(TransformerBlock(4, 5, placement="deepnorm", n_layers=8))[1]
     ('\\alpha', '(2N)^{1/4} = 2')
     """
-    value, own = block.factor, block.own_placement
+    value, placement = block.factor, block.own_placement
     if value is None:
         return None
-    usual = own.factor is not None and math.isclose(value, own.factor(block.layer, block.n_layers), rel_tol=1e-12)
-    written, _, rule = own.factor_letter.partition(" = ")
-    if "ell" in written and not usual:
-        written = "c"
+    usual = placement.factor is not None and math.isclose(value, placement.factor(block.layer, block.n_layers), rel_tol=1e-12)
+    letter_text, _, rule = placement.factor_letter.partition(" = ")
+    if "ell" in letter_text and not usual:
+        letter_text = "c"
     letters = {name: sympy.Symbol(rf"\{name}", positive=True) for name in (*greeks, "ell")}
-    letter = sympy.sympify(written, letters | {"c": sympy.Symbol("c", real=True)})
+    letter = sympy.sympify(letter_text, letters | {"c": sympy.Symbol("c", real=True)})
     (symbol,) = letter.free_symbols
-    known = str(block.layer) if symbol == letters["ell"] else (f"{rule} = " if rule and usual else "") + f"{value:.6g}"
-    return letter, (str(symbol), known)
+    value_text = str(block.layer) if symbol == letters["ell"] else (f"{rule} = " if rule and usual else "") + f"{value:.6g}"
+    return letter, (str(symbol), value_text)
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,7 +42,7 @@ PAPERS = {
     "sharpness-disparity": "The Sharpness Disparity Principle",
     "hybridnorm": "HybridNorm",
 }
-"""By the first part of the ids of their statements, as in the ledger."""
+"""Papers by the first part of the ids of their statements, as in the ledger."""
 
 THEOREMS: dict[str, dict[str, Theorem]] = {
     "curvature-gap": {
@@ -101,22 +101,22 @@ CHAPTER_NAMES = (
 """Keys of :data:`hessiankit.theory.formulas.chapters.CHAPTERS`, listed here since that module imports torch."""
 
 
-def statement(asked: str) -> tuple[str, Theorem]:
+def statement(name: str) -> tuple[str, Theorem]:
     """Return the result of :func:`find`; if there is none, raise an InputError with the nearest chapters and statements."""
-    result = find(asked)
+    result = find(name)
     if result is None:
-        known = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
-        raise unknown("derive", "what", asked, [*CHAPTER_NAMES, *ids()], known)
+        hint = "`hessiankit derive --list`; a statement that is no derivative: papers.claims(id=...)"
+        raise unknown("derive", "what", name, [*CHAPTER_NAMES, *ids()], hint)
     return result
 
 
-def find(asked: str) -> tuple[str, Theorem] | None:
+def find(name: str) -> tuple[str, Theorem] | None:
     """Return the paper and the statement of an id such as "curvature-gap/thm3", of a row of the ledger or in words.
 
     >>> [find(asked)[1].place for asked in ("curvature-gap/thm3", "curvature-gap/Theorem 3", "curvature-gap/thm3-dd")]
     ['Theorem 3', 'Theorem 3', 'Theorem 3']
     """
-    paper, _, number = asked.lower().partition("/")
+    paper, _, number = name.lower().partition("/")
     rows = THEOREMS.get(paper, {})
     key = number.replace(" ", "").replace("theorem", "thm").replace("equation", "eq")
     row = rows.get(key) or rows.get(ALIASES.get(key, key)) or next((row for row in rows.values() if number in row.claims), None)

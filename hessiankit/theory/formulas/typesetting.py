@@ -102,8 +102,8 @@ def legend(text: str, sizes: set[str]) -> list[tuple[str, str]]:
     ['I_n', 'K_{m,n}', 'J_{N M}', 'L', 'd']
     """
     names = {unicodedata.normalize("NFD", name) for name in symbols(read(text))}
-    used = [entry[1:] for entry in _SYMBOLS if any(fnmatch.filter(names, pattern) for pattern in entry[0].split())]
-    return used + [(symbol, meaning) for symbol, meaning in SIZES.items() if symbol in sizes]
+    entries = [entry[1:] for entry in _SYMBOLS if any(fnmatch.filter(names, pattern) for pattern in entry[0].split())]
+    return entries + [(symbol, meaning) for symbol, meaning in SIZES.items() if symbol in sizes]
 
 
 @dataclass(frozen=True)
@@ -145,11 +145,11 @@ def story_of(
     top = matrix.matrix if isinstance(matrix, Named) else matrix
     with dimensions(names):
         lines = [Line(left, top.latex(), rule), *(Line(d.symbol, d.matrix.latex(), d.reason) for d in definitions(top))]
-        said = [(term.matrix.latex(), term.meaning) for term in terms]
+        meanings = [(term.matrix.latex(), term.meaning) for term in terms]
     values = [*known, *((stage.symbol, stage.rule) for stage in Z.story if stage.rule)]
     text = " ".join(piece for line in lines for piece in (line.symbol, line.formula))
-    shown = text + " " + " ".join(rule for _, rule in values)
-    return Story(values, lines, said, legend(shown, names.used))
+    content = text + " " + " ".join(rule for _, rule in values)
+    return Story(values, lines, meanings, legend(content, names.used))
 
 
 def explained(story: Story) -> str:

@@ -45,8 +45,8 @@ def _convolution(
     if groups == 1:
         out = F.linear(rows.flatten(-2), weight.flatten(1), bias)
     else:
-        grouped = rows.unflatten(-2, (groups, -1)).flatten(-2).unsqueeze(-2)  # (B, *positions, groups, 1, inputs)
-        out = (grouped @ weight.flatten(1).unflatten(0, (groups, -1)).mT).flatten(-3)
+        by_group = rows.unflatten(-2, (groups, -1)).flatten(-2).unsqueeze(-2)  # (B, *positions, groups, 1, inputs)
+        out = (by_group @ weight.flatten(1).unflatten(0, (groups, -1)).mT).flatten(-3)
         out = out if bias is None else out + bias
     out = out.movedim(-1, 1)
     return out if is_channels_last else out.contiguous()  # as torch's own, of which a module may take views
@@ -59,8 +59,8 @@ def _tiles(x: Tensor, kernel: Sequence[int]) -> Tensor | None:
     axes = len(kernel)
     for k, length in enumerate(kernel):
         x = x.unflatten(2 + 2 * k, (-1, length))
-    positions, within = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)
-    return x.permute(0, *positions, 1, *within)
+    positions, offsets = range(2, 2 + 2 * axes, 2), range(3, 3 + 2 * axes, 2)
+    return x.permute(0, *positions, 1, *offsets)
 
 
 def _each(value: Sequence[int], axes: int) -> list[int]:
@@ -86,11 +86,11 @@ def _transposed_convolution(
     kernel, strides, pads = list(weight.shape[2:]), _each(stride, axes), _each(padding, axes)
     steps, rests = _each(dilation, axes), _each(output_padding, axes)
     size = [(n - 1) * strides[k] - 2 * pads[k] + steps[k] * (kernel[k] - 1) + rests[k] + 1 for k, n in enumerate(x.shape[2:])]
-    one, none = (1,) * (2 - axes), (0,) * (2 - axes)  # one dimension is an image of one row
+    one, zeros = (1,) * (2 - axes), (0,) * (2 - axes)  # one dimension is an image of one row
     rows = x.flatten(2).unflatten(1, (groups, -1))  # (B, groups, inputs, positions)
     patches = (weight.flatten(1).unflatten(0, (groups, -1)).mT @ rows).flatten(1, 2)  # (B, C kernel, positions)
     shape, window, skip = (*one, *size), (*one, *kernel), (*one, *steps)
-    out = F.fold(patches, shape, window, skip, (*none, *pads), (*one, *strides))
+    out = F.fold(patches, shape, window, skip, (*zeros, *pads), (*one, *strides))
     out = out.reshape(*out.shape[:2], *size)
     return out if bias is None else out + bias.reshape(-1, *(1 for _ in size))
 
@@ -104,5 +104,5 @@ def _fold(
         return NotImplemented
     height, width = (n + 2 * p for n, p in zip(size, padding, strict=True))
     out = F.fold(x, (height, width), tuple(kernel), tuple(dilation), 0, tuple(stride))
-    top, left = padding
-    return out[..., top : top + size[0], left : left + size[1]].contiguous()
+    top, margin = padding
+    return out[..., top : top + size[0], margin : margin + size[1]].contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hessiankit.tracing.decompositions.registry import DECOMPOSITIONS, aten, decomposes
 
-DECOMPOSITIONS |= dict.fromkeys((aten.rsub.Scalar, aten.rsub.Tensor), lambda x, other, alpha=1: torch.add(x * -alpha, other))
+DECOMPOSITIONS |= dict.fromkeys((aten.rsub.Scalar, aten.rsub.Tensor), lambda x, minuend, alpha=1: torch.add(x * -alpha, minuend))
 DECOMPOSITIONS |= dict.fromkeys((aten.lerp.Scalar, aten.lerp.Tensor), lambda start, end, weight: start + (end - start) * weight)
 DECOMPOSITIONS |= {
     aten.addcdiv.default: lambda c, a, b, value=1: c + (a / b if value == 1 else a / b * value),
@@ -64,7 +64,7 @@ for _fill, _name in ((0, "zeros"), (1, "ones")):
 
 @decomposes(aten.fill_diagonal_.default)
 def _fill_diagonal(x: Tensor, number: Any, wrap: bool = False) -> Tensor:
-    """In place. In a tall matrix the diagonal goes on after an empty row with ``wrap``, and ends without."""
+    """Fill the diagonal in place. In a tall matrix the diagonal goes on after an empty row with ``wrap``, and ends without."""
     step = sum(math.prod(x.shape[k + 1 :]) for k in range(x.ndim))
     at = torch.arange(x.numel(), device=x.device).reshape(x.shape)
     hit = at % step == 0

@@ -63,8 +63,8 @@ def _batch_norm(
             with torch.no_grad():
                 mean.lerp_(rows.mean(-1).to(mean), momentum)
                 variance.lerp_(rows.var(-1).to(variance), momentum)
-        normed = F.layer_norm(rows, rows.shape[-1:], eps=eps).reshape(x.shape[1], x.shape[0], *x.shape[2:])
-        return _scaled(normed.transpose(0, 1), weight, bias)
+        channels = F.layer_norm(rows, rows.shape[-1:], eps=eps).reshape(x.shape[1], x.shape[0], *x.shape[2:])
+        return _scaled(channels.transpose(0, 1), weight, bias)
     return _scaled((x - _per_channel(mean, x)) * _per_channel((variance + eps).rsqrt(), x), weight, bias)
 
 

@@ -78,6 +78,6 @@ def _products_of_groups(
 @decomposes(aten.bilinear.default)
 def _bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """N[..., o] = sum_ij x[..., i] W[o, i, j] y[..., j]."""
-    left = (x.unsqueeze(-2).unsqueeze(-2) @ weight).squeeze(-2)  # (..., o, j)
-    out = (left @ y.unsqueeze(-1)).squeeze(-1)
+    rows = (x.unsqueeze(-2).unsqueeze(-2) @ weight).squeeze(-2)  # (..., o, j)
+    out = (rows @ y.unsqueeze(-1)).squeeze(-1)
     return out if bias is None else out + bias

@@ -30,8 +30,8 @@ def _variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: float 
     divisor = count - (1 if correction is None else correction)
     if divisor <= 0:
         return NotImplemented
-    centred = x - x.mean(axes, keepdim=True)
-    mean = (centred * centred).mean(axes, keepdim=keepdim)
+    deviation = x - x.mean(axes, keepdim=True)
+    mean = (deviation * deviation).mean(axes, keepdim=keepdim)
     return mean if divisor == count else mean * (count / divisor)
 
 
@@ -93,8 +93,8 @@ def _distances(x: Tensor, y: Tensor, p: float = 2, compute_mode: int | None = No
     difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     if x is not y:
         return torch.linalg.vector_norm(difference, p, -1)
-    same = torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
-    return torch.linalg.vector_norm(difference.masked_fill(same.unsqueeze(-1), 1), p, -1).masked_fill(same, 0)
+    diagonal = torch.eye(x.shape[-2], dtype=torch.bool, device=x.device)
+    return torch.linalg.vector_norm(difference.masked_fill(diagonal.unsqueeze(-1), 1), p, -1).masked_fill(diagonal, 0)
 
 
 @decomposes(aten.cosine_similarity.default)
@@ -164,8 +164,8 @@ def _bags(
     starts = offsets[:-1] if include_last_offset else offsets
     bag = torch.bucketize(torch.arange(len(indices), device=indices.device), starts, right=True) - 1
     if padding_idx is not None:
-        kept = indices != padding_idx % len(table)
-        indices, bag, weights = indices[kept], bag[kept], None if weights is None else weights[kept]
+        mask = indices != padding_idx % len(table)
+        indices, bag, weights = indices[mask], bag[mask], None if weights is None else weights[mask]
     rows = torch.embedding(table, indices)
     rows = rows if weights is None else rows * weights.unsqueeze(1)
     total = rows.new_zeros(len(starts), table.shape[1]).index_add(0, bag, rows)

@@ -1,4 +1,4 @@
-"""Which primitive an operation of torch's tracer is.
+"""Rules that map operations of torch's tracer to primitives.
 
 Each rule takes the arguments of one ``aten`` operation and returns the primitive and the tensors it acts on. A rule may
 ask for the operation's ``result``, and where there are several outputs for the position of its ``output_index``. Whatever has

@@ -37,8 +37,8 @@ def _maps(x: Tensor, operations: Sequence[Callable[[Tensor], Tensor]]) -> Match:
 
 
 def _each(value: int | Sequence[int], axes: int) -> list[int]:
-    listed = [value] if isinstance(value, int) else list(value)
-    return listed * (axes // len(listed))
+    sizes = [value] if isinstance(value, int) else list(value)
+    return sizes * (axes // len(sizes))
 
 
 def _average_pool(axes: int) -> Rule:
@@ -75,16 +75,16 @@ def _adaptive_average_pool(axes: int) -> Rule:
 def _interpolated(operation: Any, axes: int) -> Rule:
     def match(x: Tensor, size: Sequence[int] | None, *rest: Any, result: Tensor) -> Match:
         *options, factors = rest
-        others = [2] * (axes - 1)  # axes of length one would leave torch in doubt about the memory's order
+        pair_sizes = [2] * (axes - 1)  # axes of length one would leave torch in doubt about the memory's order
 
         def along(k: int) -> Callable[[Tensor], Tensor]:
-            out = None if size is None else [result.shape[2 + k], *others]
-            factor = None if factors is None else [factors[k], *(1.0 for _ in others)]
+            out = None if size is None else [result.shape[2 + k], *pair_sizes]
+            factor = None if factors is None else [factors[k], *(1.0 for _ in pair_sizes)]
 
             def map_rows(eye: Tensor) -> Tensor:
-                image = eye.reshape(*eye.shape, *(1 for _ in others)).expand(*eye.shape, *others).contiguous()
+                image = eye.reshape(*eye.shape, *(1 for _ in pair_sizes)).expand(*eye.shape, *pair_sizes).contiguous()
                 mapped = operation(image, out, *options, factor)
-                return mapped.flatten(3)[..., 0] if others else mapped
+                return mapped.flatten(3)[..., 0] if pair_sizes else mapped
 
             return map_rows
 

@@ -44,9 +44,9 @@ def _along(operation: Any) -> Rule:
         if not x.ndim:
             return Reshape(()), (x,)
         dim = {**dict(zip(names[1:], rest, strict=False)), **options}.get("dim", -1)
-        whole = at if at.ndim == x.ndim else at.unsqueeze(dim)
-        chosen = (dim % x.ndim,) if whole.shape[dim] == 1 else ()
-        return Take(positions(x).gather(dim, whole).reshape(at.shape), chosen), (x,)
+        indices = at if at.ndim == x.ndim else at.unsqueeze(dim)
+        axes = (dim % x.ndim,) if indices.shape[dim] == 1 else ()
+        return Take(positions(x).gather(dim, indices).reshape(at.shape), axes), (x,)
 
     return match
 
@@ -67,9 +67,9 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
     """The rule of a maximum over windows: each is an entry, whose position within its channel torch tells."""
 
     def match(x: Tensor, *rest: Any, result: Tensor) -> Match:
-        within = operation(x, *rest)[1].flatten(-axes)
-        chosen = tuple(range(x.ndim - axes, x.ndim))
-        return Take(positions(x).flatten(-axes).gather(-1, within).reshape(result.shape), chosen), (x,)
+        indices = operation(x, *rest)[1].flatten(-axes)
+        pooled_axes = tuple(range(x.ndim - axes, x.ndim))
+        return Take(positions(x).flatten(-axes).gather(-1, indices).reshape(result.shape), pooled_axes), (x,)
 
     return match
 
@@ -81,11 +81,11 @@ def _among(operation: Any, *places: int) -> Rule:
         tensors = [args[k] for k in places]
         if not are_real(*tensors):
             return None
-        replaced, start = list(args), 0
+        arguments, start = list(args), 0
         for k, x in zip(places, tensors, strict=True):
-            replaced[k] = start + positions(x)
+            arguments[k] = start + positions(x)
             start += x.numel()
-        return TakeAmong(operation(*replaced, **options)), tuple(tensors)
+        return TakeAmong(operation(*arguments, **options)), tuple(tensors)
 
     return match
 
@@ -167,11 +167,11 @@ def _scatter_reduce(x: Tensor, dim: int, index: Tensor, source: Tensor, reduce: 
     return _scatter_add(x, dim, index, source) if reduce == "sum" and include_self else None
 
 
-_ALONG = (
+_GATHERS = (
     aten.cummax.default, aten.cummin.default, aten.kthvalue.default, aten.max.dim, aten.median.dim, aten.min.dim,
     aten.sort.default, aten.sort.stable, aten.topk.default,
 )  # fmt: skip
-RULES |= {operation: _along(operation) for operation in _ALONG}
+RULES |= {operation: _along(operation) for operation in _GATHERS}
 RULES |= {
     aten.masked_fill.Tensor: lambda x, mask, value: _where(mask, value, x),
     aten.msort.default: lambda x: _along(aten.sort.default)(x, 0, output_index=0),

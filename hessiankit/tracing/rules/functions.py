@@ -66,9 +66,9 @@ def _logit(x: Tensor, eps: float | None = None) -> Match:
 
 
 @rule(aten.nan_to_num.default)
-def _finite(x: Tensor, nan: float | None = None, above: float | None = None, below: float | None = None) -> Match:
+def _finite(x: Tensor, nan: float | None = None, posinf: float | None = None, neginf: float | None = None) -> Match:
     largest = torch.finfo(x.dtype).max
-    constants = (nan or 0.0, largest if above is None else above, -largest if below is None else below)
+    constants = (nan or 0.0, largest if posinf is None else posinf, -largest if neginf is None else neginf)
     return Elementwise("finite", constants), (x,)
 
 

@@ -29,8 +29,8 @@ def _layer_norm(
 
 @rule(aten.rms_norm.default)
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Match:
-    own = torch.finfo(widest([x.dtype])).eps  # of this type; the derivatives may be taken in a wider one
-    return RMSNorm(len(shape), own if eps is None else eps), (x, weight)
+    default_eps = torch.finfo(widest([x.dtype])).eps  # of this type; the derivatives may be taken in a wider one
+    return RMSNorm(len(shape), default_eps if eps is None else eps), (x, weight)
 
 
 @rule(aten.softmax.int, aten._softmax.default)

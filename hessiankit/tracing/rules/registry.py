@@ -28,8 +28,8 @@ def axes_of(x: Tensor, dims: Sequence[int] | int | None) -> tuple[int, ...]:
     >>> axes_of(torch.zeros(2, 3), -1), axes_of(torch.zeros(2, 3), ()), axes_of(torch.zeros(()), 0)
     ((1,), (0, 1), ())
     """
-    listed = [dims] if isinstance(dims, int) else list(dims or ())
-    return tuple(i % x.ndim for i in listed if x.ndim) if listed else tuple(range(x.ndim))
+    positions = [dims] if isinstance(dims, int) else list(dims or ())
+    return tuple(i % x.ndim for i in positions if x.ndim) if positions else tuple(range(x.ndim))
 
 
 def positions(x: Tensor) -> Tensor:

@@ -83,8 +83,8 @@ def _more_axes(tensors: Sequence[Tensor], *, output_index: int, result: Tensor) 
 
 @rule(aten.cat.default)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Match:
-    joined = [x for x in tensors if x.shape != (0,)]  # torch lets empty vectors join anything, such as a cache to be
-    return (Concatenate(dim), tuple(joined)) if are_real(*joined) and len({x.ndim for x in joined}) == 1 else None
+    parts = [x for x in tensors if x.shape != (0,)]  # torch lets empty vectors join anything, such as a cache to be
+    return (Concatenate(dim), tuple(parts)) if are_real(*parts) and len({x.ndim for x in parts}) == 1 else None
 
 
 def _taken(operation: Any) -> Rule:
@@ -96,9 +96,9 @@ def _taken(operation: Any) -> Rule:
     return taken
 
 
-_TAKEN = (
+_SELECTIONS = (
     aten.channel_shuffle.default, aten.diagonal.default, aten.flip.default, aten.gather.default, aten.index.Tensor,
     aten.index_select.default, aten.masked_select.default, aten.pixel_shuffle.default, aten.pixel_unshuffle.default,
     aten.repeat.default, aten.roll.default, aten.rot90.default, aten.take.default, aten.unfold.default,
 )  # fmt: skip
-RULES |= {operation: _taken(operation) for operation in _TAKEN}
+RULES |= {operation: _taken(operation) for operation in _SELECTIONS}
