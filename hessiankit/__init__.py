@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.functions.attention import scaled_dot_product_attention, twice_differentiable_attention
     from hessiankit.functions.cross_entropy import linear_cross_entropy
     from hessiankit.landscape import loss_slices
+    from hessiankit.request.function import from_function
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
     from hessiankit.theory.bounding.bounds import bounds
     from hessiankit.theory.formulas.derive import derive
@@ -62,13 +63,29 @@ _NAMES = {
     "support.errors": "ConvergenceError HessiankitError InputError OutOfMemoryError TraceError",
     "tracing.trace": "trace_module",
     "verify.check": "check",
+    "request.function": "from_function",
 }
+CALLS = {
+    "hvp": "hessian_operator(...) @ v",
+    "gnvp": "hessian_operator(..., kind='ggn') @ v",
+    "ggn": "hessian_operator(..., kind='ggn')",
+    "fisher": "hessian_operator(..., kind='fisher')",
+    "kfac": "hessian_operator(...).approximation('kfac')",
+    "trace": "scalar_estimates(hessian_operator(...)).trace, or hessian_diagonal(...).trace exactly",
+    "hutchinson": "scalar_estimates(hessian_operator(...))",
+    "eigenvalues": "spectrum(..., k=3)",
+    "top_eigenvalues": "spectrum(..., k=3)",
+    "lanczos": "spectrum(..., k=3, method='lanczos')",
+    "influence": "hessian_operator(...).solve(gradient, damping=...)",
+}
+"""What people call what is here -> the call."""
 _HOME = {name: f"hessiankit.{module}" for module, names in _NAMES.items() for name in names.split()}
 __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
     "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
     "blockwise_lr", "blockwise_schedule", "bounds", "check", "critical_sharpness", "depth_diagnostics", "derive",
-    "frobenius_norms", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator", "jacobian_operator",
+    "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator",
+    "jacobian_operator",
     "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness",
     "spectrum", "trace_module", "twice_differentiable_attention",
 ]  # fmt: skip  # written out, since type checkers read it
@@ -91,7 +108,8 @@ if not TYPE_CHECKING:
                 raise
             from hessiankit.support.errors import did_you_mean
 
-            text = f"module 'hessiankit' has no attribute {name!r}{did_you_mean(name, __all__)}"
+            hint = f"; it is {CALLS[name]}" if name in CALLS else did_you_mean(name, __all__)
+            text = f"module 'hessiankit' has no attribute {name!r}{hint}"
             raise AttributeError(text, obj=sys.modules[__name__]) from None  # without name=, Python adds no suggestion of its own
 
     def __dir__() -> list[str]:

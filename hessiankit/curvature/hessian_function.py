@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hessiankit.curvature.dense import Hessian, hessian
-from hessiankit.request.data import read_data
+from hessiankit.request.data import AUTO, RETURNS_LOSS, read_data
 from hessiankit.request.loss import LossArgument
 from hessiankit.request.selection import Params, repeatable
 from hessiankit.support.arguments import checked
@@ -65,7 +65,7 @@ def hessian_function(
     inputs: Any,
     target: Any = None,
     *,
-    loss: LossArgument = "mse",
+    loss: LossArgument = AUTO,
     params: Params = None,
     batch_size: int | None = None,
 ) -> HessianFunction:
@@ -94,9 +94,9 @@ def hessian_function(
     >>> f().matrix.item(), f(torch.tensor([1.0], dtype=torch.float64)).matrix.item()
     (15.0, 30.0)
     """
-    several, _ = read_data(inputs, target, loss)
-    if several:
+    if read_data(inputs, target, loss, module).several:
         raise InputError(f"{WHO}: inputs are several batches; pass one, and call the function with each of them")
-    if target is None and isinstance(inputs, (tuple, list)) and loss is not None:
+    is_pair = target is None and isinstance(inputs, (tuple, list)) and loss is not None
+    if is_pair and not getattr(module, RETURNS_LOSS, False):
         inputs, target = inputs
     return HessianFunction(module, inputs, target, loss, params, batch_size)

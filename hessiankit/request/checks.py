@@ -38,7 +38,7 @@ def check_layers(module: nn.Module) -> None:
         elif isinstance(layer, nn.MultiheadAttention) and layer.dropout > 0:
             drops = f"has a dropout layer for its attention weights (dropout={layer.dropout}) and is"
         if drops and layer.training:
-            raise InputError(f"request: {what} {drops} in training mode, so the loss is random; call module.eval() first")
+            raise InputError(f"request: call model.eval() first: {what} {drops} in training mode, so the loss is random")
 
 
 def check_tensors(module: nn.Module, parameters: Mapping[str, Tensor], *, one_dtype: bool = False) -> None:

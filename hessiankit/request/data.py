@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
-from typing import Any, TypeAlias
+from itertools import chain, islice
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +27,28 @@ MOST = 1000
 """Batches that are read of an iterable without a length: one with more is taken for one that does not end."""
 SAME = 1e-4
 """Relative difference up to which a model's own loss counts as the one that we compute from its logits."""
+AUTO = "auto"
+"""Loss where none is given: the module's own, where it has one, else ``"mse"``."""
+RETURNS_LOSS = "returns_loss"
+"""Attribute of a module that returns its loss and takes all data as inputs."""
 FORMS = (
     "inputs and target=..., a pair (inputs, target), a mapping of keyword arguments with 'labels' (a Hugging Face batch), "
     "or an iterable of such pairs or mappings"
 )
+
+
+class ReadData(NamedTuple):
+    """What :func:`read_data` returns.
+
+    Attributes:
+        several: Whether the data are several batches.
+        pairs: (inputs, target) of each batch.
+        loss: The loss, that of the module in place of :data:`AUTO`.
+    """
+
+    several: bool
+    pairs: Iterator[tuple[Any, Any]]
+    loss: LossArgument
 
 
 def read_data(
@@ -40,7 +59,7 @@ def read_data(
     *,
     later: bool | None = None,
     trial: int | None = None,
-) -> tuple[bool, Iterator[tuple[Any, Any]]]:
+) -> ReadData:
     """Tell whether ``data`` are several batches, and return an iterator of pairs (inputs, target).
 
     One batch: ``target`` is given; or ``data`` is a tensor, a mapping, or a pair whose second part is a tensor; or, for
@@ -48,14 +67,16 @@ def read_data(
     inputs (loss=None): a list of tuples, lists or mappings is read as any other iterable of them.
 
     With a ``model`` and a named loss, the ``"labels"`` of a mapping become its target (:class:`Labels`, which explains ``later``
-    and ``trial``).
+    and ``trial``). With :data:`AUTO` the loss is the model's own, where it has one.
 
     Raises:
         InputError: If it is none of these.
 
-    >>> read_data([({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse")[0]
+    >>> read_data([({"x": 1}, Tensor(1)), ({"x": 2}, Tensor(1))], None, "mse").several
     True
     """
+    if loss == AUTO and getattr(model, RETURNS_LOSS, False):
+        data, target, loss = (data if target is None else (*arguments(data)[0], target)), None, None
     several = _are_several(data, target, loss)
     if not several:
         is_pair = target is None and loss is not None and isinstance(data, (tuple, list))
@@ -64,9 +85,45 @@ def read_data(
         pairs = ((batch, None) for batch in once(data))
     else:
         pairs = map(_pair, enumerate(once(data)))
+    if loss == AUTO:
+        loss, pairs, later = _own_loss(model, pairs)
     if model is None or not isinstance(loss, str):
-        return several, pairs
-    return several, Labels(model, loss, later, trial).laid(pairs)
+        return ReadData(several, pairs, loss)
+    return ReadData(several, Labels(model, loss, later, trial).laid(pairs), loss)
+
+
+def _own_loss(
+    model: nn.Module | None, pairs: Iterator[tuple[Any, Any]]
+) -> tuple[LossArgument, Iterator[tuple[Any, Any]], bool | None]:
+    """Return the loss of a model of Hugging Face's kind, which takes labels, with its batches; ``"mse"`` of any other.
+
+    A loss that is the cross entropy of the logits, which one call shows, is named: so batches are weighted by their labels.
+    """
+    first = next(pairs, None)
+    if model is None or first is None or "labels" not in inspect.signature(model.forward).parameters:
+        return "mse", pairs if first is None else chain([first], pairs), None
+    name = getattr(model, "main_input_name", "input_ids")
+
+    def mapping(pair: tuple[Any, Any]) -> Any:
+        inputs, target = pair
+        return {**(inputs if isinstance(inputs, Mapping) else {name: inputs}), "labels": target} if _is_labels(pair) else inputs
+
+    batch = mapping(first)
+    pairs = chain([first], pairs)
+    if not (isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor)):
+        return "mse", pairs, None
+    with preserved_state(model), ordinary_path():
+        of_device = dict(on_device_of(model, batch))
+        comparison = compared_labels(model, of_device, of_device.pop("labels"))
+    mappings = ((mapping(pair), None) for pair in pairs)
+    return (None if comparison == "other" else "cross_entropy" if comparison else "mse"), mappings, comparison == "later"
+
+
+def _is_labels(pair: tuple[Any, Any]) -> bool:
+    """Tell whether a target holds labels beside a tensor or a mapping without."""
+    inputs, target = pair
+    is_labels = isinstance(target, Tensor) and not target.is_floating_point()
+    return is_labels and (isinstance(inputs, Tensor) or (isinstance(inputs, Mapping) and "labels" not in inputs))
 
 
 def _are_several(data: Any, target: Any, loss: LossArgument) -> bool:
@@ -177,7 +234,18 @@ class Labels:
             elif self.asked and isinstance(target, Tensor) and target.ndim > 1:
                 yield inputs, one_later(target)
             else:
+                self._warn_of_copies(inputs, target)
                 yield inputs, target
+
+    def _warn_of_copies(self, inputs: Any, target: Any) -> None:
+        """Warn once of labels that are the inputs themselves, which a causal language model shifts and a plain pair does not."""
+        causal = self.loss == "cross_entropy" and "labels" in inspect.signature(self.model.forward).parameters
+        if causal and isinstance(inputs, Tensor) and isinstance(target, Tensor) and torch.equal(inputs, target):
+            warnings.warn(
+                "hessiankit: the target is a copy of the inputs, and no label of a pair is shifted: logits t are compared with "
+                "token t. Leave loss=... out for the model's own loss, or shift the target",
+                stacklevel=2,
+            )
 
     def _split(self, batch: Mapping[str, Any]) -> tuple[dict[str, Any], Tensor]:
         labels: Tensor = batch["labels"]
@@ -189,7 +257,7 @@ class Labels:
             rows = slice(None) if self.trial is None else counted[: self.trial]
             trial = on_device_of(self.model, samples((inputs, labels), rows, len(labels)))
             with preserved_state(self.model), ordinary_path():
-                self.later = are_later(self.model, *trial)
+                self.later = compared_labels(self.model, *trial) != "here"
         return inputs, labels if self.later is False else one_later(labels)
 
 
@@ -222,21 +290,27 @@ def one_later(labels: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def are_later(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> bool:
-    """Tell whether the model's own loss compares logits t with label t + 1; True too where it has no loss of these labels."""
+def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor) -> str:
+    """Return how the model's own loss compares logits with labels, from one call of it.
+
+    ``"here"``: logits t with label t. ``"later"``: with label t + 1, as a causal language model. ``"other"``: the loss is not the
+    cross entropy of the logits. ``""``: the model has no loss of these labels.
+    """
     parameters = inspect.signature(model.forward).parameters
     takes = "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    result = call(model, {**inputs, "labels": labels} if takes else inputs)
-    logits = result if isinstance(result, Tensor) else member(result, "logits")
-    loss = getattr(result, "loss", None)
-    fits = logits is not None and labels.shape == logits.shape[:-1] and labels.shape[-1] > 1 and not labels.is_floating_point()
-    if logits is None or not fits or not isinstance(loss, Tensor) or loss.numel() != 1 or not bool(loss.isfinite()):
-        return True
+    result = call(model, {**with_decoder_inputs(model, inputs, labels), "labels": labels} if takes else inputs)
+    logits, loss = (result if isinstance(result, Tensor) else member(result, "logits")), getattr(result, "loss", None)
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        return ""
+    if logits is None or labels.is_floating_point() or labels.shape != logits.shape[:-1] or not bool(loss.isfinite()):
+        return "other"
     wide = logits.double()
-    here = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)
-    there = F.cross_entropy(wide[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), ignore_index=IGNORE_INDEX)
-    off_here, off_there = (abs(float(x) - float(loss)) / max(abs(float(loss)), 1e-30) for x in (here, there))
-    return not (off_here < SAME and not off_there < off_here)
+    ways = {"here": F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORE_INDEX)}
+    if labels.ndim > 1 and labels.shape[-1] > 1:
+        ways["later"] = F.cross_entropy(wide[..., :-1, :].flatten(0, -2), labels[..., 1:].flatten(), ignore_index=IGNORE_INDEX)
+    away = {way: abs(float(x) - float(loss)) / max(abs(float(loss)), 1e-30) for way, x in ways.items()}
+    nearest = min(away, key=lambda way: away[way])
+    return nearest if away[nearest] < SAME else "other"
 
 
 def on_device_of(module: nn.Module, tree: Any) -> Any:

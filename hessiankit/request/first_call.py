@@ -145,12 +145,15 @@ def check_fit(loss: Loss, part: Any, target: Any, device: torch.device) -> None:
         raise InputError(
             f"request: loss=None means that the module returns the loss, but it returns shape {tuple(part.shape)}; pass loss=..."
         )
+    if loss.name == "mse" and not target.is_floating_point():
+        raise InputError(
+            f"request: target is {target.dtype}, and the loss is 'mse', which needs {part.dtype}; pass loss='cross_entropy' for "
+            "labels of classes"
+        )
     if isinstance(loss.equals, ENTRYWISE) and isinstance(part, Tensor) and isinstance(target, Tensor):
         check_same_shape(target, part.shape, "squared error" if loss.name else type(loss.equals).__name__)
     if loss.name == "mse":
         check_tensor("target", target, part.dtype, device, other="the module's output is")
-        if not target.is_floating_point():
-            raise InputError(f"request: target is {target.dtype}; squared error needs {part.dtype} (one-hot encode class labels)")
     elif loss.name == "cross_entropy":
         check_labels(target, part.shape)
         if not bool((target != IGNORE_INDEX).any()):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hessiankit.request.batch_loss import BatchLoss, ModulePoint
-from hessiankit.request.data import Counts, Weights, read_data
+from hessiankit.request.data import AUTO, Counts, Weights, read_data
 from hessiankit.request.first_call import first_call
 from hessiankit.request.fisher import Curvature
 from hessiankit.request.loss import Loss, LossArgument, read_loss, trained_parameters
@@ -88,7 +88,7 @@ def read_request(
     inputs: Any,
     target: Any = None,
     *,
-    loss: LossArgument = "mse",
+    loss: LossArgument = AUTO,
     params: Params = None,
     weights: Weights = None,
     reduction: str | None = None,
@@ -123,8 +123,8 @@ def read_request(
         where = f"with kind={kind!r}" if compares else "in other calls than hessian and hessian_operator"
         raise InputError(f"request: handshake={handshake!r} compares products with the Hessian; {where} pass handshake=True")
     check_surroundings("request", module)
+    several, pairs, loss = read_data(inputs, target, loss, module)
     read = read_loss(loss)
-    several, pairs = read_data(inputs, target, loss, module)
     counts = Counts(read, weights, reduction, several=several)
     point = read_point(module, repeatable(params), read.function, share=share)
     return Request(point, read, curvature, pairs, counts, bool(handshake), second_order and kind == "hessian")

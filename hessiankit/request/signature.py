@@ -22,7 +22,9 @@ class RequestArguments(TypedDict, total=False):
 
     loss: Annotated[
         LossArgument,
-        """``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
+        """``"auto"``: the loss that a Hugging Face model computes from the labels of its batch (a mapping with ``"labels"``, or
+            inputs and integer labels), that of a module made by :func:`hessiankit.from_function`, ``"mse"`` for any other module.
+            ``"mse"``: mean over all entries of the squared difference, the papers' 1/(L d_V) ||Z - T||_F^2.
             ``"cross_entropy"``: mean over the labels that are not -100. Both read the module's output, as torch's own losses do,
             such as ``nn.CrossEntropyLoss(label_smoothing=0.1)``: one tensor, the ``logits`` of an object or dict, or the only
             tensor of a tuple that is no scalar. Another callable ``(outputs, target) -> scalar`` is given exactly what the module

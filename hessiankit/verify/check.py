@@ -16,7 +16,7 @@ from hessiankit.blocks import Transformer, TransformerBlock, VisionTransformer
 from hessiankit.curvature.dense import Hessian, hessian_of
 from hessiankit.curvature.evaluation import Evaluation
 from hessiankit.curvature.operator import HessianOperator
-from hessiankit.request.data import ordinary, read_data
+from hessiankit.request.data import AUTO, ordinary, read_data
 from hessiankit.request.loss import LossArgument
 from hessiankit.request.read import read_request
 from hessiankit.request.selection import Params, check_surroundings, select
@@ -62,7 +62,7 @@ def check(
     inputs: Any = None,
     target: Any = None,
     *,
-    loss: LossArgument = "mse",
+    loss: LossArgument = AUTO,
     against: Iterable[str] | None = None,
     rtol: float | None = None,
     seed: int = 0,
@@ -123,10 +123,13 @@ def check(
     names = None if params is None else list(select("check", block_or_module, params))
     drawn = " and inputs and target drawn from it" if inputs is None else ""
     if inputs is not None:
-        several, pairs = read_data(inputs, target, loss, block_or_module)
+        several, pairs, loss = read_data(inputs, target, loss, block_or_module)
         if several:
             raise InputError("check: several batches; the references take one, so pass one (inputs, target=...)")
         inputs, target = (ordinary(part) for part in next(pairs))
+
+    elif loss == AUTO:
+        loss = "mse"
 
     def report_in(dtype: torch.dtype | None) -> CheckReport:
         start, bar = time.perf_counter(), progress_bar() if progress is None else nullcontext(progress)

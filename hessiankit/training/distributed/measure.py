@@ -28,7 +28,7 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
     options = replace(options, numbers=numbers)
     has_none = data is None or (isinstance(data, (list, tuple)) and not data)
     if is_sharded(module):  # which one rank cannot call by itself
-        data = ranks.together(lambda: [] if has_none else list(read_data(data, target, options.loss)[1]))
+        data = ranks.together(lambda: [] if has_none else list(read_data(data, target, options.loss).pairs))
         target = None
         if options.shift is None:
             options = replace(options, shift=labels_are_later(ranks, module, data))

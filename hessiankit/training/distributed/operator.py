@@ -213,7 +213,7 @@ def _counting(
     """Return this rank's batches that count, and their weights where there are any."""
     if data is None or (isinstance(data, (list, tuple)) and not data):
         return [], None
-    pairs = list(read_data(data, target, loss, module)[1])
+    pairs = list(read_data(data, target, loss, module).pairs)
     read = read_loss(loss)
     if weights is None:
         return [(inputs, labels) for inputs, labels in pairs if read.count(labels) != 0.0], None

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from hessiankit.request.data import are_later, on_device_of, with_a_label, with_decoder_inputs
+from hessiankit.request.data import compared_labels, on_device_of, with_a_label
 from hessiankit.support.containers import map_tensors, samples
 from hessiankit.support.errors import InputError
 from hessiankit.training.distributed.ranks import Ranks, check_same_forward, common
@@ -191,9 +191,9 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
     inputs = dict(on_device_of(model, one))
     labels = inputs.pop("labels")
     with ranks.exchange(), evaluating(model):
-        later = are_later(model, with_decoder_inputs(model, inputs, labels), labels)
+        comparison = compared_labels(model, inputs, labels)
     reshard(model)
-    return later
+    return comparison != "here"
 
 
 def _check_sharding(ranks: Ranks, model: nn.Module, measured: MeasuredParts) -> None:
