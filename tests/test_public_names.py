@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import pickle
+import re
 import subprocess
 import sys
 import traceback
@@ -42,6 +43,10 @@ def test_type_checkers_see_the_same_names():
 def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match=r"module 'hessiankit' has no attribute 'chek'; did you mean 'check'\?$") as told:
         _ = hessiankit.chek
+    for name, call in hessiankit.CALLS.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'; it is {re.escape(call)}$"):
+            getattr(hessiankit, name)
+        assert call.partition("(")[0] in hessiankit.__all__
     assert "".join(traceback.format_exception(told.value)).lower().count("did you mean") == 1  # Python adds none of its own
     assert hessiankit.verify.__name__ == "hessiankit.verify"
 

@@ -84,6 +84,56 @@ def test_results_do_not_depend_on_how_a_loader_cuts_the_data(name):
         assert error(hk.hessian_operator(model, loader(2), loss="cross_entropy", **options).to_matrix(), H) <= EXACT
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_the_models_own_loss_is_taken_where_none_is_given(name):
+    """Whole data in one batch, in several, and as a pair of tokens and labels."""
+    make, loader = CASES[name]
+    model, (H, loss) = make(), expected(name)
+    for size in (1, 3, len(ROWS)):
+        found = hk.hessian(model, loader(size))
+        assert error(found.matrix, H) <= EXACT
+        assert found.loss == pytest.approx(loss, rel=1e-12)
+    ids = torch.tensor([[2, 3, 4, 5]])
+    labels = ids if name == "causal" else torch.tensor([1])
+    own = float(model(input_ids=ids, labels=labels).loss.detach())
+    for data in ((ids, labels), ({"input_ids": ids}, labels), ({"input_ids": ids, "labels": labels},)):
+        assert hk.hessian(model, *data, params="*wte*", lazy=True).loss == pytest.approx(
+            own, rel=1e-6
+        )  # which the library rounds to float32
+
+
+def test_a_loss_with_more_than_a_cross_entropy_is_the_models_own():
+    """A penalty beside it: the loss has no name, and several batches have no weights."""
+
+    class Penalised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = gpt2()
+
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+            result = self.model(input_ids=input_ids, labels=labels)
+            result.loss = result.loss + self.model.lm_head.weight.square().sum()
+            return result
+
+    model, ids = Penalised(), torch.tensor([[2, 3, 4, 5]])
+    own = float(model(ids, ids).loss.detach())
+    assert hk.hessian(model, {"input_ids": ids, "labels": ids}, params="*ln_f*", lazy=True).loss == pytest.approx(
+        own, rel=1e-6
+    )  # which the library rounds to float32
+    with pytest.raises(hk.InputError, match="with loss=None the weights of several batches are unknown"):
+        hk.hessian(model, [{"input_ids": ids, "labels": ids}] * 2, params="*ln_f*")
+
+
+def test_first_contact_is_told_what_to_do():
+    ids = torch.tensor([[2, 3, 4, 5]])
+    with pytest.raises(hk.InputError, match=r"^hessian: call model\.eval\(\) first: 'transformer.drop' is a dropout layer"):
+        hk.hessian(gpt2().train(), {"input_ids": ids, "labels": ids})
+    with pytest.raises(hk.InputError, match=r"target is torch.int64, .* pass loss='cross_entropy' for labels of classes"):
+        hk.hessian(nn.Linear(3, 4), torch.ones(2, 3), torch.tensor([1, 2]))
+    with pytest.warns(UserWarning, match="the target is a copy of the inputs, and no label of a pair is shifted"):
+        hk.hessian(gpt2(), ids, ids, loss="cross_entropy", params="*ln_f*", lazy=True)
+
+
 def test_every_call_takes_a_loader():
     model, (H, loss) = gpt2(), expected("causal")
     data: dict[str, Any] = {"loss": "cross_entropy"}
