@@ -22,8 +22,8 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, work_space
-from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
+from hessiankit.engine.sections import Directions, Section, SweepPlan
+from hessiankit.engine.sweep import KEPT, Along, Bent, UnitColumns, dense, pull, push, reads, work_space
 
 
 class PairSums:
@@ -103,11 +103,14 @@ class BlockRows:
     def read(self, reader: MatrixRows) -> None:
         """Give all rows to a reader, those of the last place first."""
         tail: Tail | None = None
-        for section in self.sections:
-            before, tail, later = self.tails(section, tail)
-            if tail is not None:  # of two places in this section each pair comes twice
-                tail.Z *= 0.5
-                tail.Z[:, :, : later.shape[2]].add_(later, alpha=0.5)
+        for section, earlier in zip(self.sections, [*(s.places for s in self.sections[1:]), []], strict=True):
+            own = {key(u) for place in section.places for u in place.jacobians}
+            shared = [] if tail is None else [(k, tail.Z[:, :, tail.columns.cuts[k]].clone()) for k in own]
+            before, tail = self.tails(section, tail, earlier)
+            for k, Z in shared:  # of two places in this section each pair comes twice
+                assert tail is not None
+                half = tail.Z[:, :, tail.columns.cuts[k]]
+                half.add_(Z.reshape(half.shape)).mul_(0.5)
             for plan in section.plans:
                 first = plan.directions[0].place.order
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
@@ -118,7 +121,7 @@ class BlockRows:
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
                 pairs = PairSums(reader)
-                for cuts in plan.chunks(each, work_space(self.paths)):
+                for cuts in plan.chunks(each, work_space(self.paths.device)):
                     self._read_directions(section, plan, cuts, columns, tail, reader, pairs)
                 pairs.close()
                 reader.finish()
@@ -127,16 +130,14 @@ class BlockRows:
     def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
         return Columns([u for place in places for u in place.jacobians], before)
 
-    def tails(self, section: Section, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
-        """Return the tail of a section's input, that of its end with the section's columns added, and the latter's Z before."""
-        later = self.paths.value(section.end).new_zeros(0) if tail is None else tail.Z
-        if section.entry is None and tail is None:
-            return None, None, later
+    def tails(
+        self, section: Section, tail: Tail | None, earlier: Sequence[Place], *, alone: bool = False
+    ) -> tuple[Tail | None, Tail | None]:
+        """Return the tail of a section's input, with room for the columns of places earlier than it, and that of its end."""
         to_entry = None
         if tail is not None:
-            tail, later, to_entry = self._through(section, tail, alone=alone)
-        before = self._enter(section, tail, to_entry, alone=alone) if section.entry is not None else None
-        return before, tail, later
+            tail, to_entry = self._through(section, tail, alone=alone)
+        return None if section.entry is None else self._enter(section, tail, to_entry, earlier, alone=alone), tail
 
     def sweep(
         self,
@@ -169,25 +170,21 @@ class BlockRows:
 
         pull(path, dict(bars or {}), bent, {}, stops, arrived)
 
-    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
-        """Pull what follows a section back through it.
+    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor | None]:
+        """Pull what follows a section back through it, to the columns of its own parameters.
 
         Returns:
-            The tail with columns for the section's own parameters, its Z before, and K from x to the entry (G, S, .).
+            The tail, and K from x to the entry (G, S, .).
         """
         x, entry, level = self.paths.value(tail.at), section.entry, section.level
         groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
         size = x.numel() // groups
-        K = tail.K
+        K, Z = tail.K, tail.Z.reshape(groups, size, -1)
         if inner > 1:  # rows of a group that were apart behind x
             row = size // inner
             K = K.new_zeros(groups, inner, row, inner, row)
             K.diagonal(dim1=1, dim2=3).copy_(tail.K.reshape(groups, inner, row, row).permute(0, 2, 3, 1))
             K = K.reshape(groups, size, size)
-        later = tail.Z.reshape(groups, size, -1)
-        columns = tail.columns if alone else self._columns(section.places, tail.columns)
-        Z = K.new_zeros(groups, size, columns.size)
-        Z[:, :, : later.shape[2]] = later
         to_entry: list[Tensor] = []
 
         def arrive(place: Place, bar: Along, mixed: bool) -> None:
@@ -196,13 +193,15 @@ class BlockRows:
                 to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
             elif not alone:
                 for v, covectors in place.arriving(bar, groups, mixed=False):
-                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.cuts[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
         self.sweep(section, section.path, arrive, bars=bars)
-        return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
+        return Tail(tail.at, level, K, Z, tail.columns), to_entry[0] if to_entry else None
 
-    def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, *, alone: bool) -> Tail:
+    def _enter(
+        self, section: Section, tail: Tail | None, to_entry: Tensor | None, earlier: Sequence[Place], *, alone: bool
+    ) -> Tail:
         """Return the tail of the value that enters a section."""
         entry, path = section.entry, section.path
         assert entry is not None
@@ -211,36 +210,40 @@ class BlockRows:
         level = min(fine, tail.level) if tail else fine
         d = Directions(entry, fine, entry.width, [], False)
         columns = tail.columns if tail else self._columns([] if alone else section.places)
+        wider = self._columns([] if alone else earlier, columns)
         groups, m, inner = d.groups, d.rows, y.shape[level:fine].numel()
-        Z = y.new_zeros(groups, m, d.outputs, columns.size)
+        Z = y.new_zeros(groups, m, d.outputs, wider.size)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
-        plan = SweepPlan(path, [d], self.paths.work(path)[0], False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths)):
-            count = m * (stop - start)
-            here = [y.new_zeros(groups, count, columns.size), y.new_zeros(groups, count, K.shape[3])]
+        plan = SweepPlan(path, [d], self.paths.numbers(path), False)
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths.device)):
+            count, whole = m * (stop - start), stop - start == d.outputs
+            Z_part, K_part = (
+                (t if whole else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
+            )
 
-            def pushed(T: Tensor, here: list[Tensor] = here) -> None:
+            def pushed(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 if tail is not None:
-                    here[0] = combine(T, fine, tail.Z)
+                    combine(T, fine, tail.Z, Z[:, :, : columns.size])
                     if to_entry is not None:
-                        here[1] = combine(T, fine, to_entry)
+                        combine(T, fine, to_entry, K)
 
-            def arrive(place: Place, bar: Along, mixed: bool, here: list[Tensor] = here, count: int = count) -> None:
+            def arrive(place: Place, bar: Along, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 assert isinstance(bar, Tensor)
                 if place is entry:
-                    own = bar.reshape(count, groups, -1).transpose(0, 1)
-                    into = here[1].reshape(groups // inner, inner, count, inner, -1)
-                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, count, -1).permute(0, 2, 3, 1))
-                    here[1] = into.reshape(groups, count, -1)
+                    own = bar.reshape(len(bar), groups, -1).transpose(0, 1)
+                    into = K.reshape(groups // inner, inner, len(bar), inner, -1)
+                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
                 elif not alone:
-                    for v, K in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(K, here[0].transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                    for v, covectors in place.arriving(bar, groups, mixed=mixed):
+                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
 
             seeds = {entry.at: d.tangents(start, stop, y)}
             self.sweep(section, path, arrive, seeds=seeds, pushed=pushed)
-            Z[:, :, start:stop], K[:, :, start:stop] = (t.reshape(groups, m, stop - start, -1) for t in here)
-        whole = y.shape[:level].numel()
-        return Tail(entry.at, level, K.reshape(whole, y.numel() // whole, -1), Z.reshape(whole, y.numel() // whole, -1), columns)
+            if not whole:
+                for t, part in ((Z, Z_part), (K, K_part)):
+                    t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
+        G = y.shape[:level].numel()
+        return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
     def _read_directions(
         self,
@@ -303,7 +306,7 @@ class BlockRows:
                     reader.add_rows(u, start, stop, rows, columns)
 
 
-def combine(T: Tensor, level: int, Z: Tensor) -> Tensor:
+def combine(T: Tensor, level: int, Z: Tensor, out: Tensor | None = None) -> Tensor:
     """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes."""
     count, groups = len(T), T.shape[1 : 1 + level].numel()
-    return T.reshape(count, groups, -1).transpose(0, 1) @ Z.reshape(groups, T[0].numel() // groups, Z.shape[2])
+    return torch.bmm(T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1), out=out)

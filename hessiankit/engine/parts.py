@@ -18,9 +18,6 @@ CHUNK = 64 * 2**20
 MOST = 8 * CHUNK
 """The same beside a large one: each part passes over the whole matrix once."""
 
-SEVERAL = 40
-"""Steps, those of two transformer blocks, from which it is worth the forecasts whether all cuts, or none, take less."""
-
 LARGE = 4
 """Times that, from which a batch is cut where nobody asked for it."""
 
@@ -86,24 +83,14 @@ def parts(
         traced = loss_trace(samples, normalizer)
         paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        chosen, cost = cheapest(samples, paths, alone=alone)
+        chosen = sections(paths, alone=alone)
+        cost = sweep_cost(paths, chosen, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
         if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
             cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue
         yield part
         start = stop
-
-
-def cheapest(task: Task, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
-    """Return the sections of a trace with the cheapest sweeps, and their cost: with the cuts that pay, all cuts, or none."""
-    chosen = sections(paths, alone=alone)
-    cost = sweep_cost(paths, chosen, alone=alone)
-    if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, task.size, task.dtype.itemsize):
-        return chosen, cost
-    others = [sections(paths, cut=cut) for cut in (True, False)]
-    costs = [(chosen, cost), *((other, sweep_cost(paths, other)) for other in others)]
-    return min(costs, key=lambda pair: pair[1].work)
 
 
 def is_cut(task: Task, batch_size: int | None) -> bool:
