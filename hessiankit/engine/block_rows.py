@@ -105,16 +105,16 @@ class BlockRows:
         tail: Tail | None = None
         for section, earlier in zip(self.sections, [*(s.places for s in self.sections[1:]), []], strict=True):
             own = {key(u) for place in section.places for u in place.jacobians}
-            shared = [] if tail is None else [(k, tail.Z[:, :, tail.columns.cuts[k]].clone()) for k in own]
+            shared = [] if tail is None else [(k, tail.Z[:, :, tail.columns.slices[k]].clone()) for k in own]
             before, tail = self.tails(section, tail, earlier)
             for k, Z in shared:  # of two places in this section each pair comes twice
                 assert tail is not None
-                half = tail.Z[:, :, tail.columns.cuts[k]]
+                half = tail.Z[:, :, tail.columns.slices[k]]
                 half.add_(Z.reshape(half.shape)).mul_(0.5)
             for plan in section.plans:
                 first = plan.directions[0].place.order
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
-                behind = {name for name, _ in (tail.columns.cuts if tail else ())}
+                behind = {name for name, _ in (tail.columns.slices if tail else ())}
                 behind |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
                 if not any(reader.wants(i, j) for i in names for j in behind):
                     continue
@@ -193,7 +193,7 @@ class BlockRows:
                 to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
             elif not alone:
                 for v, covectors in place.arriving(bar, groups, mixed=False):
-                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.cuts[key(v)]])
+                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.slices[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
         self.sweep(section, section.path, arrive, bars=bars)
@@ -223,7 +223,7 @@ class BlockRows:
 
             def pushed(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 if tail is not None:
-                    combine(T, fine, tail.Z, Z[:, :, : columns.size])
+                    combine(T, fine, tail.Z, Z[:, :, wider.size - columns.size :])
                     if to_entry is not None:
                         combine(T, fine, to_entry, K)
 
@@ -235,7 +235,7 @@ class BlockRows:
                     into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
                 elif not alone:
                     for v, covectors in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, wider.slices[key(v)]])
 
             seeds = {entry.at: d.tangents(start, stop, y)}
             self.sweep(section, path, arrive, seeds=seeds, pushed=pushed)
@@ -296,7 +296,7 @@ class BlockRows:
                 bar = bar[:last].clone()
                 bar[own[3]] *= 0.5
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
-                v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.cuts[key(v)]])
+                v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
         self.sweep(section, plan.path, arrive, seeds=seeds, pushed=pushed)
         if Z is not None:

@@ -17,7 +17,7 @@ CALL = 8_000
 """Passes over a number that take as long as one call of a small operation of torch, 3 to 4 microseconds.
 
 This constant and those below are fitted to 140 sweeps of 18 models (``tests/engine/cut_models.py``), with cuts and without, on
-one thread of an AMD EPYC in float64: :attr:`SweepCost.work` is 1.7e9 to 3.5e9 a second for nine sweeps of ten.
+one thread of an AMD EPYC in float64: :attr:`SweepCost.work` is 1.6e9 to 3.5e9 a second for nine sweeps of ten.
 """
 
 MATMUL = 8
@@ -35,8 +35,8 @@ TOUCHED = 8
 CUT = 10
 """Calls of torch by which second derivatives are kept at a cut, or pulled back to the one before."""
 
-ROWS = 2
-"""Calls of torch by which rows of one parameter are added to the columns of another."""
+ROWS = 20
+"""Calls of torch by which rows of a parameter are added to the matrix."""
 
 PAIR = 12
 """Calls of torch for a sum over rows of two Jacobians."""
@@ -112,14 +112,14 @@ class _Count:
         onward, follows = 0, section.end != paths.output
         if follows:
             together = x.shape[section.level :].numel()  # numbers that meet
-            onward = x.numel() * (sum(section.columns) + together)
+            onward = x.numel() * (section.columns + together)
             self.through(section.path, together, arriving, onward, apart=section.level == x.ndim - 1)
         for plan in section.plans:
             self.plan(plan, section)
         if section.entry is not None:
             y, fine = paths.value(section.entry.at), paths.level(section.entry.at, section.path)
             together = y.shape[min(section.level, fine) if follows else fine :].numel()
-            kept = y.numel() * (sum(section.columns) + together)
+            kept = y.numel() * (section.columns + together)
             self.through(section.path, y.shape[fine:].numel(), arriving + onward, kept, apart=fine == y.ndim - 1)
 
     def through(self, path: list[Step], directions: int, sums: int, kept: int, *, apart: bool) -> None:
@@ -133,7 +133,7 @@ class _Count:
 
     def plan(self, plan: SweepPlan, section: Section) -> None:
         """Count what the directions of one sweep take."""
-        kept, columns = section.kept, sum(section.columns)
+        kept, columns = section.kept, section.columns
         count, first = plan.count, plan.directions[0].place
         later = [r for r in section.places if (r is first if self.alone else r.order >= first.order)]
         size = sum(d.place.size for d in plan.directions)
@@ -153,7 +153,7 @@ class _Count:
         if kept or not plan.by_pairs:  # rows of all columns at once
             sums += sum(d.place.rows * d.place.size for d in plan.directions if not d.by_entry) * columns
             written, between = written + size * columns, between + count * groups * columns
-            operations += ROWS * len(section.columns) * sum(len(d.jacobians) for d in plan.directions)
+            operations += 0 if self.alone else ROWS * sum(len(d.jacobians) for d in plan.directions)
         if self.alone:
             m = plan.directions[0].rows
             bending = [at for step in plan.path if step.bends for at in step.inputs if at is not None]

@@ -22,20 +22,31 @@ DIRECT = 2**12
 class Columns:
     """Columns of mixed derivatives: each parameter's entries, in the order of H.
 
+    Those of new places precede those of ``before``, so that columns are in the order of the matrix where places are.
+
+    Args:
+        jacobians: Jacobians of the new places.
+        before: Columns to which theirs are added.
+
     Attributes:
-        cuts: Of each Jacobian's entries, by :func:`key`.
+        slices: Columns of each Jacobian's entries, by :func:`key`.
         pieces: A parameter, some columns and which of its entries these are, in few runs.
-        size: How many there are.
+        size: Number of columns.
     """
 
     def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
-        self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
-        self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
-        self.size: int = before.size if before else 0
-        for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
-            self.cuts[key(u)] = slice(self.size, self.size + u.size)
-            self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
-            self.size += u.size
+        self.slices: dict[tuple[str, int], slice] = {}
+        self.pieces: list[tuple[str, slice, slice]] = []
+        self.size = 0
+        for u in jacobians:
+            if key(u) not in self.slices and (before is None or key(u) not in before.slices):
+                self.slices[key(u)] = slice(self.size, self.size + u.size)
+                self.pieces += [(u.parameter, shifted(span, self.size), entries) for span, entries in u.runs()]
+                self.size += u.size
+        if before is not None:
+            self.slices |= {name: shifted(span, self.size) for name, span in before.slices.items()}
+            self.pieces += [(name, shifted(span, self.size), entries) for name, span, entries in before.pieces]
+            self.size += before.size
 
 
 def shifted(at: slice, by: int) -> slice:

@@ -134,7 +134,7 @@ class Section:
         places: In order.
         entry: The value at which the section begins, as a place without parameters; None for the first.
         end: Id of the value at which it ends.
-        columns: Numbers of entries of the parameters that enter in it or after it.
+        columns: Number of entries of the parameters that enter in it or after it.
         path: The steps by which its entry and its places reach its end; for curvature of places with themselves, its entry alone.
         level: How many axes of the values at both ends index rows that stay apart from its entry to the loss.
         kept: Numbers kept of what follows its end, 0 if nothing does.
@@ -145,7 +145,7 @@ class Section:
     places: list[Place]
     entry: Place | None
     end: int
-    columns: list[int]
+    columns: int
     path: list[Step]
     level: int
     kept: int
@@ -210,7 +210,7 @@ class _Division:
         narrow = list[int]()
         for k, (n, x) in enumerate(zip(self.stream, values, strict=True)):
             group = x.shape[self._levels[n] :].numel()  # entries of a group of rows
-            if widths[k + 1] == min(widths[k : k + 3]) and x.numel() * max(sum(self._columns(n)), group) < KEPT:
+            if widths[k + 1] == min(widths[k : k + 3]) and x.numel() * max(self._columns(n), group) < KEPT:
                 narrow.append(n)
         bounds, best, saved, most = [first, *narrow, last], [first, last], 0.0, 0.0
         if self.work(first, last) < CHOICE * CALL * len(narrow):
@@ -248,7 +248,7 @@ class _Division:
         if end != paths.output:
             x = paths.value(end)
             level = min(self._levels[stop], *(paths.level(place.at, path) for place in (self._entry(stop), *begin)))
-            kept = x.numel() * (x.shape[level:].numel() if self.alone else sum(columns))
+            kept = x.numel() * (x.shape[level:].numel() if self.alone else columns)
         section = Section(steps, places, entry, end, columns, path, level, kept)
         return replace(section, plans=sweeps(paths, section, alone=self.alone))
 
@@ -256,10 +256,10 @@ class _Division:
         at = self.paths.steps[n].output
         return Place(-1, at, self.paths.value(at).shape)
 
-    def _columns(self, start: int) -> list[int]:
-        """Return the numbers of entries of the parameters that enter after a step."""
+    def _columns(self, start: int) -> int:
+        """Return the number of entries of the parameters that enter after a step."""
         after = [place for n, place in self._born if n > start and not self.alone]
-        return list({key(u): u.size for place in after for u in place.jacobians}.values())
+        return sum({key(u): u.size for place in after for u in place.jacobians}.values())
 
 
 def sweeps(paths: Paths, section: Section, *, alone: bool = False) -> list[SweepPlan]:
