@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
 
-LARGE = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
+LANCZOS_ROWS = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -47,7 +47,7 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     a = a / largest
-    if symmetric and len(a) > LARGE:
+    if symmetric and len(a) > LANCZOS_ROWS:
         return largest * norm_by_lanczos(a)[0]
     if symmetric:
         return largest * float(torch.linalg.eigvalsh(a).abs().max())

@@ -379,14 +379,14 @@ def hessian_operator(
             of N rows with C entries, which are N samples where the output has two axes, the empirical matrix is
             sum_n g_n g_n^T / (N C) with the gradients g_n of ||z_n - y_n||^2, as in curvlinops: C times the mean of
             g_n g_n^T with the gradients of the mean over a row.
-        seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches.
+        seed: Of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are divided into batches.
         draws: Labels drawn for each term.
         block_size: Vectors of a block treated at once.
         recompute: ``"layers"``: keep the values where a single one passes, as the residual stream between two sublayers, and what
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
             of activations does. Half as much time again.
         micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
-            batch where all are smaller. A batch is cut for losses 'mse', 'cross_entropy' and torch's own, and samples that do
+            batch where all are smaller. A batch is split for losses 'mse', 'cross_entropy' and torch's own, and samples that do
             not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.parts import is_cut, parts
+from hessiankit.engine.parts import is_split, parts
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import reached
 from hessiankit.engine.problem.task import Task
@@ -74,7 +74,7 @@ class Plan:
 
 
 def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ...]:
-    """Cut the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
+    """Divide the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
 
     Rows of whole parameters, and all columns not before them; of a parameter too large for that, some columns at a time.
 
@@ -102,7 +102,7 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ..
 
 
 def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math.inf) -> Plan:
-    """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
+    """Measure a few samples, by their shapes, and divide the matrix into panels of ``limit`` bytes."""
     known: dict[Any, Cost | None] = {}
     last: Cost | None = None
     costs: list[Cost] = []
@@ -119,10 +119,10 @@ def make_plan(tasks: Sequence[Task], batch_size: int | None, limit: float = math
 
 def _measured(task: Task, batch_size: int | None) -> Cost | None:
     """Return the cost of a chunk of a batch; None if the parameters have no effect."""
-    cut = is_cut(task, batch_size)
+    split = is_split(task, batch_size)
     with task.at(), torch.no_grad():
         try:
-            part = next(parts(task, normalizer_of(task), batch_size, cut=cut))
+            part = next(parts(task, normalizer_of(task), batch_size, split=split))
         except TraceError:
             if reached(task):
                 raise

@@ -10,7 +10,7 @@ import torch
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.parts import BatchPart, is_cut, parts
+from hessiankit.engine.parts import BatchPart, is_split, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.task import Task
@@ -44,10 +44,10 @@ def assemble(
         The loss, and the operations that were differentiated automatically.
     """
     handshake, normalizer = Handshake(task), normalizer_of(task)
-    cut = is_cut(task, batch_size)
+    split = is_split(task, batch_size)
     losses, fallbacks = list[float](), tuple[str, ...]()
     with task.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        for part in parts(task, normalizer, batch_size, cut=cut, share=share, gauss_newton=gauss_newton):
+        for part in parts(task, normalizer, batch_size, split=split, share=share, gauss_newton=gauss_newton):
             if on_memory is not None:
                 on_memory(part.bytes)
             add_part(part, matrix, handshake, normalizer, share=share, gauss_newton=gauss_newton)

@@ -121,8 +121,8 @@ class BlockRows:
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
                 pairs = PairSums(reader)
-                for cuts in plan.chunks(each, work_space(self.paths.device)):
-                    self._read_directions(section, plan, cuts, columns, tail, reader, pairs)
+                for chunk in plan.chunks(each, work_space(self.paths.device)):
+                    self._read_directions(section, plan, chunk, columns, tail, reader, pairs)
                 pairs.close()
                 reader.finish()
             tail = before
@@ -249,7 +249,7 @@ class BlockRows:
         self,
         section: Section,
         plan: SweepPlan,
-        cuts: list[tuple[Directions, int, int]],
+        chunk: list[tuple[Directions, int, int]],
         columns: Columns,
         tail: Tail | None,
         reader: MatrixRows,
@@ -258,12 +258,12 @@ class BlockRows:
         """Give a reader the rows of some directions."""
         seeds: dict[int, Along] = {}
         spans: list[tuple[Directions, int, int, slice]] = []
-        count, groups = sum(d.rows * (stop - start) for d, start, stop in cuts), plan.directions[0].groups
-        for d, start, stop in cuts:
+        count, groups = sum(d.rows * (stop - start) for d, start, stop in chunk), plan.directions[0].groups
+        for d, start, stop in chunk:
             value = self.paths.value(d.place.at)
             span = slice(first := spans[-1][3].stop if spans else 0, first + d.rows * (stop - start))
             spans.append((d, start, stop, span))
-            if len(cuts) == 1:
+            if len(chunk) == 1:
                 seeds[d.place.at] = d.columns(start, stop, value) if plan.by_pairs else d.tangents(start, stop, value)
             else:
                 seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
@@ -282,8 +282,8 @@ class BlockRows:
             own = earlier[-1] if earlier[-1][0].place is place else None
             last = earlier[-1][3].stop
             if isinstance(bar, UnitColumns):
-                if place.mixed is not None and cuts[0][0].place.order < place.order:
-                    for u in cuts[0][0].jacobians:
+                if place.mixed is not None and chunk[0][0].place.order < place.order:
+                    for u in chunk[0][0].jacobians:
                         reader.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
                 return
             if plan.by_pairs:

@@ -47,10 +47,10 @@ def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[Para
 
 
 def _equal_columns(
-    paths: Paths, section: Section, plan: SweepPlan, cut: tuple[Directions, int, int], tail: Tail | None
+    paths: Paths, section: Section, plan: SweepPlan, chunk: tuple[Directions, int, int], tail: Tail | None
 ) -> Tensor:
     """Return D (groups, m, m, outputs) of some outputs of a place; groups that meet behind the section are one."""
-    d, start, stop = cut
+    d, start, stop = chunk
     value, p, m = paths.value(d.place.at), stop - start, d.rows
     meeting = 1 if tail is None else value.shape[min(d.level, tail.level) : d.level].numel()
     groups = d.groups // meeting

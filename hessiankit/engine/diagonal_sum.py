@@ -14,7 +14,7 @@ from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
-from hessiankit.engine.parts import CHUNK, is_cut, parts
+from hessiankit.engine.parts import CHUNK, is_split, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import own_value, reached
@@ -72,9 +72,9 @@ class DiagonalSum:
         has_effect = False
         for task, share in zip(self.tasks, self.parts, strict=True):
             try:
-                handshake, cut = Handshake(task), is_cut(task, self.batch_size)
+                handshake, split = Handshake(task), is_split(task, self.batch_size)
                 with task.at(), torch.no_grad():
-                    value = self._add(task, share, handshake, cut=cut, gauss_newton=gauss_newton)
+                    value = self._add(task, share, handshake, split=split, gauss_newton=gauss_newton)
                 handshake.close()
                 has_effect = True
             except TraceError:
@@ -85,10 +85,10 @@ class DiagonalSum:
         if not has_effect:
             raise without_effect(self.who, self.tasks[0].parameters)
 
-    def _add(self, task: Task, share: float, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
+    def _add(self, task: Task, share: float, handshake: Handshake, *, split: bool, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
         normalizer, value, before = normalizer_of(task), 0.0, self.done
-        for part in parts(task, normalizer, self.batch_size, cut=cut, share=share, gauss_newton=gauss_newton, alone=True):
+        for part in parts(task, normalizer, self.batch_size, split=split, share=share, gauss_newton=gauss_newton, alone=True):
             value += part.loss
             self.fallbacks += part.traced.trace.fallbacks
             products = product_cost(part.paths.trace, task.size, task.dtype.itemsize)

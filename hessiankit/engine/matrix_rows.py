@@ -75,21 +75,21 @@ class MatrixRows:
         """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
         matrix, order = self.matrix, self.matrix.order
         after: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
-        for name, cut, entries in columns.pieces:
+        for name, span, entries in columns.pieces:
             if not matrix.wants(u.parameter, name):
                 continue
             matrix.touch(u.parameter, name)
             if order[name] > order[u.parameter]:
                 at = shifted(entries, matrix.slices[name].start - matrix.left.start)
-                if after and (after[-1][0].stop, after[-1][1].stop) == (cut.start, at.start):
-                    cut, at = slice(after[-1][0].start, cut.stop), slice(after.pop()[1].start, at.stop)
-                after.append((cut, at))
+                if after and (after[-1][0].stop, after[-1][1].stop) == (span.start, at.start):
+                    span, at = slice(after[-1][0].start, span.stop), slice(after.pop()[1].start, at.stop)
+                after.append((span, at))
             else:
                 block = matrix.block(u.parameter, name)[:, entries]
-                self._add_some(u, start, stop, Z[..., cut], block, entries if name == u.parameter else None)
+                self._add_some(u, start, stop, Z[..., span], block, entries if name == u.parameter else None)
         rows = matrix.rows_of(u.parameter)
-        for cut, at in after:
-            self._add_some(u, start, stop, Z[..., cut], matrix.data[rows, at], None)
+        for span, at in after:
+            self._add_some(u, start, stop, Z[..., span], matrix.data[rows, at], None)
 
     def _add_some(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, into: Tensor, own: slice | None) -> None:
         """Add u^T Z to columns of the rows of its parameter, some outputs at a time; ``own``: which of its entries they are."""
@@ -208,8 +208,8 @@ class MatrixRows:
     ) -> None:
         block = self.matrix.block(u.parameter, v.parameter)
         self.matrix.touch(u.parameter, v.parameter)
-        for span, entries in u.runs(*of_u):
-            for cut, at in v.runs(*of_v):
-                block[entries, at] += part[span, cut]
+        for rows, entries in u.runs(*of_u):
+            for columns, at in v.runs(*of_v):
+                block[entries, at] += part[rows, columns]
                 if both:
-                    block[at, entries] += part[span, cut].T
+                    block[at, entries] += part[rows, columns].T

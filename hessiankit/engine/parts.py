@@ -18,8 +18,8 @@ CHUNK = 64 * 2**20
 MOST = 8 * CHUNK
 """The same beside a large one: each part passes over the whole matrix once."""
 
-LARGE = 4
-"""Times that, from which a batch is cut where nobody asked for it."""
+EXCESS = 4
+"""Ratio to that limit above which a batch is split without a ``batch_size``; every part passes over the whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def parts(
     normalizer: float,
     batch_size: int | None,
     *,
-    cut: bool,
+    split: bool,
     share: float = 1.0,
     gauss_newton: bool = False,
     alone: bool = False,
@@ -71,30 +71,30 @@ def parts(
         task: One batch.
         normalizer: What a named loss divides its sum by.
         batch_size: Samples of a part.
-        cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`Task.at`.
+        split: Whether to split it there; see :func:`is_split`, which calls the module and has to be outside :meth:`Task.at`.
         share: What the loss is multiplied by.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.
     """
-    step, start = batch_size if cut and batch_size else task.batch, 0
+    step, start = batch_size if split and batch_size else task.batch, 0
     while start < task.batch:
         stop = min(start + step, task.batch)
-        samples = task.part(slice(start, stop)) if cut else task
+        samples = task.part(slice(start, stop)) if split else task
         traced = loss_trace(samples, normalizer)
         paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
         chosen = sections(paths, alone=alone)
         cost = sweep_cost(paths, chosen, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
-        if batch_size is None and not cut and part.bytes > LARGE * _limit(task) and _can_be_split(task):
-            cut, step = True, max(1, _limit(task) * task.batch // part.bytes)
+        if batch_size is None and not split and part.bytes > EXCESS * _limit(task) and _can_be_split(task):
+            split, step = True, max(1, _limit(task) * task.batch // part.bytes)
             continue
         yield part
         start = stop
 
 
-def is_cut(task: Task, batch_size: int | None) -> bool:
-    """Tell whether a batch is cut into parts of ``batch_size`` samples."""
+def is_split(task: Task, batch_size: int | None) -> bool:
+    """Tell whether a batch is split into parts of ``batch_size`` samples."""
     return batch_size is not None and batch_size < task.batch and _can_be_split(task)
 
 

@@ -55,10 +55,10 @@ class SymmetricStorage:
         columns: range | None = None,
     ) -> None:
         self.slices, self.order = dict(slices), {name: n for n, name in enumerate(slices)}
-        every, cuts = range(len(self.order)), list(self.slices.values())
+        every, spans = range(len(self.order)), list(self.slices.values())
         self.rows, self.columns = rows or every, columns or every
         self.top, self.left = (
-            slice(cuts[positions[0]].start, cuts[positions[-1]].stop) if positions else slice(0, 0)
+            slice(spans[positions[0]].start, spans[positions[-1]].stop) if positions else slice(0, 0)
             for positions in (self.rows, self.columns)
         )
         shape = (self.top.stop - self.top.start, self.left.stop - self.left.start)

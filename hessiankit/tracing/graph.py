@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from torch.fx.node import map_aggregate
 from torch.nn.modules._functions import BackwardHookFunction
 
+from hessiankit.support.containers import address
 from hessiankit.support.errors import TraceError
 
 
@@ -123,7 +124,7 @@ class _Traced:
     """The node of a value that was seen, and where the value lies in memory."""
 
     node: Node
-    place: tuple[Any, ...]
+    view: tuple[Any, ...]
 
 
 class Edges:
@@ -132,7 +133,7 @@ class Edges:
     Args:
         nodes: The nodes of tensors, by their ids.
         kept: The tensors.
-        cut: Nodes made while gradients were off.
+        detached: Nodes made while gradients were off.
         stale: Ids of tensors whose values are not those of their nodes any more.
         bare: Ids of tensors that had no derivative when they were named; scripted functions give one to theirs later.
     """
@@ -141,11 +142,11 @@ class Edges:
         self,
         nodes: Mapping[int, Node],
         kept: Sequence[Tensor],
-        cut: Collection[Node],
+        detached: Collection[Node],
         stale: Collection[int],
         bare: Collection[int],
     ) -> None:
-        self._nodes, self._kept, self._cut, self._stale, self._bare = nodes, kept, cut, stale, bare
+        self._nodes, self._kept, self._detached, self._stale, self._bare = nodes, kept, detached, stale, bare
         self._seen: dict[Edge, _Traced] = {}
         self._looked_at = 0
 
@@ -163,7 +164,7 @@ class Edges:
     def is_node_of(self, x: Tensor, node: Node) -> bool:
         """Tell whether a node stands for a tensor as it is now: the same entries, which pass gradients as its graph says."""
         scripted = id(x) in self._bare and type(x.grad_fn).__name__ == "CppFunction"
-        return not ((node in self._cut or scripted) and x.grad_fn is not None) and id(x) not in self._stale
+        return not ((node in self._detached or scripted) and x.grad_fn is not None) and id(x) not in self._stale
 
     def boundary(self, start: Edge) -> tuple[dict[Edge, Node], tuple[str, ...]]:
         """Return the edges of values that were seen behind an edge, with their nodes, and the functions passed on the way.
@@ -205,22 +206,17 @@ class Edges:
         for x in self._kept[start:]:
             node = self._nodes.get(id(x))
             if x.grad_fn is not None and node is not None and self.is_node_of(x, node):
-                self._seen[x.grad_fn, x.output_nr] = _Traced(node, place(x))
+                self._seen[x.grad_fn, x.output_nr] = _Traced(node, view_key(x))
 
     def _leaf(self, edge: Edge) -> _Traced | None:
         """Return the node of a leaf, such as a parameter, that was seen."""
         leaf = edge[0].variable if _is_leaf(edge[0]) else None
         node = None if leaf is None else self._nodes.get(id(leaf))
-        return None if leaf is None or node is None or node.op != "placeholder" else _Traced(node, place(leaf))
+        return None if leaf is None or node is None or node.op != "placeholder" else _Traced(node, view_key(leaf))
 
 
-def memory(x: Tensor) -> int:
-    """Return an identifier of a tensor's memory."""
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
-
-
-def place(x: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor lies in memory, and how."""
+def view_key(x: Tensor) -> tuple[Any, ...]:
+    """Return a key of the entries of memory that a tensor views, and of how it reads them."""
     if x.layout is not torch.strided or not x.numel():
         return (id(x),)
     return (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg())
@@ -289,7 +285,7 @@ class GraphBuilder:
         self.nodes: dict[int, Node] = {}
         self.kept: list[Tensor] = []  # an id is a tensor's own only while the tensor lives
         self.fresh: dict[Any, Node] = {}
-        self.cut: set[Node] = set()  # those made while gradients were off
+        self.detached: set[Node] = set()  # those made while gradients were off
         self.unseen: set[int] = set()  # memory that was filled out of sight
         self.stale: set[int] = set()  # tensors written into out of sight since they were named
         self.rewritten: set[int] = set()  # their memory
@@ -299,7 +295,7 @@ class GraphBuilder:
         self._passing: set[int] = set()  # memory of values that pass gradients, and how many tensors were looked at for it
         self._passing_known = 0
         self.bare: set[int] = set()
-        self.edges = Edges(self.nodes, self.kept, self.cut, self.stale, self.bare)
+        self.edges = Edges(self.nodes, self.kept, self.detached, self.stale, self.bare)
         self.differentiable = True
         self.keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
@@ -320,12 +316,12 @@ class GraphBuilder:
         elif id(x) in self.stale:
             self.ready(x)
         else:
-            node = self.fresh.get(place(x))
-            if node is None and memory(x) in self.unseen:
+            node = self.fresh.get(view_key(x))
+            if node is None and address(x) in self.unseen:
                 self.ready(x)
             else:
-                if node is None and memory(x) not in self.inside:
-                    self.outside.add(memory(x))
+                if node is None and address(x) not in self.inside:
+                    self.outside.add(address(x))
                 self._name(x, self._constant(x) if node is None else node)
         self.stale.discard(id(x))
         return self.nodes[id(x)]
@@ -354,11 +350,11 @@ class GraphBuilder:
         """Remember the memory of what a transform returned: the function's own, which it may write into later."""
         for x in map(unwrapped, tensors_in(value)):
             self.kept.append(x)
-            self.unseen.add(memory(x))
+            self.unseen.add(address(x))
 
     def write_untraced(self, tensors: Sequence[Any]) -> None:
         """Remember that some tensors, and all others on their memory, have been written into out of sight."""
-        rewritten = _memory_of(tensors)
+        rewritten = _addresses_of(tensors)
         self.rewritten |= rewritten
         for x in self._sharing(rewritten):
             if self.nodes[id(x)].op == "placeholder":
@@ -367,11 +363,11 @@ class GraphBuilder:
 
     def is_outside(self, tensors: Sequence[Any]) -> bool:
         """Tell whether tensors lie in memory that was there before, such as a buffer's, and not in an argument's."""
-        return all(x in self.outside or not (x in self.inside or x in self.unseen) for x in _memory_of(tensors))
+        return all(x in self.outside or not (x in self.inside or x in self.unseen) for x in _addresses_of(tensors))
 
     def keep_constants(self, tensors: Sequence[Any]) -> None:
         """Let constants in the memory of some tensors be copies: it is about to be written into."""
-        for x in self._sharing(_memory_of(tensors)):
+        for x in self._sharing(_addresses_of(tensors)):
             node = self.nodes[id(x)]
             if node.op == "get_attr":
                 self.recording.constants[node.target] = self.recording.constants[node.target].clone()
@@ -380,23 +376,23 @@ class GraphBuilder:
         """Tell whether a write into some tensors changes values that pass gradients on, and no arguments or constants."""
         for x in self.kept[self._passing_known :]:
             if x.grad_fn is not None:
-                self._passing.add(memory(x))
+                self._passing.add(address(x))
         self._passing_known = len(self.kept)
-        places = _memory_of(tensors)
-        if self._passing.isdisjoint(places):
+        addresses = _addresses_of(tensors)
+        if self._passing.isdisjoint(addresses):
             return False
-        return not any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in self._sharing(places))
+        return not any(self.nodes[id(x)].op in ("placeholder", "get_attr") for x in self._sharing(addresses))
 
-    def _sharing(self, places: Collection[int]) -> Iterator[Tensor]:
+    def _sharing(self, addresses: Collection[int]) -> Iterator[Tensor]:
         """Yield the tensors with a node that lie in some memory."""
         known = {id(x): x for x in self.kept if id(x) in self.nodes}
-        yield from (x for x in known.values() if memory(x) in places)
+        yield from (x for x in known.values() if address(x) in addresses)
 
     def _behind(self, x: Tensor) -> Node:
         """Return a node for a tensor of which autograd knows more than was seen: what its derivative is, and by what."""
         graph = self.recording.graph
         start, before = self.edges.before(x)
-        if before is not None and before.place == place(x) and id(x) not in self.stale and memory(x) not in self.rewritten:
+        if before is not None and before.view == view_key(x) and id(x) not in self.stale and address(x) not in self.rewritten:
             return before.node  # another tensor object for the same value
         boundary, names = ({start: before.node}, ()) if before is not None else self.edges.boundary(start)
         node = graph.add("segment", ", ".join(names), tuple(boundary.values()), name="segment")
@@ -423,7 +419,7 @@ class GraphBuilder:
 
     def made(self, node: Node, x: Tensor) -> None:
         """Record a tensor created without inputs; torch may return it later as another object on the same memory."""
-        self.fresh[place(x)] = node
+        self.fresh[view_key(x)] = node
 
     def keep(self, node: Node, value: Any) -> None:
         """Keep what an operation returned, unless something about the place where it ran, or a later write, may change that."""
@@ -458,8 +454,8 @@ class GraphBuilder:
 
     def _name(self, x: Tensor, node: Node) -> None:
         if not self.differentiable:
-            self.cut.add(node)
-        if (at := memory(x)) not in self.outside:
+            self.detached.add(node)
+        if (at := address(x)) not in self.outside:
             self.inside.add(at)
         (self.bare.discard if x.requires_grad else self.bare.add)(id(x))
         self.nodes[id(x)] = node
@@ -471,8 +467,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [x for x in torch.utils._pytree.tree_leaves(tree) if isinstance(x, Tensor)]
 
 
-def _memory_of(tensors: Sequence[Any]) -> set[int]:
-    return {memory(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
+def _addresses_of(tensors: Sequence[Any]) -> set[int]:
+    return {address(unwrapped(x)) for x in tensors if isinstance(x, Tensor)}
 
 
 def unwrapped(x: Tensor) -> Tensor:

@@ -72,17 +72,17 @@ def readers(node: Node, known: dict[Node, Any]) -> Iterator[tuple[Node, Tensor, 
     length = target.untyped_storage().nbytes() // target.element_size()
     memory = target.as_strided((length,), (1,), 0).clone()
     origin = torch.full((length,), -1, device=target.device)
-    place = (target.shape, target.stride(), target.storage_offset())
-    memory.as_strided(*place).copy_(value)
-    origin.as_strided(*place).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
-    known[node] = memory.as_strided(*place)
+    layout = (target.shape, target.stride(), target.storage_offset())
+    memory.as_strided(*layout).copy_(value)
+    origin.as_strided(*layout).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
+    known[node] = memory.as_strided(*layout)
     for n in shared:
         before = known[n]
         if not isinstance(before, Tensor) or before.dtype != target.dtype:
             raise _refusal(node.target, "memory that is read as another type, or in several pieces at once")
-        place = (before.shape, before.stride(), before.storage_offset())
-        known[n] = memory.as_strided(*place)
-        yield n, before, origin.as_strided(*place).clone()
+        layout = (before.shape, before.stride(), before.storage_offset())
+        known[n] = memory.as_strided(*layout)
+        yield n, before, origin.as_strided(*layout).clone()
 
 
 def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from hessiankit.support.errors import TraceError
 from hessiankit.support.kernels import plain
 from hessiankit.support.torch_state import RECORDING, full_precision
-from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, place, tensors_in, unwrapped
+from hessiankit.tracing.graph import NUMBER, GraphBuilder, Recording, tensors_in, unwrapped, view_key
 from hessiankit.tracing.in_place import functional_twin, overwritten
 from hessiankit.tracing.source_line import source_line
 
@@ -334,8 +334,8 @@ def _mark_read(x: Tensor) -> None:
     if x.is_floating_point() or x.is_complex():
         x.sum().item()
         return
-    place = torch.arange(1, x.numel() + 1, device=x.device) * _ODD
-    ((place ^ (place >> 31)) * _ODD * x.reshape(-1)).sum().item()
+    position = torch.arange(1, x.numel() + 1, device=x.device) * _ODD
+    ((position ^ (position >> 31)) * _ODD * x.reshape(-1)).sum().item()
 
 
 def _is_linearized() -> bool:
@@ -371,7 +371,7 @@ class _FunctionMode(TorchFunctionMode):
             for x in tensors_in(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
-        moved = func == _SET_DATA and place(args[0]) != place(args[1])
+        moved = func == _SET_DATA and view_key(args[0]) != view_key(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:
