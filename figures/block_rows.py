@@ -23,7 +23,8 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths, Place
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task
-from hessiankit.engine.sections import Directions, sections
+from hessiankit.engine.sections import sections
+from hessiankit.engine.sweep_plans import Directions
 from hessiankit.primitives.linear import Permute, Reshape
 
 NAME = Path(__file__).stem

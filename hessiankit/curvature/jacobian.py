@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import loss_trace, normalizer_of
 from hessiankit.engine.problem.own_call import make_task

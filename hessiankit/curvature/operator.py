@@ -22,10 +22,10 @@ from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOpe
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.curvature.tensor_operator import TorchOperator
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Batch, Constant, Recompute, linearise
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.engine.problem.batches import Weights, requests, shares
 from hessiankit.engine.problem.cancellation import ROUNDING, rounding_errors
 from hessiankit.engine.problem.fisher import as_gauss_newton, check_kind

@@ -17,8 +17,6 @@ from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
 
-WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
-
 
 def assemble(
     task: Task,

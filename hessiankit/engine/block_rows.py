@@ -22,19 +22,19 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import Directions, Section, SweepPlan
 from hessiankit.engine.sweep import KEPT, Along, Bent, UnitColumns, dense, pull, push, reads, work_space
+from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 
 class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
-        reader: Takes the pairs.
+        matrix: What they are added to.
     """
 
-    def __init__(self, reader: MatrixRows) -> None:
-        self.reader = reader
+    def __init__(self, matrix: MatrixRows) -> None:
+        self.matrix = matrix
         self._parts: dict[tuple[int, int], list[tuple[Directions, int, int, ParameterJacobian, Tensor]]] = {}
         self._numbers = 0
 
@@ -48,7 +48,7 @@ class PairSums:
         self._numbers += K.numel()
 
     def close(self) -> None:
-        """Give the reader what was collected."""
+        """Add what was collected to the matrix."""
         for parts in self._parts.values():
             d, start, _, v, K = parts[0]
             K = (K if len(parts) == 1 else torch.cat([part[4] for part in parts])).transpose(0, 1)  # (R, p, q)
@@ -56,7 +56,7 @@ class PairSums:
         self._parts, self._numbers = {}, 0
 
     def _close(self, d: Directions, outputs: tuple[int, int], v: ParameterJacobian, K: Tensor) -> None:
-        (start, stop), width, add = outputs, K.shape[2], self.reader.add_pair
+        (start, stop), width, add = outputs, K.shape[2], self.matrix.add_pair
         if not any(u is v for u in d.place.jacobians):
             for u in d.jacobians:
                 add(u, outputs, v, (0, width), K, same=False)
@@ -100,8 +100,8 @@ class BlockRows:
     def __init__(self, paths: Paths, sections: Sequence[Section]) -> None:
         self.paths, self.sections = paths, sections
 
-    def read(self, reader: MatrixRows) -> None:
-        """Give all rows to a reader, those of the last place first."""
+    def read(self, matrix: MatrixRows) -> None:
+        """Add all rows to a matrix, those of the last place first, as summands: entries are complete when all are added."""
         tail: Tail | None = None
         for section, earlier in zip(self.sections, [*(s.places for s in self.sections[1:]), []], strict=True):
             own = {key(u) for place in section.places for u in place.jacobians}
@@ -116,15 +116,15 @@ class BlockRows:
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
                 behind = {name for name, _ in (tail.columns.slices if tail else ())}
                 behind |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
-                if not any(reader.wants(i, j) for i in names for j in behind):
+                if not any(matrix.wants(i, j) for i in names for j in behind):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
-                pairs = PairSums(reader)
+                pairs = PairSums(matrix)
                 for chunk in plan.chunks(each, work_space(self.paths.device)):
-                    self._read_directions(section, plan, chunk, columns, tail, reader, pairs)
+                    self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
                 pairs.close()
-                reader.finish()
+                matrix.finish()
             tail = before
 
     def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
@@ -252,10 +252,10 @@ class BlockRows:
         chunk: list[tuple[Directions, int, int]],
         columns: Columns,
         tail: Tail | None,
-        reader: MatrixRows,
+        matrix: MatrixRows,
         pairs: PairSums,
     ) -> None:
-        """Give a reader the rows of some directions."""
+        """Add the rows of some directions to a matrix."""
         seeds: dict[int, Along] = {}
         spans: list[tuple[Directions, int, int, slice]] = []
         count, groups = sum(d.rows * (stop - start) for d, start, stop in chunk), plan.directions[0].groups
@@ -284,7 +284,7 @@ class BlockRows:
             if isinstance(bar, UnitColumns):
                 if place.mixed is not None and chunk[0][0].place.order < place.order:
                     for u in chunk[0][0].jacobians:
-                        reader.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
+                        matrix.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
                 return
             if plan.by_pairs:
                 for v, K in place.arriving(bar[:last], groups, mixed=mixed):
@@ -303,7 +303,7 @@ class BlockRows:
             for d, start, stop, span in spans:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
-                    reader.add_rows(u, start, stop, rows, columns)
+                    matrix.add_rows(u, start, stop, rows, columns)
 
 
 def combine(T: Tensor, level: int, Z: Tensor, out: Tensor | None = None) -> Tensor:

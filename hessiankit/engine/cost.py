@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.sweep import KEPT, work_space
-
-if TYPE_CHECKING:  # sections are chosen by their cost
-    from hessiankit.engine.sections import Section, SweepPlan
+from hessiankit.engine.sweep_plans import Section, SweepPlan
 
 CALL = 8_000
 """Passes over a number that take as long as one call of a small operation of torch, 3 to 4 microseconds.
@@ -26,20 +23,11 @@ MATMUL = 8
 STEP = 8
 """Calls of torch that a step takes, pushed and pulled, half of them where it is only pushed."""
 
-ARRIVAL = 12
-"""Calls of torch that a covector takes at a place, until it is in the matrix."""
+READ = 12
+"""Calls of torch that read a result of a sweep: a covector at a place, a pair of Jacobians, rows of a parameter, a cut."""
 
 TOUCHED = 8
 """Passes over a number of the path that a direction takes, pushed and pulled."""
-
-CUT = 10
-"""Calls of torch by which second derivatives are kept at a cut, or pulled back to the one before."""
-
-ROWS = 20
-"""Calls of torch by which rows of a parameter are added to the matrix."""
-
-PAIR = 12
-"""Calls of torch for a sum over rows of two Jacobians."""
 
 WRITES = 6
 """Passes over an entry of a block for each sum that is added to it."""
@@ -127,7 +115,7 @@ class _Count:
         numbers = self.paths.numbers(path)
         multiplications = directions * (self.paths.multiplications(path) + sums)
         passes = TOUCHED * directions * numbers + WRITES * kept
-        operations = CUT + STEP * len(path) + directions * self.paths.calls(path)
+        operations = READ + STEP * len(path) + directions * self.paths.calls(path)
         self._add(multiplications, passes, operations, apart=apart)
         self.peak = max(self.peak, min(work_space(self.paths.device), 3 * directions * numbers) + 2 * kept)
 
@@ -141,19 +129,19 @@ class _Count:
         ways = [(d.place, r) for d in plan.directions for r in later if d.place.order <= r.order]
         each = 3 * plan.numbers + (0 if plan.by_pairs else groups * columns)
         space = work_space(self.paths.device)
-        operations = plan.chunk_count(each, space) * (STEP * len(plan.path) // (1 + self.alone) + ARRIVAL * len(later))
+        operations = plan.chunk_count(each, space) * (STEP * len(plan.path) // (1 + self.alone) + READ * len(later))
         operations += count * self.paths.calls(plan.path)
         if plan.by_pairs:
             sums = sum(t.rows * t.size * r.size for t, r in ways)
             written = sum(t.size * r.size for t, r in ways)
             between = sum(t.rows * t.width * r.width for t, r in ways)
-            operations += 0 if self.alone else PAIR * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
+            operations += 0 if self.alone else READ * sum(len(t.jacobians) * len(r.jacobians) for t, r in ways)
         else:
             sums, written, between = count * sum(r.rows * r.size for r in later), 0, 0
         if kept or not plan.by_pairs:  # rows of all columns at once
             sums += sum(d.place.rows * d.place.size for d in plan.directions if not d.by_entry) * columns
             written, between = written + size * columns, between + count * groups * columns
-            operations += 0 if self.alone else ROWS * sum(len(d.jacobians) for d in plan.directions)
+            operations += 0 if self.alone else READ * sum(len(d.jacobians) for d in plan.directions)
         if self.alone:
             m = plan.directions[0].rows
             bending = [at for step in plan.path if step.bends for at in step.inputs if at is not None]

@@ -20,8 +20,8 @@ from hessiankit.engine.block_rows import BlockRows, Tail, combine
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import Directions, Section, SweepPlan
 from hessiankit.engine.sweep import Along, Kept, UnitColumns, all_dense, dense, push, reads, work_space
+from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 
 def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[ParameterJacobian, Tensor], None]) -> None:

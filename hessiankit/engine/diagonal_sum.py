@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
-from hessiankit.engine.parts import CHUNK, is_split, parts
+from hessiankit.engine.parts import CHUNK, WORKSPACE, is_split, parts
 from hessiankit.engine.problem.handshake import Handshake
 from hessiankit.engine.problem.loss_trace import normalizer_of
 from hessiankit.engine.problem.own_call import own_value, reached

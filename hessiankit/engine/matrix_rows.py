@@ -1,4 +1,4 @@
-"""A reader of block rows that adds them to a symmetric matrix, or to a panel of it."""
+"""Block rows added to a symmetric matrix, or to a panel of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
-from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian, key
+from hessiankit.engine.jacobians import (
+    SCRATCH,
+    GainJacobian,
+    IdentityJacobian,
+    IndexJacobian,
+    ParameterJacobian,
+    WeightJacobian,
+    key,
+)
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.primitives.directions import together
-
-ROWS = 2**20
-"""Numbers of rows of the matrix that are made before they are added."""
 
 DIRECT = 2**12
 """Numbers of rows of one output from which they are added by the product that makes them."""
@@ -55,7 +60,7 @@ def shifted(at: slice, by: int) -> slice:
 
 
 class MatrixRows:
-    """Adds A + A^T to a matrix: the reader of :class:`hessiankit.engine.block_rows.BlockRows`.
+    """Adds A + A^T to a matrix, of which :class:`hessiankit.engine.block_rows.BlockRows` gives summands.
 
     Of two parameters one block is added to, that above the diagonal, which :meth:`SymmetricStorage.mirror` copies below it.
 
@@ -102,7 +107,7 @@ class MatrixRows:
                     by_output[:, k].addmm_(u.X.T, Z[:, k - start])
                 return
         numbers = 0 if isinstance(u, IdentityJacobian) else u.size * width  # its rows are parts of Z: none are made
-        step = max(1, together(ROWS, Z) // numbers) if numbers else stop - start
+        step = max(1, together(SCRATCH, Z) // numbers) if numbers else stop - start
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = u.rows(Z[:, first - start : last - start], first, last)

@@ -10,13 +10,14 @@ from hessiankit.engine.paths import Paths
 from hessiankit.engine.problem.loss_trace import LossTrace, loss_trace, samples_are_independent
 from hessiankit.engine.problem.task import Task
 from hessiankit.engine.product_rows import products_are_cheaper
-from hessiankit.engine.sections import Section, sections
+from hessiankit.engine.sections import sections
+from hessiankit.engine.sweep_plans import Section
 
-CHUNK = 64 * 2**20
-"""Bytes that the derivatives of some samples may take beside a small matrix."""
+WORKSPACE = 512 * 2**20
+"""Bytes that derivatives may take beside a large matrix, which each part passes over once, or beside an operator."""
 
-MOST = 8 * CHUNK
-"""The same beside a large one: each part passes over the whole matrix once."""
+CHUNK = WORKSPACE // 8
+"""Bytes that they may take beside a small one, where a further part repeats calls of torch alone."""
 
 EXCESS = 4
 """Ratio to that limit above which a batch is split without a ``batch_size``; every part passes over the whole matrix."""
@@ -104,4 +105,4 @@ def _can_be_split(task: Task) -> bool:
 
 
 def _limit(task: Task) -> int:
-    return min(MOST, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))
+    return min(WORKSPACE, max(2 * CHUNK, task.size**2 * task.dtype.itemsize // 4))

@@ -76,7 +76,7 @@ def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
         (contractions, "OUTER", choice.chunk),
         (jacobians, "SCRATCH", choice.chunk),
         (contractions, "SCRATCH", choice.chunk),
-        (matrix_rows, "ROWS", choice.chunk),
+        (matrix_rows, "SCRATCH", choice.chunk),
         (matrix_rows, "DIRECT", choice.chunk),
     ):
         if value is not None:
