@@ -141,4 +141,4 @@ def test_sections_take_about_as_little_as_any_that_were_tried(name: str, alone: 
     tried = [set[int](), set(values), *(chosen ^ {at} for at in values), *({at} for at in values)]
     tried += [set(values[len(values) // (2 * k) :: len(values) // k]) for k in range(1, 1 + min(8, len(values)))]
     assert work(None) == work(chosen)
-    assert work(chosen) <= max(1.15 * min(map(work, tried)), sections.CHOICE * CALL * len(values))
+    assert work(chosen) <= max(1.15 * min(map(work, tried)), sections.CHOICE * CALL * len(paths.steps))

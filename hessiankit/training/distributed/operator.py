@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearised
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Batch, Constant
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.engine.problem.batches import Weights, batches
 from hessiankit.engine.problem.calling import known_count, known_reduction, named_tensors
 from hessiankit.engine.problem.own_call import own_loss
