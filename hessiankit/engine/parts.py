@@ -28,13 +28,13 @@ class BatchPart:
     """Some samples of a batch.
 
     Attributes:
-        task: Of these samples.
-        traced: Its loss.
-        paths: Of the trace.
-        sections: Of the paths, those that take least.
-        cost: Of their sweeps.
-        stop: Samples of the batch up to its end.
-        loss: Its share of the loss.
+        task: Request for these samples.
+        traced: Trace of its loss.
+        paths: Paths of the trace.
+        sections: Sections of the paths, those that take least.
+        cost: Cost of their sweeps.
+        stop: Number of samples of the batch up to its end.
+        loss: Share of the loss.
     """
 
     task: Task

@@ -35,12 +35,12 @@ class Place:
     """A value that parameters enter.
 
     Attributes:
-        order: Its number, from the first to the last.
+        order: Number of the place, from the first to the last.
         at: Id of the value.
-        shape: Of the value.
-        jacobians: Its Jacobians in the parameters, by rows (R, w).
-        mixed: Of a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
-        plain: Of a gain, the norm without it, linearised: what the gain multiplies moves by it.
+        shape: Shape of the value.
+        jacobians: Jacobians with respect to the parameters, by rows (R, w).
+        mixed: For a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
+        plain: For a gain, the norm without it, linearised: what the gain multiplies moves by it.
     """
 
     order: int
@@ -118,8 +118,8 @@ class Paths:
 
     Attributes:
         adjoints: lambda_v of every value on the way to the loss, by id.
-        steps: In order; of each the inputs that move other than by a place's own parameters.
-        places: In order.
+        steps: Steps in order; of each the inputs that move other than by a place's own parameters.
+        places: Places in order.
     """
 
     def __init__(self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:

@@ -38,11 +38,11 @@ class SymmetricStorage:
 
     Args:
         slices: Rows of each parameter in the whole matrix, one after the other.
-        dtype: Of the entries.
-        device: Where they are kept.
-        data: The entries, zero, if there is memory for them.
-        rows: Of a panel: parameters i, as consecutive positions in ``slices``; None: all.
-        columns: The same of j, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
+        dtype: Type of the entries.
+        device: Device of the entries.
+        data: Zeros to which entries are added; None: they are allocated.
+        rows: Parameters i of a panel, as consecutive positions in ``slices``; None: all.
+        columns: Parameters j of a panel likewise, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
     """
 
     def __init__(

@@ -19,10 +19,10 @@ class Directions:
     """Unit directions of one place: of one row in every group at once, or of the place's own parameter entries.
 
     Attributes:
-        place: Where they begin.
-        level: How many axes index the groups.
+        place: Place at which they begin.
+        level: Number of axes that index the groups.
         outputs: Columns of the place, or entries of its parameters.
-        jacobians: By which curvature along these directions goes back to the parameters.
+        jacobians: Jacobians by which curvature along these directions goes back to the parameters.
         by_entry: Whether they are the directions of parameter entries.
     """
 
@@ -71,9 +71,9 @@ class SweepPlan:
     """Directions that are swept together.
 
     Attributes:
-        path: The steps that they move.
-        directions: Of places, from the first to the last.
-        numbers: That one direction takes on the path.
+        path: Steps that the directions move.
+        directions: Directions of each place, from the first to the last.
+        numbers: Numbers that one direction takes on the path.
         by_pairs: Whether H is a sum over rows for each pair of parameters: all rows stay apart, and one moves in each direction.
         apart: Whether all rows stay apart.
     """
@@ -86,7 +86,7 @@ class SweepPlan:
 
     @property
     def level(self) -> int:
-        """Of the directions."""
+        """Level of the directions."""
         return self.directions[0].level
 
     @property
@@ -115,15 +115,15 @@ class Section:
     """Steps between two cuts, the places among them, and how these are swept.
 
     Attributes:
-        steps: In order.
-        places: In order.
+        steps: Steps in order.
+        places: Places in order.
         entry: The value at which the section begins, as a place without parameters; None for the first.
         end: Id of the value at which it ends.
         columns: Number of entries of the parameters that enter in it or after it.
         path: The steps by which its entry and its places reach its end; for curvature of places with themselves, its entry alone.
-        level: How many axes of the values at both ends index rows that stay apart from its entry to the loss.
+        level: Number of axes of the values at both ends index rows that stay apart from its entry to the loss.
         kept: Numbers kept of what follows its end, 0 if nothing does.
-        plans: Its sweeps, those of the last places first.
+        plans: Sweeps of its places, those of the last first.
     """
 
     steps: list[Step]
