@@ -42,7 +42,7 @@ class SymmetricStorage:
         device: Device of the entries.
         data: Zeros to which entries are added; None: they are allocated.
         rows: Parameters i of a panel, as consecutive positions in ``slices``; None: all.
-        columns: Parameters j of a panel likewise, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
+        columns: Parameters j of a panel, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
     """
 
     def __init__(

@@ -81,8 +81,8 @@ def address(x: Tensor) -> int:
 
     Empty tensors share the address 0, and a sparse tensor has no storage: neither shares memory with another tensor.
 
-    >>> x = torch.zeros(3)
-    >>> address(x) == address(x[1:]), address(x[:0]) == address(torch.zeros(0))
+    >>> x, empty, other = torch.zeros(3), torch.zeros(0), torch.zeros(0)
+    >>> address(x) == address(x[1:]), address(empty) == address(other)
     (True, False)
     """
     return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
