@@ -21,7 +21,8 @@ import hessiankit as hk
 from figures._kit import FAINT, INK, METHOD_COLOURS, page, save, style, write_rows
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import Directions, sections
+from hessiankit.engine.sections import sections
+from hessiankit.engine.sweep_plans import Directions
 from hessiankit.primitives.linear import Permute, Reshape
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.read import read_request

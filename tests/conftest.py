@@ -98,9 +98,9 @@ def few_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long axes are walked in chunks of a few entries."""
-    from hessiankit.engine import contractions, jacobians, sections
+    from hessiankit.engine import contractions, jacobians, sweep
 
     for name, most in (("CACHE", 10), ("OUTER", 7)):
         monkeypatch.setattr(contractions, name, most)
     monkeypatch.setattr(jacobians, "SCRATCH", 1)
-    monkeypatch.setattr(sections, "WORK_SPACE", 40)
+    monkeypatch.setattr(sweep, "WORK_SPACE", 40)

@@ -30,13 +30,12 @@ from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from hessiankit.curvature.plot_frame import Picture
 
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-LARGE = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
+LANCZOS_ROWS = 512  # rows from which on Lanczos's method finds the norm of a symmetric matrix
 
 
 def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
@@ -50,7 +49,7 @@ def spectral_norm(matrix: Tensor, *, symmetric: bool = False) -> float:
     if largest == 0.0 or not math.isfinite(largest):
         return largest
     a = a / largest
-    if symmetric and len(a) > LARGE:
+    if symmetric and len(a) > LANCZOS_ROWS:
         return largest * norm_by_lanczos(a)[0]
     if symmetric:
         return largest * float(torch.linalg.eigvalsh(a).abs().max())

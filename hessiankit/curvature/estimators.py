@@ -44,7 +44,7 @@ from hessiankit.support.tables import Piece, Printed, table
 
 LEAST = 6  # products
 SMALL = 32  # rows up to which the whole matrix is taken: k vectors of few signs may be linearly dependent
-ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
+SUM_ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
 PAIRED = 64  # vectors of which all pairs are taken for the covariance of two values
 SHARED = 0.5  # share of s^2 / k that the covariance is at least: its estimate is noisy, and small where s^2 is too small
 WIDER = 1.25
@@ -182,7 +182,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     norm = math.sqrt(max(0.0, squares.mean))
 
     def estimate(sample: Sample, scale: float) -> Estimate:
-        return Estimate(sample.mean, sample.half_width(level) + ROUNDING * eps * scale)
+        return Estimate(sample.mean, sample.half_width(level) + SUM_ROUNDING * eps * scale)
 
     sizes = (rows.stop - rows.start for rows in slices.values())
     return ScalarEstimates(
@@ -190,7 +190,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
         estimate(squares, norm**2),
         {n: estimate(own, math.sqrt(rows) * norm) for n, own, rows in zip(slices, blocks, sizes, strict=True)},
         D.mean(1).to(dtype),
-        (entry_half_widths(D, level) + ROUNDING * eps * norm).to(dtype),
+        (entry_half_widths(D, level) + SUM_ROUNDING * eps * norm).to(dtype),
         taken,
         level,
         getattr(operator, "kind", type(operator).__name__),

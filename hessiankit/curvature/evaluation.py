@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.planning import check_workspace
-from hessiankit.engine.assembly import WORKSPACE, assemble
+from hessiankit.engine.assembly import assemble
 from hessiankit.engine.diagnosis import not_finite
 from hessiankit.engine.linearisation import linearise
-from hessiankit.engine.parts import CHUNK
+from hessiankit.engine.parts import CHUNK, WORKSPACE
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.cancellation import ROUNDING, rounding_errors

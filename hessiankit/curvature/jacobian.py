@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, origin_of_any
 from hessiankit.engine.entrywise_fusion import Step
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.engine.sweep import Along, dense, pull, push, reads
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake

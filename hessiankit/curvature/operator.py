@@ -22,10 +22,10 @@ from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOpe
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.curvature.tensor_operator import TorchOperator
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss, OwnGradient
 from hessiankit.request.cancellation import ROUNDING, rounding_errors
 from hessiankit.request.read import Request, read_request
@@ -378,7 +378,7 @@ def hessian_operator(
             products with weights return; the rest is made anew in every product, a sublayer at a time, as checkpointing
             of activations does. Half as much time again.
         micro_batch: Samples treated at once, each part anew in every product: the memory of so many samples, or of the largest
-            batch where all are smaller. A batch is cut for losses 'mse', 'cross_entropy' and torch's own, and samples that do
+            batch where all are smaller. A batch is split for losses 'mse', 'cross_entropy' and torch's own, and samples that do
             not depend on each other.
         snapshot: Whether to keep copies of the parameters. Without, nothing is copied, and a product after a change of the
             parameters is an error. None: copies of up to 4 million parameters, unless ``recompute`` or ``micro_batch`` is given.

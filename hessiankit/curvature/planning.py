@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hessiankit.engine.parts import is_cut, parts
+from hessiankit.engine.parts import is_split, parts
 from hessiankit.engine.product_rows import product_cost
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.support.errors import TraceError
@@ -72,7 +72,7 @@ class Plan:
 
 
 def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ...]:
-    """Cut the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
+    """Divide the upper half of a symmetric matrix into panels of at most ``limit`` bytes, if no block is larger.
 
     Rows of whole parameters, and all columns not before them; of a parameter too large for that, some columns at a time.
 
@@ -100,7 +100,7 @@ def panels(sizes: Sequence[int], itemsize: int, limit: float) -> tuple[Panel, ..
 
 
 def make_plan(batches: Sequence[BatchLoss], batch_size: int | None, limit: float = math.inf) -> Plan:
-    """Measure a few samples, by their shapes, and cut the matrix into panels of ``limit`` bytes."""
+    """Measure a few samples, by their shapes, and divide the matrix into panels of ``limit`` bytes."""
     known: dict[Any, Cost | None] = {}
     last: Cost | None = None
     costs: list[Cost] = []
@@ -117,10 +117,10 @@ def make_plan(batches: Sequence[BatchLoss], batch_size: int | None, limit: float
 
 def _measured(batch: BatchLoss, batch_size: int | None) -> Cost | None:
     """Return the cost of a chunk of a batch; None if the parameters have no effect."""
-    cut = is_cut(batch, batch_size)
+    split = is_split(batch, batch_size)
     with batch.at(), torch.no_grad():
         try:
-            part = next(parts(batch, batch_size, cut=cut))
+            part = next(parts(batch, batch_size, split=split))
         except TraceError:
             if batch.reached():
                 raise

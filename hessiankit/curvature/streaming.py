@@ -72,10 +72,10 @@ def write_matrix(path: Path, evaluation: Evaluation, *, overwrite: bool, resume:
 
 def _write_panels(matrix: np.memmap, evaluation: Evaluation, parts: Sequence[Panel]) -> float:
     """Write the rows that are not finished; return the relative asymmetry of their blocks (i, i), NaN of none."""
-    cuts = list(evaluation.batches[0].slices.values())
+    spans = list(evaluation.batches[0].slices.values())
     asymmetry = largest = math.nan
     for rows, numbers in groupby(range(len(parts)), lambda n: parts[n][0]):
-        at = range(cuts[rows[0]].start, cuts[rows[-1]].stop)
+        at = range(spans[rows[0]].start, spans[rows[-1]].stop)
         if not bool(np.isnan(matrix.diagonal()[at.start : at.stop]).any()):
             continue
         for n in numbers:

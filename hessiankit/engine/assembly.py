@@ -10,13 +10,11 @@ import torch
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.linearisation import Linearisation
 from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.parts import BatchPart, is_cut, parts
+from hessiankit.engine.parts import BatchPart, is_split, parts
 from hessiankit.engine.product_rows import add_products
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
-
-WORKSPACE = 512 * 2**20  # bytes of tangents that products with a block of vectors may take
 
 
 def assemble(
@@ -40,10 +38,10 @@ def assemble(
     Returns:
         The loss, and the operations that were differentiated automatically.
     """
-    handshake, cut = Handshake(batch), is_cut(batch, batch_size)
+    handshake, split = Handshake(batch), is_split(batch, batch_size)
     losses, fallbacks = list[float](), tuple[str, ...]()
     with batch.at(), torch.no_grad():  # where torch differentiates, its graph reads the parameters
-        for part in parts(batch, batch_size, cut=cut, gauss_newton=gauss_newton):
+        for part in parts(batch, batch_size, split=split, gauss_newton=gauss_newton):
             if on_memory is not None:
                 on_memory(part.bytes)
             add_part(part, matrix, handshake, gauss_newton=gauss_newton)

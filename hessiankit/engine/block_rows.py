@@ -22,19 +22,19 @@ from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian, key
 from hessiankit.engine.matrix_rows import Columns, MatrixRows
 from hessiankit.engine.paths import Paths, Place
-from hessiankit.engine.sections import KEPT, Directions, Section, SweepPlan, work_space
-from hessiankit.engine.sweep import Along, Bent, UnitColumns, dense, pull, push, reads
+from hessiankit.engine.sweep import KEPT, Along, Bent, UnitColumns, dense, pull, push, reads, work_space
+from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 
 class PairSums:
     """Curvature between places that keep all rows apart: collected over outputs, then summed over rows for pairs of parameters.
 
     Args:
-        reader: Takes the pairs.
+        matrix: What they are added to.
     """
 
-    def __init__(self, reader: MatrixRows) -> None:
-        self.reader = reader
+    def __init__(self, matrix: MatrixRows) -> None:
+        self.matrix = matrix
         self._parts: dict[tuple[int, int], list[tuple[Directions, int, int, ParameterJacobian, Tensor]]] = {}
         self._numbers = 0
 
@@ -48,7 +48,7 @@ class PairSums:
         self._numbers += K.numel()
 
     def close(self) -> None:
-        """Give the reader what was collected."""
+        """Add what was collected to the matrix."""
         for parts in self._parts.values():
             d, start, _, v, K = parts[0]
             K = (K if len(parts) == 1 else torch.cat([part[4] for part in parts])).transpose(0, 1)  # (R, p, q)
@@ -56,7 +56,7 @@ class PairSums:
         self._parts, self._numbers = {}, 0
 
     def _close(self, d: Directions, outputs: tuple[int, int], v: ParameterJacobian, K: Tensor) -> None:
-        (start, stop), width, add = outputs, K.shape[2], self.reader.add_pair
+        (start, stop), width, add = outputs, K.shape[2], self.matrix.add_pair
         if not any(u is v for u in d.place.jacobians):
             for u in d.jacobians:
                 add(u, outputs, v, (0, width), K, same=False)
@@ -100,43 +100,44 @@ class BlockRows:
     def __init__(self, paths: Paths, sections: Sequence[Section]) -> None:
         self.paths, self.sections = paths, sections
 
-    def read(self, reader: MatrixRows) -> None:
-        """Give all rows to a reader, those of the last place first."""
+    def read(self, matrix: MatrixRows) -> None:
+        """Add all rows to a matrix, those of the last place first, as summands: entries are complete when all are added."""
         tail: Tail | None = None
-        for section in self.sections:
-            before, tail, later = self.tails(section, tail)
-            if tail is not None:  # of two places in this section each pair comes twice
-                tail.Z *= 0.5
-                tail.Z[:, :, : later.shape[2]].add_(later, alpha=0.5)
+        for section, earlier in zip(self.sections, [*(s.places for s in self.sections[1:]), []], strict=True):
+            own = {key(u) for place in section.places for u in place.jacobians}
+            shared = [] if tail is None else [(k, tail.Z[:, :, tail.columns.slices[k]].clone()) for k in own]
+            before, tail = self.tails(section, tail, earlier)
+            for k, Z in shared:  # of two places in this section each pair comes twice
+                assert tail is not None
+                half = tail.Z[:, :, tail.columns.slices[k]]
+                half.add_(Z.reshape(half.shape)).mul_(0.5)
             for plan in section.plans:
                 first = plan.directions[0].place.order
                 names = {u.parameter for d in plan.directions for u in d.place.jacobians}
-                behind = {name for name, _ in (tail.columns.cuts if tail else ())}
+                behind = {name for name, _ in (tail.columns.slices if tail else ())}
                 behind |= {u.parameter for place in section.places if place.order >= first for u in place.jacobians}
-                if not any(reader.wants(i, j) for i in names for j in behind):
+                if not any(matrix.wants(i, j) for i in names for j in behind):
                     continue
                 columns = tail.columns if tail else self._columns([p for p in section.places if p.order >= first])
                 each = 3 * plan.numbers + (0 if plan.by_pairs and not tail else plan.directions[0].groups * columns.size)
-                pairs = PairSums(reader)
-                for cuts in plan.chunks(each, work_space(self.paths)):
-                    self._read_directions(section, plan, cuts, columns, tail, reader, pairs)
+                pairs = PairSums(matrix)
+                for chunk in plan.chunks(each, work_space(self.paths.device)):
+                    self._read_directions(section, plan, chunk, columns, tail, matrix, pairs)
                 pairs.close()
-                reader.finish()
+                matrix.finish()
             tail = before
 
     def _columns(self, places: Sequence[Place], before: Columns | None = None) -> Columns:
         return Columns([u for place in places for u in place.jacobians], before)
 
-    def tails(self, section: Section, tail: Tail | None, *, alone: bool = False) -> tuple[Tail | None, Tail | None, Tensor]:
-        """Return the tail of a section's input, that of its end with the section's columns added, and the latter's Z before."""
-        later = self.paths.value(section.end).new_zeros(0) if tail is None else tail.Z
-        if section.entry is None and tail is None:
-            return None, None, later
+    def tails(
+        self, section: Section, tail: Tail | None, earlier: Sequence[Place], *, alone: bool = False
+    ) -> tuple[Tail | None, Tail | None]:
+        """Return the tail of a section's input, with room for the columns of places earlier than it, and that of its end."""
         to_entry = None
         if tail is not None:
-            tail, later, to_entry = self._through(section, tail, alone=alone)
-        before = self._enter(section, tail, to_entry, alone=alone) if section.entry is not None else None
-        return before, tail, later
+            tail, to_entry = self._through(section, tail, alone=alone)
+        return None if section.entry is None else self._enter(section, tail, to_entry, earlier, alone=alone), tail
 
     def sweep(
         self,
@@ -169,25 +170,21 @@ class BlockRows:
 
         pull(path, dict(bars or {}), bent, {}, stops, arrived)
 
-    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor, Tensor | None]:
-        """Pull what follows a section back through it.
+    def _through(self, section: Section, tail: Tail, *, alone: bool) -> tuple[Tail, Tensor | None]:
+        """Pull what follows a section back through it, to the columns of its own parameters.
 
         Returns:
-            The tail with columns for the section's own parameters, its Z before, and K from x to the entry (G, S, .).
+            The tail, and K from x to the entry (G, S, .).
         """
         x, entry, level = self.paths.value(tail.at), section.entry, section.level
         groups, inner = x.shape[:level].numel(), x.shape[level : tail.level].numel()
         size = x.numel() // groups
-        K = tail.K
+        K, Z = tail.K, tail.Z.reshape(groups, size, -1)
         if inner > 1:  # rows of a group that were apart behind x
             row = size // inner
             K = K.new_zeros(groups, inner, row, inner, row)
             K.diagonal(dim1=1, dim2=3).copy_(tail.K.reshape(groups, inner, row, row).permute(0, 2, 3, 1))
             K = K.reshape(groups, size, size)
-        later = tail.Z.reshape(groups, size, -1)
-        columns = tail.columns if alone else self._columns(section.places, tail.columns)
-        Z = K.new_zeros(groups, size, columns.size)
-        Z[:, :, : later.shape[2]] = later
         to_entry: list[Tensor] = []
 
         def arrive(place: Place, bar: Along, mixed: bool) -> None:
@@ -196,13 +193,15 @@ class BlockRows:
                 to_entry.append(bar.reshape(size, groups, -1).transpose(0, 1).contiguous())
             elif not alone:
                 for v, covectors in place.arriving(bar, groups, mixed=False):
-                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                    v.add_vjp(covectors, Z.transpose(0, 1)[:, :, tail.columns.slices[key(v)]])
 
         bars = {tail.at: K.transpose(0, 1).reshape(size, *x.shape)}
         self.sweep(section, section.path, arrive, bars=bars)
-        return Tail(tail.at, level, K, Z, columns), later, to_entry[0] if to_entry else None
+        return Tail(tail.at, level, K, Z, tail.columns), to_entry[0] if to_entry else None
 
-    def _enter(self, section: Section, tail: Tail | None, to_entry: Tensor | None, *, alone: bool) -> Tail:
+    def _enter(
+        self, section: Section, tail: Tail | None, to_entry: Tensor | None, earlier: Sequence[Place], *, alone: bool
+    ) -> Tail:
         """Return the tail of the value that enters a section."""
         entry, path = section.entry, section.path
         assert entry is not None
@@ -211,56 +210,60 @@ class BlockRows:
         level = min(fine, tail.level) if tail else fine
         d = Directions(entry, fine, entry.width, [], False)
         columns = tail.columns if tail else self._columns([] if alone else section.places)
+        wider = self._columns([] if alone else earlier, columns)
         groups, m, inner = d.groups, d.rows, y.shape[level:fine].numel()
-        Z = y.new_zeros(groups, m, d.outputs, columns.size)
+        Z = y.new_zeros(groups, m, d.outputs, wider.size)
         K = y.new_zeros(groups, m, d.outputs, y.numel() // y.shape[:level].numel())
-        plan = SweepPlan(path, [d], self.paths.work(path)[0], False)
-        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths)):
-            count = m * (stop - start)
-            here = [y.new_zeros(groups, count, columns.size), y.new_zeros(groups, count, K.shape[3])]
+        plan = SweepPlan(path, [d], self.paths.numbers(path), False)
+        for ((_, start, stop),) in plan.chunks(3 * plan.numbers + groups * columns.size, work_space(self.paths.device)):
+            count, whole = m * (stop - start), stop - start == d.outputs
+            Z_part, K_part = (
+                (t if whole else torch.zeros_like(t[:, :, start:stop])).reshape(groups, count, t.shape[3]) for t in (Z, K)
+            )
 
-            def pushed(T: Tensor, here: list[Tensor] = here) -> None:
+            def pushed(T: Tensor, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 if tail is not None:
-                    here[0] = combine(T, fine, tail.Z)
+                    combine(T, fine, tail.Z, Z[:, :, wider.size - columns.size :])
                     if to_entry is not None:
-                        here[1] = combine(T, fine, to_entry)
+                        combine(T, fine, to_entry, K)
 
-            def arrive(place: Place, bar: Along, mixed: bool, here: list[Tensor] = here, count: int = count) -> None:
+            def arrive(place: Place, bar: Along, mixed: bool, Z: Tensor = Z_part, K: Tensor = K_part) -> None:
                 assert isinstance(bar, Tensor)
                 if place is entry:
-                    own = bar.reshape(count, groups, -1).transpose(0, 1)
-                    into = here[1].reshape(groups // inner, inner, count, inner, -1)
-                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, count, -1).permute(0, 2, 3, 1))
-                    here[1] = into.reshape(groups, count, -1)
+                    own = bar.reshape(len(bar), groups, -1).transpose(0, 1)
+                    into = K.reshape(groups // inner, inner, len(bar), inner, -1)
+                    into.diagonal(dim1=1, dim2=3).add_(own.reshape(groups // inner, inner, len(bar), -1).permute(0, 2, 3, 1))
                 elif not alone:
-                    for v, K in place.arriving(bar, groups, mixed=mixed):
-                        v.add_vjp(K, here[0].transpose(0, 1)[:, :, columns.cuts[key(v)]])
+                    for v, covectors in place.arriving(bar, groups, mixed=mixed):
+                        v.add_vjp(covectors, Z.transpose(0, 1)[:, :, wider.slices[key(v)]])
 
             seeds = {entry.at: d.tangents(start, stop, y)}
             self.sweep(section, path, arrive, seeds=seeds, pushed=pushed)
-            Z[:, :, start:stop], K[:, :, start:stop] = (t.reshape(groups, m, stop - start, -1) for t in here)
-        whole = y.shape[:level].numel()
-        return Tail(entry.at, level, K.reshape(whole, y.numel() // whole, -1), Z.reshape(whole, y.numel() // whole, -1), columns)
+            if not whole:
+                for t, part in ((Z, Z_part), (K, K_part)):
+                    t[:, :, start:stop] = part.reshape(groups, m, stop - start, -1)
+        G = y.shape[:level].numel()
+        return Tail(entry.at, level, K.reshape(G, y.numel() // G, -1), Z.reshape(G, y.numel() // G, -1), wider)
 
     def _read_directions(
         self,
         section: Section,
         plan: SweepPlan,
-        cuts: list[tuple[Directions, int, int]],
+        chunk: list[tuple[Directions, int, int]],
         columns: Columns,
         tail: Tail | None,
-        reader: MatrixRows,
+        matrix: MatrixRows,
         pairs: PairSums,
     ) -> None:
-        """Give a reader the rows of some directions."""
+        """Add the rows of some directions to a matrix."""
         seeds: dict[int, Along] = {}
         spans: list[tuple[Directions, int, int, slice]] = []
-        count, groups = sum(d.rows * (stop - start) for d, start, stop in cuts), plan.directions[0].groups
-        for d, start, stop in cuts:
+        count, groups = sum(d.rows * (stop - start) for d, start, stop in chunk), plan.directions[0].groups
+        for d, start, stop in chunk:
             value = self.paths.value(d.place.at)
             span = slice(first := spans[-1][3].stop if spans else 0, first + d.rows * (stop - start))
             spans.append((d, start, stop, span))
-            if len(cuts) == 1:
+            if len(chunk) == 1:
                 seeds[d.place.at] = d.columns(start, stop, value) if plan.by_pairs else d.tangents(start, stop, value)
             else:
                 seeds[d.place.at] = among = value.new_zeros(count, *value.shape)
@@ -279,9 +282,9 @@ class BlockRows:
             own = earlier[-1] if earlier[-1][0].place is place else None
             last = earlier[-1][3].stop
             if isinstance(bar, UnitColumns):
-                if place.mixed is not None and cuts[0][0].place.order < place.order:
-                    for u in cuts[0][0].jacobians:
-                        reader.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
+                if place.mixed is not None and chunk[0][0].place.order < place.order:
+                    for u in chunk[0][0].jacobians:
+                        matrix.add_columns(u, (bar.start, bar.stop), place.mixed, bar.diagonal.reshape(-1, len(bar)))
                 return
             if plan.by_pairs:
                 for v, K in place.arriving(bar[:last], groups, mixed=mixed):
@@ -293,17 +296,17 @@ class BlockRows:
                 bar = bar[:last].clone()
                 bar[own[3]] *= 0.5
             for v, K in place.arriving(bar[:last], groups, mixed=mixed):
-                v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.cuts[key(v)]])
+                v.add_vjp(K, Z.transpose(0, 1)[:last, :, columns.slices[key(v)]])
 
         self.sweep(section, plan.path, arrive, seeds=seeds, pushed=pushed)
         if Z is not None:
             for d, start, stop, span in spans:
                 rows = Z[:, span].reshape(-1, stop - start, columns.size)
                 for u in d.jacobians:
-                    reader.add_rows(u, start, stop, rows, columns)
+                    matrix.add_rows(u, start, stop, rows, columns)
 
 
-def combine(T: Tensor, level: int, Z: Tensor) -> Tensor:
+def combine(T: Tensor, level: int, Z: Tensor, out: Tensor | None = None) -> Tensor:
     """Return T^T Z (groups, S, columns) for directions T (S, *shape) that do not mix the first ``level`` axes."""
     count, groups = len(T), T.shape[1 : 1 + level].numel()
-    return T.reshape(count, groups, -1).transpose(0, 1) @ Z.reshape(groups, T[0].numel() // groups, Z.shape[2])
+    return torch.bmm(T.reshape(count, groups, -1).transpose(0, 1), Z.reshape(groups, T[0].numel() // groups, -1), out=out)

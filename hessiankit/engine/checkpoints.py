@@ -1,4 +1,4 @@
-"""A traced loss cut at checkpoints: values through which all paths pass are kept, and the others recomputed per segment.
+"""A traced loss divided at checkpoints: values through which all paths pass are kept, and the others recomputed per segment.
 
 In a transformer the checkpoints are the residual stream before and after each sublayer.
 """
@@ -35,7 +35,7 @@ class CheckpointSegment:
 
 
 def split_at_checkpoints(trace: Trace, *, layers: bool) -> list[CheckpointSegment]:
-    """Return the applications on the way to the output: one segment, or cut at values through which all paths pass."""
+    """Return the applications on the way to the output: one segment, or several between values through which all paths pass."""
     path = ancestors_of_output(trace)
     if not layers:
         return [CheckpointSegment(tuple(path), ())]

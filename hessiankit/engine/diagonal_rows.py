@@ -20,8 +20,8 @@ from hessiankit.engine.block_rows import BlockRows, Tail, combine
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.paths import Paths
-from hessiankit.engine.sections import Directions, Section, SweepPlan, work_space
-from hessiankit.engine.sweep import Along, Kept, UnitColumns, all_dense, dense, push, reads
+from hessiankit.engine.sweep import Along, Kept, UnitColumns, all_dense, dense, push, reads, work_space
+from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 
 def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[ParameterJacobian, Tensor], None]) -> None:
@@ -32,13 +32,13 @@ def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[Para
     rows = BlockRows(paths, sections)
     tail: Tail | None = None
     for section in sections:
-        before, tail, _ = rows.tails(section, tail, alone=True)
+        before, tail = rows.tails(section, tail, (), alone=True)
         for plan in section.plans:
             (d,) = plan.directions
             through = 0 if tail is None else tail.K[0].numel() // len(tail.K[0]) * d.groups
             parts = [
                 _equal_columns(paths, section, plan, (d, start, stop), tail)
-                for ((_, start, stop),) in plan.chunks(3 * plan.numbers + through, work_space(paths))
+                for ((_, start, stop),) in plan.chunks(3 * plan.numbers + through, work_space(paths.device))
             ]
             D = torch.cat(parts, -1)
             for u in d.jacobians:
@@ -47,10 +47,10 @@ def read_diagonal(paths: Paths, sections: Sequence[Section], add: Callable[[Para
 
 
 def _equal_columns(
-    paths: Paths, section: Section, plan: SweepPlan, cut: tuple[Directions, int, int], tail: Tail | None
+    paths: Paths, section: Section, plan: SweepPlan, chunk: tuple[Directions, int, int], tail: Tail | None
 ) -> Tensor:
     """Return D (groups, m, m, outputs) of some outputs of a place; groups that meet behind the section are one."""
-    d, start, stop = cut
+    d, start, stop = chunk
     value, p, m = paths.value(d.place.at), stop - start, d.rows
     meeting = 1 if tail is None else value.shape[min(d.level, tail.level) : d.level].numel()
     groups = d.groups // meeting

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.diagnosis import without_effect
 from hessiankit.engine.diagonal_rows import read_diagonal
 from hessiankit.engine.jacobians import ParameterJacobian
 from hessiankit.engine.linearisation import Linearisation
-from hessiankit.engine.parts import CHUNK, is_cut, parts
+from hessiankit.engine.parts import CHUNK, WORKSPACE, is_split, parts
 from hessiankit.engine.product_rows import product_cost
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import Handshake
@@ -68,9 +67,9 @@ class DiagonalSum:
         has_effect = False
         for batch in self.batches:
             try:
-                handshake, cut = Handshake(batch), is_cut(batch, self.batch_size)
+                handshake, split = Handshake(batch), is_split(batch, self.batch_size)
                 with batch.at(), torch.no_grad():
-                    value = self._add(batch, handshake, cut=cut, gauss_newton=gauss_newton)
+                    value = self._add(batch, handshake, split=split, gauss_newton=gauss_newton)
                 handshake.close()
                 has_effect = True
             except TraceError:
@@ -81,10 +80,10 @@ class DiagonalSum:
         if not has_effect:
             raise without_effect(self.who, self.batches[0].parameters)
 
-    def _add(self, batch: BatchLoss, handshake: Handshake, *, cut: bool, gauss_newton: bool) -> float:
+    def _add(self, batch: BatchLoss, handshake: Handshake, *, split: bool, gauss_newton: bool) -> float:
         """Add one batch and return its loss."""
         value, before = 0.0, self.done
-        for part in parts(batch, self.batch_size, cut=cut, gauss_newton=gauss_newton, alone=True):
+        for part in parts(batch, self.batch_size, split=split, gauss_newton=gauss_newton, alone=True):
             value += part.loss
             self.fallbacks += part.traced.trace.fallbacks
             products = product_cost(part.paths.trace, batch.size, batch.dtype.itemsize)

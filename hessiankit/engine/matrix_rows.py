@@ -1,4 +1,4 @@
-"""A reader of block rows that adds them to a symmetric matrix, or to a panel of it."""
+"""Block rows added to a symmetric matrix, or to a panel of it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 from hessiankit.engine.contractions import add_between, add_equal_columns, add_selected
-from hessiankit.engine.jacobians import GainJacobian, IdentityJacobian, IndexJacobian, ParameterJacobian, WeightJacobian, key
+from hessiankit.engine.jacobians import (
+    SCRATCH,
+    GainJacobian,
+    IdentityJacobian,
+    IndexJacobian,
+    ParameterJacobian,
+    WeightJacobian,
+    key,
+)
 from hessiankit.engine.storage import SymmetricStorage
 from hessiankit.primitives.directions import together
-
-ROWS = 2**20
-"""Numbers of rows of the matrix that are made before they are added."""
 
 DIRECT = 2**12
 """Numbers of rows of one output from which they are added by the product that makes them."""
@@ -22,20 +27,31 @@ DIRECT = 2**12
 class Columns:
     """Columns of mixed derivatives: each parameter's entries, in the order of H.
 
+    Those of new places precede those of ``before``, so that columns are in the order of the matrix where places are.
+
+    Args:
+        jacobians: Jacobians of the new places.
+        before: Columns to which theirs are added.
+
     Attributes:
-        cuts: Of each Jacobian's entries, by :func:`key`.
+        slices: Columns of each Jacobian's entries, by :func:`key`.
         pieces: A parameter, some columns and which of its entries these are, in few runs.
-        size: How many there are.
+        size: Number of columns.
     """
 
     def __init__(self, jacobians: Sequence[ParameterJacobian], before: Columns | None = None) -> None:
-        self.cuts: dict[tuple[str, int], slice] = dict(before.cuts) if before else {}
-        self.pieces: list[tuple[str, slice, slice]] = list(before.pieces) if before else []
-        self.size: int = before.size if before else 0
-        for u in {key(u): u for u in jacobians if key(u) not in self.cuts}.values():
-            self.cuts[key(u)] = slice(self.size, self.size + u.size)
-            self.pieces += [(u.parameter, shifted(cut, self.size), entries) for cut, entries in u.runs()]
-            self.size += u.size
+        self.slices: dict[tuple[str, int], slice] = {}
+        self.pieces: list[tuple[str, slice, slice]] = []
+        self.size = 0
+        for u in jacobians:
+            if key(u) not in self.slices and (before is None or key(u) not in before.slices):
+                self.slices[key(u)] = slice(self.size, self.size + u.size)
+                self.pieces += [(u.parameter, shifted(span, self.size), entries) for span, entries in u.runs()]
+                self.size += u.size
+        if before is not None:
+            self.slices |= {name: shifted(span, self.size) for name, span in before.slices.items()}
+            self.pieces += [(name, shifted(span, self.size), entries) for name, span, entries in before.pieces]
+            self.size += before.size
 
 
 def shifted(at: slice, by: int) -> slice:
@@ -44,7 +60,7 @@ def shifted(at: slice, by: int) -> slice:
 
 
 class MatrixRows:
-    """Adds A + A^T to a matrix: the reader of :class:`hessiankit.engine.block_rows.BlockRows`.
+    """Adds A + A^T to a matrix, of which :class:`hessiankit.engine.block_rows.BlockRows` gives summands.
 
     Of two parameters one block is added to, that above the diagonal, which :meth:`SymmetricStorage.mirror` copies below it.
 
@@ -64,21 +80,21 @@ class MatrixRows:
         """Add u^T Z for the gradient's derivative Z (R, ``start`` to ``stop``, columns) with respect to outputs of u's place."""
         matrix, order = self.matrix, self.matrix.order
         after: list[tuple[slice, slice]] = []  # columns, and where they are in the matrix, as few runs
-        for name, cut, entries in columns.pieces:
+        for name, span, entries in columns.pieces:
             if not matrix.wants(u.parameter, name):
                 continue
             matrix.touch(u.parameter, name)
             if order[name] > order[u.parameter]:
                 at = shifted(entries, matrix.slices[name].start - matrix.left.start)
-                if after and (after[-1][0].stop, after[-1][1].stop) == (cut.start, at.start):
-                    cut, at = slice(after[-1][0].start, cut.stop), slice(after.pop()[1].start, at.stop)
-                after.append((cut, at))
+                if after and (after[-1][0].stop, after[-1][1].stop) == (span.start, at.start):
+                    span, at = slice(after[-1][0].start, span.stop), slice(after.pop()[1].start, at.stop)
+                after.append((span, at))
             else:
                 block = matrix.block(u.parameter, name)[:, entries]
-                self._add_some(u, start, stop, Z[..., cut], block, entries if name == u.parameter else None)
+                self._add_some(u, start, stop, Z[..., span], block, entries if name == u.parameter else None)
         rows = matrix.rows_of(u.parameter)
-        for cut, at in after:
-            self._add_some(u, start, stop, Z[..., cut], matrix.data[rows, at], None)
+        for span, at in after:
+            self._add_some(u, start, stop, Z[..., span], matrix.data[rows, at], None)
 
     def _add_some(self, u: ParameterJacobian, start: int, stop: int, Z: Tensor, into: Tensor, own: slice | None) -> None:
         """Add u^T Z to columns of the rows of its parameter, some outputs at a time; ``own``: which of its entries they are."""
@@ -91,7 +107,7 @@ class MatrixRows:
                     by_output[:, k].addmm_(u.X.T, Z[:, k - start])
                 return
         numbers = 0 if isinstance(u, IdentityJacobian) else u.size * width  # its rows are parts of Z: none are made
-        step = max(1, together(ROWS, Z) // numbers) if numbers else stop - start
+        step = max(1, together(SCRATCH, Z) // numbers) if numbers else stop - start
         for first in range(start, stop, step):
             last = min(first + step, stop)
             rows = u.rows(Z[:, first - start : last - start], first, last)
@@ -197,8 +213,8 @@ class MatrixRows:
     ) -> None:
         block = self.matrix.block(u.parameter, v.parameter)
         self.matrix.touch(u.parameter, v.parameter)
-        for span, entries in u.runs(*of_u):
-            for cut, at in v.runs(*of_v):
-                block[entries, at] += part[span, cut]
+        for rows, entries in u.runs(*of_u):
+            for columns, at in v.runs(*of_v):
+                block[entries, at] += part[rows, columns]
                 if both:
-                    block[at, entries] += part[span, cut].T
+                    block[at, entries] += part[rows, columns].T

@@ -8,21 +8,19 @@ from dataclasses import dataclass
 from hessiankit.engine.cost import SweepCost, sweep_cost
 from hessiankit.engine.paths import Paths
 from hessiankit.engine.product_rows import products_are_cheaper
-from hessiankit.engine.sections import Section, sections
+from hessiankit.engine.sections import sections
+from hessiankit.engine.sweep_plans import Section
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.loss_trace import LossTrace, loss_trace, samples_are_independent
 
-CHUNK = 64 * 2**20
-"""Bytes that the derivatives of some samples may take beside a small matrix."""
+WORKSPACE = 512 * 2**20
+"""Bytes that derivatives may take beside a large matrix, which each part passes over once, or beside an operator."""
 
-MOST = 8 * CHUNK
-"""The same beside a large one: each part passes over the whole matrix once."""
+CHUNK = WORKSPACE // 8
+"""Bytes that they may take beside a small one, where a further part repeats calls of torch alone."""
 
-SEVERAL = 40
-"""Steps, those of two transformer blocks, from which it is worth the forecasts whether all cuts, or none, take less."""
-
-LARGE = 4
-"""Times that, from which a batch is cut where nobody asked for it."""
+EXCESS = 4
+"""Ratio to that limit above which a batch is split without a ``batch_size``; every part passes over the whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +28,13 @@ class BatchPart:
     """Some samples of a batch.
 
     Attributes:
-        batch: Of these samples.
-        traced: Its loss.
-        paths: Of the trace.
-        sections: Of the paths, those that take least.
-        cost: Of their sweeps.
-        stop: Samples of the batch up to its end.
-        loss: Its share of the loss.
+        batch: Loss of these samples.
+        traced: Trace of its loss.
+        paths: Paths of the trace.
+        sections: Sections of the paths, those that take least.
+        cost: Cost of their sweeps.
+        stop: Number of samples of the batch up to its end.
+        loss: Share of the loss.
     """
 
     batch: BatchLoss
@@ -62,7 +60,7 @@ def parts(
     batch: BatchLoss,
     batch_size: int | None,
     *,
-    cut: bool,
+    split: bool,
     gauss_newton: bool = False,
     alone: bool = False,
 ) -> Iterator[BatchPart]:
@@ -71,39 +69,29 @@ def parts(
     Args:
         batch: One batch.
         batch_size: Samples of a part.
-        cut: Whether to cut it there; see :func:`is_cut`, which calls the module and has to be outside :meth:`BatchLoss.at`.
+        split: Whether to split it there; see :func:`is_split`, which calls the module and has to be outside :meth:`BatchLoss.at`.
         gauss_newton: Whether second derivatives count in the loss only.
         alone: Whether only curvature of places with themselves is asked for.
     """
-    step, start = batch_size if cut and batch_size else batch.n_samples, 0
+    step, start = batch_size if split and batch_size else batch.n_samples, 0
     while start < batch.n_samples:
         stop = min(start + step, batch.n_samples)
-        samples = batch.part(slice(start, stop)) if cut else batch
+        samples = batch.part(slice(start, stop)) if split else batch
         traced = loss_trace(samples)
         paths = Paths(traced.trace, traced.loss_side() if gauss_newton else None, batch.share, by_column=alone)
         loss = float(traced.trace.values[traced.trace.output])
-        chosen, cost = cheapest(samples, paths, alone=alone)
+        chosen = sections(paths, alone=alone)
+        cost = sweep_cost(paths, chosen, alone=alone)
         part = BatchPart(samples, traced, paths, chosen, cost, stop, loss)
-        if batch_size is None and not cut and part.bytes > LARGE * _limit(batch) and _can_be_split(batch):
-            cut, step = True, max(1, _limit(batch) * batch.n_samples // part.bytes)
+        if batch_size is None and not split and part.bytes > EXCESS * _limit(batch) and _can_be_split(batch):
+            split, step = True, max(1, _limit(batch) * batch.n_samples // part.bytes)
             continue
         yield part
         start = stop
 
 
-def cheapest(batch: BatchLoss, paths: Paths, *, alone: bool = False) -> tuple[list[Section], SweepCost]:
-    """Return the sections of a trace with the cheapest sweeps, and their cost: with the cuts that pay, all cuts, or none."""
-    chosen = sections(paths, alone=alone)
-    cost = sweep_cost(paths, chosen, alone=alone)
-    if alone or len(paths.steps) < SEVERAL or products_are_cheaper(cost, paths.trace, batch.size, batch.dtype.itemsize):
-        return chosen, cost
-    others = [sections(paths, cut=cut) for cut in (True, False)]
-    costs = [(chosen, cost), *((other, sweep_cost(paths, other)) for other in others)]
-    return min(costs, key=lambda pair: pair[1].work)
-
-
-def is_cut(batch: BatchLoss, batch_size: int | None) -> bool:
-    """Tell whether a batch is cut into parts of ``batch_size`` samples."""
+def is_split(batch: BatchLoss, batch_size: int | None) -> bool:
+    """Tell whether a batch is split into parts of ``batch_size`` samples."""
     return batch_size is not None and batch_size < batch.n_samples and _can_be_split(batch)
 
 
@@ -113,4 +101,4 @@ def _can_be_split(batch: BatchLoss) -> bool:
 
 
 def _limit(batch: BatchLoss) -> int:
-    return min(MOST, max(2 * CHUNK, batch.size**2 * batch.dtype.itemsize // 4))
+    return min(WORKSPACE, max(2 * CHUNK, batch.size**2 * batch.dtype.itemsize // 4))

@@ -29,21 +29,18 @@ from hessiankit.primitives.primitive import Linearised
 from hessiankit.tracing.reassociation import reassociate
 from hessiankit.tracing.trace import Application, Trace
 
-PASS = 32
-"""Multiply-adds that take as long as passing over one number."""
-
 
 @dataclass(frozen=True, eq=False)
 class Place:
     """A value that parameters enter.
 
     Attributes:
-        order: Its number, from the first to the last.
+        order: Number of the place, from the first to the last.
         at: Id of the value.
-        shape: Of the value.
-        jacobians: Its Jacobians in the parameters, by rows (R, w).
-        mixed: Of a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
-        plain: Of a gain, the norm without it, linearised: what the gain multiplies moves by it.
+        shape: Shape of the value.
+        jacobians: Jacobians with respect to the parameters, by rows (R, w).
+        mixed: For a product x W, the Jacobian with respect to W of <adjoint, x W> as a function of x: curvature between W and x.
+        plain: For a gain, the norm without it, linearised: what the gain multiplies moves by it.
     """
 
     order: int
@@ -121,8 +118,8 @@ class Paths:
 
     Attributes:
         adjoints: lambda_v of every value on the way to the loss, by id.
-        steps: In order; of each the inputs that move other than by a place's own parameters.
-        places: In order.
+        steps: Steps in order; of each the inputs that move other than by a place's own parameters.
+        places: Places in order.
     """
 
     def __init__(self, trace: Trace, loss_side: set[int] | None = None, scale: float = 1.0, *, by_column: bool = False) -> None:
@@ -143,6 +140,11 @@ class Paths:
         self._apart: dict[tuple[object, ...], bool] = {}
         self._work: dict[tuple[object, ...], StepWork] = {}
 
+    @property
+    def device(self) -> torch.device:
+        """The device of all values."""
+        return self.value(self.output).device
+
     def value(self, at: int) -> Tensor:
         """Return a value by its id."""
         return self.trace.values[at]
@@ -162,17 +164,10 @@ class Paths:
         """Return the finest level, at most ``level``, at which some steps keep rows apart."""
         return next((k for k in range(level, 0, -1) if all(self.keeps_apart(step, k) for step in path)), 0)
 
-    def work(self, path: Sequence[Step], *, alone: bool = False) -> tuple[int, float]:
-        """Return the numbers that one direction takes on a path, and the multiply-adds of pushing and pulling it.
-
-        ``alone``: of pushing it and its curvature with itself, which is not pulled.
-        """
-        numbers, multiplications = 0, 0.0
-        for step in path:
-            taken = self.step_work(step)
-            numbers += taken.pushed if alone else taken.numbers
-            multiplications += taken.multiplications(alone=alone)
-        return numbers, _work(numbers, multiplications, alone=alone)
+    def numbers(self, path: Iterable[Step], *, alone: bool = False) -> int:
+        """Return the numbers that one direction takes on a path, pushed and pulled; ``alone``: pushed."""
+        works = map(self.step_work, path)
+        return sum(work.pushed if alone else work.numbers for work in works)
 
     def multiplications(self, path: Sequence[Step], *, alone: bool = False, columns_of: int | None = None) -> float:
         """Return the multiply-adds of the products on a path, for one direction.
@@ -317,7 +312,7 @@ class Reach:
     Args:
         paths: All ways through the trace.
         steps: Those that count, in order.
-        alone: As in :meth:`Paths.work`.
+        alone: As in :meth:`Paths.numbers`.
     """
 
     def __init__(self, paths: Paths, steps: Sequence[Step], *, alone: bool = False) -> None:
@@ -334,7 +329,7 @@ class Reach:
         self._moving: set[int] = set()
         self._reached: dict[int, Step] = {}
         self._levels = list(range(1, 1 + max((self._paths.value(step.output).ndim for step in self._steps), default=0)))
-        self._numbers, self._multiplications = 0, 0.0
+        self.numbers, self.multiplications = 0, 0.0
 
     def add(self, value: int) -> None:
         """Let a value move too, and what it reaches."""
@@ -357,25 +352,15 @@ class Reach:
         """The steps in order, with the inputs that move."""
         return [self._reached[n] for n in sorted(self._reached)]
 
-    @property
-    def work(self) -> tuple[int, float]:
-        """What :meth:`Paths.work` returns of the path."""
-        return self._numbers, _work(self._numbers, self._multiplications, alone=self._alone)
-
     def level(self, at: int) -> int:
         """Return the finest level at which the path keeps the rows of a value apart."""
         return max((k for k in self._levels if k < self._paths.value(at).ndim), default=0)
 
     def _count(self, step: Step, times: int) -> None:
         work = self._paths.step_work(step)
-        self._numbers += times * (work.pushed if self._alone else work.numbers)
-        self._multiplications += times * work.multiplications(alone=self._alone)
+        self.numbers += times * (work.pushed if self._alone else work.numbers)
+        self.multiplications += times * work.multiplications(alone=self._alone)
         self._levels = [k for k in self._levels if self._paths.keeps_apart(step, k)]
-
-
-def _work(numbers: int, multiplications: float, *, alone: bool) -> float:
-    """Return multiply-adds, with those that take as long as the passes over the numbers."""
-    return (2 if alone else 3) * PASS * numbers + multiplications
 
 
 def _meet(u: ParameterJacobian, others: Sequence[ParameterJacobian]) -> bool:

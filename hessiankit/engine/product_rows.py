@@ -22,14 +22,12 @@ COPIES = 12
 LONG = 64
 """Operations of a trace from which the two are compared; a sweep of fewer takes some tenths of a second at most."""
 
-SETUP = 15
-"""Calls of torch by which an operation is linearised and its derivatives are compared."""
+SETUP = 30
+"""Calls of torch by which an operation is linearised and its derivatives are compared, for the chain of 60 layers and the
+recurrences of ``tests/engine/cut_models.py``: with half of them the chain took products, 1.2 times the time of its sweeps."""
 
 CLEARLY = 0.7
 """Share of a sweep's work below which products are taken: both are estimates."""
-
-ROUNDS = 3
-"""How often a product runs an operation: tangents, curvature, covectors."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def product_cost(trace: Trace, size: int, itemsize: int) -> ProductCost:
     """Return the cost of ``size`` products with the Hessian of a trace."""
     each = itemsize * (3 * sum(trace.values[a.output].numel() for a in trace.applications) + 2 * size)
     together = max(1, min(size, CACHED // each))
-    calls = len(trace.applications) * (SETUP + ROUNDS * math.ceil(size / together))
+    calls = len(trace.applications) * (SETUP + 3 * math.ceil(size / together))  # tangents, curvature, covectors
     calls += 2 * size * sum(a.primitive.calls - 1 for a in trace.applications)
     multiplications = passes = 0.0  # of one product: six times those of a call
     for a in trace.applications:

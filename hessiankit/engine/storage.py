@@ -38,11 +38,11 @@ class SymmetricStorage:
 
     Args:
         slices: Rows of each parameter in the whole matrix, one after the other.
-        dtype: Of the entries.
-        device: Where they are kept.
-        data: The entries, zero, if there is memory for them.
-        rows: Of a panel: parameters i, as consecutive positions in ``slices``; None: all.
-        columns: The same of j, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
+        dtype: Type of the entries.
+        device: Device of the entries.
+        data: Zeros to which entries are added; None: they are allocated.
+        rows: Parameters i of a panel, as consecutive positions in ``slices``; None: all.
+        columns: Parameters j of a panel, none before ``rows``; either they start where ``rows`` do, or the two are disjoint.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class SymmetricStorage:
         columns: range | None = None,
     ) -> None:
         self.slices, self.order = dict(slices), {name: n for n, name in enumerate(slices)}
-        every, cuts = range(len(self.order)), list(self.slices.values())
+        every, spans = range(len(self.order)), list(self.slices.values())
         self.rows, self.columns = rows or every, columns or every
         self.top, self.left = (
-            slice(cuts[positions[0]].start, cuts[positions[-1]].stop) if positions else slice(0, 0)
+            slice(spans[positions[0]].start, spans[positions[-1]].stop) if positions else slice(0, 0)
             for positions in (self.rows, self.columns)
         )
         shape = (self.top.stop - self.top.start, self.left.stop - self.left.start)

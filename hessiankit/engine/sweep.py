@@ -14,11 +14,22 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, overload
 
+import torch
 from torch import Tensor
 
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.primitives.primitive import CovectorSum
 from hessiankit.tracing.trace import accumulate, last_readers
+
+WORK_SPACE, ON_AN_ACCELERATOR = 2**23, 2**26
+"""Numbers that the values of one sweep may take, all directions together."""
+KEPT = 2**25
+"""Numbers that may be kept of what follows a cut."""
+
+
+def work_space(device: torch.device) -> int:
+    """Return the numbers that the values of one sweep may take."""
+    return WORK_SPACE if device.type == "cpu" else ON_AN_ACCELERATOR
 
 
 @dataclass(frozen=True)

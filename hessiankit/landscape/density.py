@@ -27,7 +27,9 @@ from hessiankit.support.files import WithDict
 
 LEVEL = 0.95
 SCALES = ("linear", "log")
-ROUNDING = 64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
+EIGENVALUE_ROUNDING = (
+    64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
+)
 NONE = torch.zeros(0, 0, dtype=torch.float64, device="cpu")
 
 
@@ -73,7 +75,7 @@ class SpectralMeasure:
         largest = float((f(self.nodes).abs() * (self.weights > 0)).max())
         one = math.sqrt(2 * (rest - 1) / (rest + 2)) * largest
         half = max(float(stdtrit(s - 1, level)) * float(sums.std()), float(ndtri(level)) * one) / math.sqrt(s)
-        rounding = ROUNDING * self.eps * float(self.sums(lambda t: f(t).abs()).mean())
+        rounding = EIGENVALUE_ROUNDING * self.eps * float(self.sums(lambda t: f(t).abs()).mean())
         return Estimate(value, half + rounding)
 
 
@@ -123,7 +125,7 @@ def density(measure: SpectralMeasure, scale: str, width: float | None, points: i
         )
     every = torch.cat([measure.located, measure.nodes[measure.weights > 0]])
     top = measure.scale or 1.0
-    zero = ROUNDING * measure.eps * top
+    zero = EIGENVALUE_ROUNDING * measure.eps * top
     if scale == "linear":
         low, high = float(every.min()), float(every.max())
         s = width or max(high - low, top * 1e-3) / 100

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 WHO = "loss_slices"
 NORMALISED = ("none", "unit", "filter")
 HALVINGS = 14  # of the interval in which the quadratic model ceases to hold
-ROUNDING = 64  # times eps |L|: differences of losses that are rounding
+LOSS_ROUNDING = 64  # times eps |L|: differences of losses that are rounding
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -257,7 +257,7 @@ def loss_slices(
         losses = _along(loss_of, d.unsqueeze(1))
         values = torch.tensor([losses(float(t)) for t in steps], dtype=torch.float64, device="cpu")
         slope, curvature = float(slopes[k]), float(curvatures[k, k])
-        holds = _model(losses, slope, curvature, tolerance, ROUNDING * eps)
+        holds = _model(losses, slope, curvature, tolerance, LOSS_ROUNDING * eps)
         sides = [_extent(holds, side.tolist()) for side in (steps[steps > 0], steps[steps < 0].flip(0)) if len(side)]
         radius = min(extent for extent, _ in sides)
         bounded = any(over and extent == radius for extent, over in sides)

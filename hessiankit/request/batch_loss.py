@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from hessiankit.request.loss import Loss
 from hessiankit.request.selection import ByName
 from hessiankit.request.state import ModuleState
-from hessiankit.support.containers import named_tensors, samples
+from hessiankit.support.containers import address, named_tensors, samples
 from hessiankit.support.torch_state import TORCH_LOCK, ordinary_path, preserved_random_states
 from hessiankit.tracing.one_dtype import widest
-from hessiankit.tracing.trace import address
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ class CurvatureArguments(RequestArguments, total=False):
             g_n g_n^T with the gradients of the mean over a row.""",
     ]
     seed: Annotated[
-        int, """Seed of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are cut into batches."""
+        int, """Seed of the labels drawn for ``"fisher-mc"``; they do not depend on how the data are divided into batches."""
     ]
     draws: Annotated[int, """Labels drawn for each term."""]
 

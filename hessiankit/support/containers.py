@@ -104,6 +104,18 @@ def check_values(caller: str, name: str, x: Tensor, *, constant: bool = False) -
         )
 
 
+def address(x: Tensor) -> int:
+    """Return an identifier of a tensor's memory: the address of its storage, or its own id if it has none or no entries.
+
+    Empty tensors share the address 0, and a sparse tensor has no storage: neither shares memory with another tensor.
+
+    >>> x, empty, other = torch.zeros(3), torch.zeros(0), torch.zeros(0)
+    >>> address(x) == address(x[1:]), address(empty) == address(other)
+    (True, False)
+    """
+    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
+
+
 def _has_memory(x: Tensor) -> bool:
     """Tell whether a tensor has memory of its own; a subclass may hold other tensors instead."""
     try:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from hessiankit.tracing.graph import Edge, Node, Unseen, edges_behind
-from hessiankit.tracing.tensor_table import Place, TensorTable, place
+from hessiankit.tracing.tensor_table import TensorTable, View, view_key
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Position:
     """The node of a value that was seen, and where the value lies in memory."""
 
     node: Node
-    place: Place
+    view: View
 
 
 class Edges:
@@ -73,7 +73,7 @@ class Edges:
         for record in self._tensors.history[start:]:
             x, node = record.tensor, record.node
             if node is not None and x.grad_fn is not None and self._tensors.record(x) is record and record.is_valid:
-                self._positions[x.grad_fn, x.output_nr] = Position(node, place(x))
+                self._positions[x.grad_fn, x.output_nr] = Position(node, view_key(x))
 
     def _nearest(self, functions: dict[Any, None]) -> dict[Edge, Node]:
         """Walk back from functions to the next values that were seen; add the functions on the way to ``functions``."""
@@ -97,7 +97,7 @@ class Edges:
             return self._positions.get(edge)
         leaf = edge[0].variable
         node = self._tensors.node(leaf)
-        return None if node is None or node.op != "placeholder" else Position(node, place(leaf))
+        return None if node is None or node.op != "placeholder" else Position(node, view_key(leaf))
 
 
 def _is_leaf(function: Any) -> bool:

@@ -13,7 +13,7 @@ from torch.fx.node import map_aggregate
 from hessiankit.support.errors import TraceError
 from hessiankit.tracing.edges import Edges
 from hessiankit.tracing.graph import Node, Recording, tensors_in, unwrapped
-from hessiankit.tracing.tensor_table import Place, TensorTable, place
+from hessiankit.tracing.tensor_table import TensorTable, View, view_key
 
 aten = torch.ops.aten
 
@@ -27,7 +27,7 @@ class GraphBuilder:
         differentiable: Whether gradients are on at the end of the graph.
         tensors: Nodes and memory of the tensors that were met.
         edges: Positions of these tensors in autograd's graph.
-        creations: Nodes of tensors made without inputs, by their place: torch may return such a tensor as another object.
+        creations: Nodes of tensors made without inputs, by what they view: torch may return such a tensor as another object.
     """
 
     def __init__(self, recording: Recording, keep_values: bool) -> None:
@@ -35,7 +35,7 @@ class GraphBuilder:
         self.differentiable = True
         self.tensors = TensorTable()
         self.edges = Edges(self.tensors)
-        self.creations: dict[Place, Node] = {}
+        self.creations: dict[View, Node] = {}
 
     def placeholder(self, x: Tensor) -> None:
         """Note an argument."""
@@ -94,7 +94,7 @@ class GraphBuilder:
     def _node_by_autograd(self, x: Tensor, is_overwritten: bool) -> Node:
         """Return a node for a tensor of which autograd knows more than was seen: what its derivative is, and by what."""
         start, position = self.edges.position(x)
-        if position is not None and position.place == place(x) and not is_overwritten:
+        if position is not None and position.view == view_key(x) and not is_overwritten:
             return position.node  # another tensor object for the same value
         boundary, names = ({start: position.node}, ()) if position is not None else self.edges.boundary(start)
         node = self.recording.graph.add("segment", ", ".join(names), tuple(boundary.values()), name="segment")
@@ -103,7 +103,7 @@ class GraphBuilder:
 
     def _name_constant(self, x: Tensor, is_stale: bool) -> None:
         """Give a tensor without a derivative, and without a valid node, one."""
-        node, memory = None if is_stale else self.creations.get(place(x)), self.tensors.memory(x)
+        node, memory = None if is_stale else self.creations.get(view_key(x)), self.tensors.memory(x)
         if node is not None:
             self._name(x, node)
         elif memory.is_hidden or is_stale:

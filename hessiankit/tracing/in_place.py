@@ -72,17 +72,17 @@ def readers(node: Node, values: dict[Node, Any]) -> Iterator[tuple[Node, Tensor,
     length = target.untyped_storage().nbytes() // target.element_size()
     memory = target.as_strided((length,), (1,), 0).clone()
     origin = torch.full((length,), -1, device=target.device)
-    place = (target.shape, target.stride(), target.storage_offset())
-    memory.as_strided(*place).copy_(value)
-    origin.as_strided(*place).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
-    values[node] = memory.as_strided(*place)
+    layout = (target.shape, target.stride(), target.storage_offset())
+    memory.as_strided(*layout).copy_(value)
+    origin.as_strided(*layout).copy_(torch.arange(value.numel(), device=target.device).reshape(value.shape))
+    values[node] = memory.as_strided(*layout)
     for n in aliases:
         old_value = values[n]
         if not isinstance(old_value, Tensor) or old_value.dtype != target.dtype:
             raise _refusal(node.target, "memory that is read as another type, or in several pieces at once")
-        place = (old_value.shape, old_value.stride(), old_value.storage_offset())
-        values[n] = memory.as_strided(*place)
-        yield n, old_value, origin.as_strided(*place).clone()
+        layout = (old_value.shape, old_value.stride(), old_value.storage_offset())
+        values[n] = memory.as_strided(*layout)
+        yield n, old_value, origin.as_strided(*layout).clone()
 
 
 def copied(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -161,6 +161,6 @@ def _detaches(node: Node, ids: Collection[Node]) -> bool:
 
 def _refusal(operation: Any, memory: str) -> TraceError:
     return TraceError(
-        f"trace: {operation} writes into {memory}. Write the operation so that it returns a new tensor: y = y + x in place of "
-        "y += x, torch.relu in place of torch.relu_, torch.cat or torch.where in place of y[i] = x"
+        f"trace: {operation} writes into {memory}. Write the operation so that it returns a new tensor: y = y + x in layout of "
+        "y += x, torch.relu in layout of torch.relu_, torch.cat or torch.where in layout of y[i] = x"
     )

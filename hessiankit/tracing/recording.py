@@ -28,7 +28,7 @@ from hessiankit.tracing.graph import NUMBER, Recording, tensors_in, unwrapped
 from hessiankit.tracing.graph_builder import GraphBuilder
 from hessiankit.tracing.in_place import functional_twin, overwritten
 from hessiankit.tracing.source_line import source_line
-from hessiankit.tracing.tensor_table import place
+from hessiankit.tracing.tensor_table import view_key
 
 aten = torch.ops.aten
 
@@ -276,7 +276,7 @@ class _Recorder(ProxyTorchDispatchMode):
                 self.builder.recording.course.append(value)
         self.builder.result(node, value)
         if isinstance(value, Tensor) and (not node.all_input_nodes or operation in _NEW):
-            self.builder.creations[place(value)] = node
+            self.builder.creations[view_key(value)] = node
         return value
 
     def _is_untraced(self, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -338,8 +338,8 @@ def _mark_read(x: Tensor) -> None:
     if x.is_floating_point() or x.is_complex():
         x.sum().item()
         return
-    place = torch.arange(1, x.numel() + 1, device=x.device) * _ODD
-    ((place ^ (place >> 31)) * _ODD * x.reshape(-1)).sum().item()
+    position = torch.arange(1, x.numel() + 1, device=x.device) * _ODD
+    ((position ^ (position >> 31)) * _ODD * x.reshape(-1)).sum().item()
 
 
 def _is_linearized() -> bool:
@@ -375,7 +375,7 @@ class _FunctionMode(TorchFunctionMode):
             for x in tensors_in(args):
                 _mark_read(x)
             args = (args[0].detach(), *args[1:]) if func is Tensor.tolist else args
-        has_new_data = func == _SET_DATA and place(args[0]) != place(args[1])
+        has_new_data = func == _SET_DATA and view_key(args[0]) != view_key(args[1])
         with torch._C._DisablePythonDispatcher() if func in _GRADIENTS else nullcontext():
             value = func(*args, **(kwargs or {}))
         if func in _GRADIENTS:

@@ -10,18 +10,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from hessiankit.support.containers import address
 from hessiankit.tracing.graph import Node, unwrapped
 
-Place: TypeAlias = "tuple[Any, ...]"
+View: TypeAlias = "tuple[Any, ...]"
 
 
-def address(x: Tensor) -> int:
-    """Return an identifier of a tensor's memory."""
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided and x.numel() else id(x)
-
-
-def place(x: Tensor) -> Place:
-    """Return where a tensor lies in memory, and how."""
+def view_key(x: Tensor) -> View:
+    """Return a key of the entries of memory that a tensor views, and of how it reads them."""
     if x.layout is not torch.strided or not x.numel():
         return (id(x),)
     return (x.data_ptr(), x.dtype, x.shape, x.stride(), x.is_neg())

@@ -23,6 +23,7 @@ from hessiankit.primitives.indexing import Take, Where
 from hessiankit.primitives.linear import Add, Expand
 from hessiankit.primitives.primitive import Primitive
 from hessiankit.support.arguments import checked
+from hessiankit.support.containers import address
 from hessiankit.support.errors import HessiankitError, InputError, TraceError
 from hessiankit.support.tables import Piece, Printed, sizes, table
 from hessiankit.support.torch_state import one_at_a_time, ordinary_path
@@ -289,11 +290,6 @@ def _floors_before_roots(recording: Recording) -> None:
             recording.values.pop(root, None)
             root.target, root.args = aten.clamp_min.default, (root.args[0], square)
             node.target, node.args, node.kwargs = aten.sqrt.default, (root,), {}
-
-
-def address(x: Tensor) -> int:
-    """Return where a tensor's storage lies; 0 without one, as of a sparse tensor."""
-    return x.untyped_storage().data_ptr() if x.layout is torch.strided else 0
 
 
 def _copied(x: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ MODULE = "the module"
 """The reference of rows that compare loss and gradient with those of the user's own call."""
 
 ZERO = "0 (exact)"
-ROUNDING = "0 to rounding"
+ROUNDED = "0 to rounding"
 
 SAME_CALL = {
     "loss": "loss of the same call",
@@ -79,7 +79,7 @@ class CheckRow:
         passed: Whether it lies within the tolerance plus the reference's estimate of its own error.
         seconds: Time of the reference for all block pairs together.
         method: The dtype of the comparison; for exact arithmetic see ``CheckReport.exact``.
-        zero: ``ZERO`` where both sides are exactly 0; ``ROUNDING`` where the row passed, but the block has no relative error: the
+        zero: ``ZERO`` where both sides are exactly 0; ``ROUNDED`` where the row passed, but the block has no relative error: the
             closed form is 0 up to rounding of the whole Hessian, and so is the reference, or it is within its own error.
             ``max_rel_error`` then is 0.
     """
@@ -330,7 +330,7 @@ class Judge:
             at = tuple(torch.tensor(members, device="cpu").T)
             zero = ""
             if bool(vanishing[at].all()):
-                zero = ROUNDING if bool(gaps.scale[at].any()) else ZERO
+                zero = ROUNDED if bool(gaps.scale[at].any()) else ZERO
             errors = torch.where(vanishing[at], 0.0, relative[at])
             yield CheckRow(
                 name, reference, float(errors.amax()), bool(passed[at].all()), seconds, method_of(self.precision), zero

@@ -100,8 +100,8 @@ class IdentityReport(Printed, WithDict):
         yield self.verdict
 
 
-ROUNDING = 5000.0
-"""A block whose terms all lie below ROUNDING * eps of the largest of the whole (1e-12 in float64) is not compared."""
+TERM_ROUNDING = 5000.0
+"""A block whose terms all lie below TERM_ROUNDING * eps of the largest of the whole (1e-12 in float64) is not compared."""
 
 STEPS = (0.2, -0.37)
 """How far a symmetry is followed before the loss is compared: from the parameters, and from a point near them."""
@@ -208,9 +208,9 @@ def _errors(problem: Problem, H: Tensor, g: Tensor, motions: Sequence[Motion]) -
         terms.append(torch.maximum(products[:, :-1], turned[rows].abs()).amax(0))
         largest = torch.maximum(largest, part.amax())
         slope = torch.maximum(slope, products[:, -1].amax())  # the size of the terms of the gradient, also where it vanishes
-    floor = ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
+    floor = TERM_ROUNDING * eps * torch.maximum(largest * X.abs().amax(0), turned.abs().amax(0))
     blocks = [_relative(r, t, floor) for r, t in zip(residuals, terms, strict=True)]
-    flat = ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
+    flat = TERM_ROUNDING * eps * torch.maximum(slope, g.abs().amax()) * X.abs().sum(0)
     return torch.stack([_relative((g @ X).abs(), g.abs() @ X.abs(), flat), *blocks]).amax(0)
 
 

@@ -17,7 +17,7 @@ import hessiankit as hk
 from hessiankit import frobenius_norms, hessian_diagonal
 from hessiankit.curvature import evaluation, frobenius
 from hessiankit.curvature.frobenius import FrobeniusNorms
-from hessiankit.engine import diagonal_sum, parts, sections
+from hessiankit.engine import diagonal_sum, parts, sweep
 from hessiankit.support import memory
 
 DIAGONAL = {"hessian_diagonal": READINGS["hessian_diagonal"]}
@@ -246,7 +246,7 @@ def test_what_norms_say_of_themselves() -> None:
 
 
 def test_memory_is_that_of_a_panel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sections, "WORK_SPACE", 2**16)
+    monkeypatch.setattr(sweep, "WORK_SPACE", 2**16)
     module, x = randomised(hk.TransformerBlock(12, 48)), draw(1, 12)
     size = sum(p.numel() for p in module.parameters())
     with Meter() as meter:

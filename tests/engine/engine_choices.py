@@ -11,7 +11,7 @@ from curvature_reference import Formula, draw, mse, reverse_over_reverse
 from engine_cases import CASES
 from torch import Tensor, nn
 
-from hessiankit.engine import block_rows, contractions, jacobians, matrix_rows, parts, sections
+from hessiankit.engine import block_rows, contractions, jacobians, matrix_rows, parts, sections, sweep
 from hessiankit.engine.paths import Paths
 from hessiankit.request.loss_trace import loss_trace
 from hessiankit.request.read import read_request
@@ -53,20 +53,30 @@ def with_choices(cases: Iterable[Any]) -> list[Any]:
     ]
 
 
+def force_cuts(patch: pytest.MonkeyPatch, *, cut: bool | None) -> None:
+    """Let the engine cut wherever a single value passes, nowhere, or with None where the sweeps take least."""
+    sectioned = sections.sections
+    if cut is not None:
+        for module in (parts, sections):
+            patch.setattr(
+                module,
+                "sections",
+                lambda paths, alone=False: sectioned(paths, sections.stream(paths) if cut else (), alone=alone),
+            )
+
+
 def force(patch: pytest.MonkeyPatch, choice: Choice) -> None:
     """Let the engine take a choice."""
-    sectioned = sections.sections
-    for module in (parts, sections):
-        patch.setattr(module, "sections", lambda paths, cut=None, alone=False: sectioned(paths, cut=choice.cut, alone=alone))
+    force_cuts(patch, cut=choice.cut)
     for module, name, value in (
-        (sections, "WORK_SPACE", choice.work_space),
+        (sweep, "WORK_SPACE", choice.work_space),
         (sections, "JOINED", choice.joined),
         (block_rows, "KEPT", choice.kept),
         (contractions, "CACHE", choice.chunk),
         (contractions, "OUTER", choice.chunk),
         (jacobians, "SCRATCH", choice.chunk),
         (contractions, "SCRATCH", choice.chunk),
-        (matrix_rows, "ROWS", choice.chunk),
+        (matrix_rows, "SCRATCH", choice.chunk),
         (matrix_rows, "DIRECT", choice.chunk),
     ):
         if value is not None:

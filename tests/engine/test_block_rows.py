@@ -18,8 +18,7 @@ from curvature_reference import (
     sample,
 )
 from engine_cases import CASES, PAIRS, PRODUCTS, SHAPES, USES, attend
-from engine_choices import CHOICES, case, force, paths_of, with_choices
-from meter import Meter
+from engine_choices import CHOICES, case, force, force_cuts, paths_of, with_choices
 from readings import READINGS, assert_readings, in_turn
 from test_random_programs import program
 from torch import Tensor
@@ -172,40 +171,6 @@ def test_rounding_of_a_loss_without_curvature_is_no_asymmetry(dtype: torch.dtype
     assert 0 < float(found.matrix.abs().max()) < 1e3 * torch.finfo(dtype).eps
 
 
-def deep(width: int, hidden: int, layers: int, *, meet: bool) -> tuple[Formula, Tensor, Tensor]:
-    """A stream with branches, narrow or wide."""
-
-    def f(s: Any, x: Tensor) -> Tensor:
-        h = x @ s.first
-        for n in range(layers):
-            h = h + torch.tanh((attend(h) if meet else h) @ getattr(s, f"A{n}")) @ getattr(s, f"B{n}")
-        return h
-
-    shapes = {f"{letter}{n}": shape for letter, shape in (("A", (width, hidden)), ("B", (hidden, width))) for n in range(layers)}
-    return Formula(f, first=(width, width), **shapes), draw(2, 4, width), draw(2, 4, width, seed=3)
-
-
-MODELS = {
-    "narrow stream": deep(3, 12, 12, meet=False),
-    "narrow stream, rows meet": deep(3, 12, 8, meet=True),
-    "wide stream": deep(12, 2, 2, meet=False),
-    "wide stream, rows meet": deep(12, 2, 2, meet=True),
-}
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_a_cut_is_taken_where_it_pays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, x, target = MODELS[name]
-    work: dict[bool | None, float] = {}
-    sectioned = sections.sections
-    for cut in (None, True, False):
-        with monkeypatch.context() as patch, Meter() as meter:
-            patch.setattr(sections, "sections", lambda paths, chosen=cut: sectioned(paths, cut=chosen))
-            stored(module, x, target, None, None)
-        work[cut] = meter.flops
-    assert work[None] <= 1.3 * min(work[True], work[False])
-
-
 @pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("name", NAMED)
 def test_chunks_fit_the_work_space(name: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,10 +207,10 @@ def stream(layers: int) -> Formula:
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rows_that_meet_within_a_section_and_stay_apart_behind_it(rows: int) -> None:
+def test_rows_that_meet_within_a_section_and_stay_apart_behind_it(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the stream is cut, what follows keeps samples apart, and the weight of all samples does not."""
     module, x, target = stream(8), draw(3, rows, 9), draw(3, rows, 2, seed=7)
-    assert len(sections.sections(paths_of(module, x, target, "mse", by_column=True))) > 1
+    force_cuts(monkeypatch, cut=True)
     expected = hk.hessian(module, x, target).matrix.diagonal()
     found = hk.hessian_diagonal(module, x, target, max_products=None).flat
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()

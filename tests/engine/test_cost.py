@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Collection
 from typing import Any
 
+import cut_models
 import pytest
 import torch
 from curvature_reference import Formula, draw
@@ -17,10 +19,8 @@ from hessiankit.engine import diagonal_rows, sections
 from hessiankit.engine.block_rows import BlockRows
 from hessiankit.engine.cost import CALL, MATMUL, sweep_cost
 from hessiankit.engine.matrix_rows import MatrixRows
-from hessiankit.engine.parts import parts
 from hessiankit.engine.paths import Paths, Reach
 from hessiankit.engine.storage import SymmetricStorage
-from hessiankit.request.read import read_request
 
 
 def measured(paths: Paths, *, alone: bool) -> Meter:
@@ -98,7 +98,8 @@ def test_a_path_that_grows_takes_what_the_whole_takes(name: str, alone: bool) ->
             assert [step.output for step in path] == [s.output for s in paths.steps if not moving.isdisjoint(s.inputs)]
             for step in path:
                 assert all(at is None or at in moving for at in step.inputs)
-            assert reach.work == paths.work(path, alone=alone)
+            assert reach.numbers == paths.numbers(path, alone=alone)
+            assert reach.multiplications == paths.multiplications(path, alone=alone)
             assert reach.level(place.at) == paths.level(place.at, path)
 
 
@@ -121,19 +122,23 @@ def test_a_product_of_two_values_that_move_is_pushed_bent_and_pulled_by_both() -
     path = paths.reach([place.at for place in paths.places])
     assert paths.multiplications(path) == (2 + 2 + 2) * 2 * 4 * 4 * 2
     assert paths.multiplications(path, alone=True) == (2 + 2) * 2 * 4 * 4 * 2
-    for alone, passes in ((False, 3), (True, 2)):  # pushed, bent and pulled; pushed and bent
-        numbers, work = paths.work(path, alone=alone)
-        assert work == 32 * passes * numbers + paths.multiplications(path, alone=alone)
 
 
-def test_a_part_is_cut_as_the_forecasts_say() -> None:
-    """Of four narrow blocks with many words, all cuts together take less than those that pay one by one."""
-    model = hk.Transformer(30, 16, 32, 4, n_heads=2, seed=0).double()
-    tokens = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
-    batch = read_request(model, tokens, tokens.flip(1), loss="cross_entropy").only()
-    with batch.at(), torch.no_grad():
-        (part,) = parts(batch, None, cut=False)
-        ways = {cut: sections.sections(part.paths, cut=cut) for cut in (None, True, False)}
-        costs = {cut: sweep_cost(part.paths, way).work for cut, way in ways.items()}
-    assert [s.end for s in part.sections] == [s.end for s in ways[True]]
-    assert part.cost.work == costs[True] == min(costs.values()) < costs[None]
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("name", cut_models.MODELS)
+def test_sections_take_about_as_little_as_any_that_were_tried(name: str, alone: bool) -> None:
+    """Of the whole trace, all cuts, a few at even distances, each cut by itself, and the chosen with one more or one fewer.
+
+    Or less than the choice itself would take.
+    """
+    paths = paths_of(*cut_models.problem(name), by_column=alone)
+    values = sections.stream(paths)
+
+    def work(cuts: Collection[int] | None) -> float:
+        return sweep_cost(paths, sections.sections(paths, cuts, alone=alone), alone=alone).work
+
+    chosen = {section.end for section in sections.sections(paths, alone=alone)} - {paths.output}
+    tried = [set[int](), set(values), *(chosen ^ {at} for at in values), *({at} for at in values)]
+    tried += [set(values[len(values) // (2 * k) :: len(values) // k]) for k in range(1, 1 + min(8, len(values)))]
+    assert work(None) == work(chosen)
+    assert work(chosen) <= max(1.15 * min(map(work, tried)), sections.CHOICE * CALL * len(paths.steps))

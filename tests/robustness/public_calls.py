@@ -125,6 +125,7 @@ OF_MODEL = {"activation": "gelu", "bias": True, "causal": True}
 CALLS = {
     "hessian": Call(hk.hessian, on_block(), ("hessian",), {"out": ("text", "number", "huge")}),
     "hessian(dry_run)": Call(hk.hessian, on_block(dry_run=True, loss="mse", batch_size=None), ("hessian",), whole=False),
+    "from_function": Call(hk.from_function, lambda: {"f": torch.sum, "params": numbers(3)}, ("from_function",)),
     "hessian_function": Call(hk.hessian_function, on_block(), ("hessian_function",)),
     "hessian_operator": Call(hk.hessian_operator, on_block(inputs="data"), ("hessian_operator",)),
     "hessian_diagonal": Call(hk.hessian_diagonal, on_block(max_products=None), ("hessian_diagonal",)),

@@ -32,7 +32,7 @@ from hessiankit.theory.bounding import rules
 from hessiankit.theory.bounding.rules import Bounded, BoundedParameter, Sphere, ZeroScaleError
 
 Block = TypeVar("Block", bound=nn.Module)
-ROUNDING = 1e-13
+NORM_ROUNDING = 1e-13
 """Share of the terms that cancel in the output of a norm that rounding may leave in a Hessian computed in float64."""
 
 
@@ -72,7 +72,7 @@ def a_priori(
     norms = _matrix(names, lambda i, j: outer * Z.jacobian.get(i, 0.0) * Z.jacobian.get(j, 0.0) + Z.hessian(i, j, row, frobenius))
     if Z.sphere is not None and loss == "mse":
         on_a_sphere = _on_a_sphere(Z, Z.sphere, target.detach().double(), names)
-        norms = torch.minimum(norms, on_a_sphere + ROUNDING * norms)
+        norms = torch.minimum(norms, on_a_sphere + NORM_ROUNDING * norms)
     gradient = frobenius * math.hypot(*Z.jacobian.values())
     return BlockNorms(names, torch.maximum(norms, norms.T) * (1 + 1e-10), {"lipschitz": gradient})
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hessiankit.curvature.dense import LARGE, norm_by_lanczos
+from hessiankit.curvature.dense import LANCZOS_ROWS, norm_by_lanczos
 from hessiankit.support.errors import InputError
 
 SQUARINGS = 5
@@ -199,7 +199,7 @@ def largest_eigenvalue(A: Tensor) -> float:
     A, scale = _scaled(A)
     if not bool(A.any()):
         return 0.0
-    if len(A) > LARGE:
+    if len(A) > LANCZOS_ROWS:
         norm, _ = norm_by_lanczos(A)
         if is_below(norm * (1 + 1e-10), A):
             return scale * norm
@@ -222,7 +222,7 @@ def _norm(A: Tensor, *, symmetric: bool) -> tuple[float, float, float | None]:
     if not bool(A.any()):
         return 0.0, 0.0, 0.0
     verified = None
-    if symmetric and len(A) > LARGE:
+    if symmetric and len(A) > LANCZOS_ROWS:
         norm, v = norm_by_lanczos(A)  # much faster than all eigenvectors; Cholesky's method finds out where it is too small
         verified = verified_upper(A, norm, WIDENINGS[:1])
     if verified is None:  # or Lanczos's method missed the largest eigenvalue

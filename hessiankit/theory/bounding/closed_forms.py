@@ -14,7 +14,7 @@ from derivations.bounds.block_bounds import PostBlockNorms, post_block_a_priori
 from derivations.bounds.block_norms import BlockNorms
 from derivations.bounds.block_structured import post_block_structured
 from hessiankit.blocks import Attention, TransformerBlock
-from hessiankit.theory.bounding.structured import ROUNDING, SLACK, Structured
+from hessiankit.theory.bounding.structured import PRODUCT_ROUNDING, SLACK, Structured
 from hessiankit.theory.formulas.block_at import causal_mask, is_the_papers
 
 Pairs: TypeAlias = "dict[tuple[str, str], float]"
@@ -31,8 +31,8 @@ def sharpened_a_priori(module: nn.Module, x: Tensor, t: Tensor, prior: BlockNorm
     norms = prior.matrix.clone()
     for (i, j), value in pairs.items():
         a, b = prior.names.index(i), prior.names.index(j)
-        norms[a, b] = min(float(norms[a, b]), value + ROUNDING * float(norms[a, b]))
-    spectral = total + ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
+        norms[a, b] = min(float(norms[a, b]), value + PRODUCT_ROUNDING * float(norms[a, b]))
+    spectral = total + PRODUCT_ROUNDING * prior.whole if len(pairs) == len(prior.names) ** 2 else float("inf")
     return BlockNorms(prior.names, norms, prior.parts, spectral)
 
 
@@ -41,7 +41,7 @@ def sharpened_structured(module: nn.Module, x: Tensor, t: Tensor, bound: Structu
     if not _has_closed_forms(module):
         return bound
     total, pairs = _closed_form(module, x, t, structured=True)
-    floor = ROUNDING * bound.whole
+    floor = PRODUCT_ROUNDING * bound.whole
     table = {pair: min(value, pairs.get(pair, value) * SLACK + floor) for pair, value in bound.pairs.items()}
     return Structured(
         min(bound.whole, total * SLACK + floor) if pairs.keys() == bound.pairs.keys() else bound.whole, table, bound.sites

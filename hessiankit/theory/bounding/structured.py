@@ -238,7 +238,7 @@ def _columns(tangent: Tensor) -> Tensor:
     return tangent.reshape(tangent.shape[0], -1).T
 
 
-SLACK, ROUNDING = 1 + 1e-9, 1e-12
+SLACK, PRODUCT_ROUNDING = 1 + 1e-9, 1e-12
 """Factor that widens a bound, and share of the whole added for terms that cancel; for float64, of unit roundoff u = 1.1e-16.
 Largest eigenvalues are proved to 1e-10 (``largest_eigenvalue``), and sums of n terms are off by n u of their absolute sum, so
 that n is at most 8e6 and 9e3. Bounds proved to the last bit are ``certified``."""
@@ -301,4 +301,4 @@ def structured(batch: BatchLoss) -> Structured:
 
 
 def _rounding(roots: list[SiteRoots], by_sign: float, rows: slice, columns: slice) -> float:
-    return ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in roots)
+    return PRODUCT_ROUNDING * by_sign + sum(site.rounding_of(rows, columns) for site in roots)

@@ -74,15 +74,15 @@ def _pooled_by_maximum(operation: Callable[..., tuple[Tensor, Tensor]], axes: in
     return match
 
 
-def _among(operation: Any, *places: int) -> Rule:
+def _among(operation: Any, *indices: int) -> Rule:
     """The rule of an operation that assembles entries of some arguments: applied to positions, it says which and where."""
 
     def match(*args: Any, **options: Any) -> Match:
-        tensors = [args[k] for k in places]
+        tensors = [args[k] for k in indices]
         if not are_real(*tensors):
             return None
         arguments, start = list(args), 0
-        for k, x in zip(places, tensors, strict=True):
+        for k, x in zip(indices, tensors, strict=True):
             arguments[k] = start + positions(x)
             start += x.numel()
         return TakeAmong(operation(*arguments, **options)), tuple(tensors)
@@ -90,13 +90,13 @@ def _among(operation: Any, *places: int) -> Rule:
     return match
 
 
-def _filling(operation: Any, place: int) -> Rule:
-    """The rule of an operation that puts one number, the argument at ``place``, among the entries of its first."""
+def _filling(operation: Any, index: int) -> Rule:
+    """The rule of an operation that puts one number, the argument at ``index``, among the entries of its first."""
 
     def match(x: Tensor, *rest: Any) -> Match:
         arguments = [x, *rest]
-        fill = x.new_full((), arguments[place]) if not isinstance(arguments[place], Tensor) else arguments[place]
-        arguments[0], arguments[place] = positions(x), x.numel()
+        fill = x.new_full((), arguments[index]) if not isinstance(arguments[index], Tensor) else arguments[index]
+        arguments[0], arguments[index] = positions(x), x.numel()
         return TakeAmong(operation(*arguments)), (x, fill)
 
     return match

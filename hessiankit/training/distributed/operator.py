@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hessiankit.curvature.operator import HessianOperator, check_options, linearise_all
-from hessiankit.engine.assembly import WORKSPACE
 from hessiankit.engine.linearisation import Constant, LinearisedBatch
+from hessiankit.engine.parts import WORKSPACE
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.data import Weights, read_data
 from hessiankit.request.fisher import KINDS

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hessiankit.support.containers import address
 from hessiankit.tracing.graph import Node, Recording, map_nodes
 from hessiankit.training.partition.summands import Ids, Summand, Sums, summand
 
@@ -78,11 +79,6 @@ def factors(name: str, args: tuple[Any, ...]) -> tuple[list[Any], Any, bool] | N
         operands = list(args[1])
         return (operands, None, False) if len(operands) == 2 else None
     return None
-
-
-def storage(x: Any) -> int | None:
-    """Return the address of a tensor's memory, or None."""
-    return x.untyped_storage().data_ptr() if isinstance(x, Tensor) and x.numel() else None
 
 
 class Rank(IntEnum):
@@ -184,8 +180,8 @@ class Run:
                     continue
                 elif node.target is not torch._C._set_grad_enabled:
                     self.values[node] = self._operation(number, node)
-                if (place := storage(self.known.get(node))) is not None:
-                    self.at[place].append(node)
+                if isinstance(x := self.known.get(node), Tensor):
+                    self.at[address(x)].append(node)
         self.residual = self.sums.residual()
         self.product_factors = frozenset[int]().union(*self.factors.values())
         for name, scaled in self.scales.items():
@@ -206,10 +202,11 @@ class Run:
         name, writes = name_of(node)
         value = self._product(number, node, name) or self._attention(number, node, name) or self._other(number, node, name)
         self._run(node)
-        if isinstance(x := self.known[node], Tensor) and not x.is_floating_point():
+        x = self.known[node]
+        if isinstance(x, Tensor) and not x.is_floating_point():
             value = FlowValue(value.rank)  # an index or a mask carries no provenance
         if writes:  # every view of that memory changes
-            for other in self.at.get(storage(self.known[node]) or 0, []):
+            for other in self.at.get(address(x), []) if isinstance(x, Tensor) else ():
                 self.values[other] = joined((self.values[other], value))
             value = joined((value, *self._of(node.args[:1])))
         return value
