@@ -100,9 +100,10 @@ def _own_loss(
     A loss that is the cross entropy of the logits, which one call shows, is named: so batches are weighted by their labels.
     """
     first = next(pairs, None)
-    if model is None or first is None or "labels" not in inspect.signature(model.forward).parameters:
+    names = list(inspect.signature(model.forward).parameters) if model is not None else []
+    if first is None or "labels" not in names:
         return "mse", pairs if first is None else chain([first], pairs), None
-    name = getattr(model, "main_input_name", "input_ids")
+    name = getattr(model, "main_input_name", names[0])
 
     def mapping(pair: tuple[Any, Any]) -> Any:
         inputs, target = pair
@@ -299,8 +300,8 @@ def compared_labels(model: nn.Module, inputs: Mapping[str, Any], labels: Tensor)
     parameters = inspect.signature(model.forward).parameters
     takes = "labels" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     result = call(model, {**with_decoder_inputs(model, inputs, labels), "labels": labels} if takes else inputs)
-    logits, loss = (result if isinstance(result, Tensor) else member(result, "logits")), getattr(result, "loss", None)
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+    logits, loss = (None, None) if isinstance(result, Tensor) else (member(result, "logits"), member(result, "loss"))
+    if loss is None or loss.numel() != 1:
         return ""
     if logits is None or labels.is_floating_point() or labels.shape != logits.shape[:-1] or not bool(loss.isfinite()):
         return "other"
