@@ -100,9 +100,11 @@ def _own_loss(
     A loss that is the cross entropy of the logits, which one call shows, is named: so batches are weighted by their labels.
     """
     first = next(pairs, None)
-    names = list(inspect.signature(model.forward).parameters) if model is not None else []
-    if first is None or "labels" not in names:
+    if model is None or first is None:
         return "mse", pairs if first is None else chain([first], pairs), None
+    names = list(inspect.signature(model.forward).parameters)
+    if "labels" not in names:
+        return "mse", chain([first], pairs), None
     name = getattr(model, "main_input_name", names[0])
 
     def mapping(pair: tuple[Any, Any]) -> Any:
