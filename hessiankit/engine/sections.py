@@ -21,8 +21,8 @@ from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 JOINED = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
-CHOICE = 300
-"""Calls of torch per step below which a trace is swept whole: the choice takes 0.1 to 0.6 ms a step, as long as 30 to 150."""
+CHOICE = 100
+"""Calls of torch per step below which a trace is swept whole: the choice takes as long as 30 to 150 of them."""
 
 
 def sections(paths: Paths, cuts: Collection[int] | None = None, *, alone: bool = False) -> list[Section]:
