@@ -21,7 +21,7 @@ from hessiankit.engine.sweep_plans import Directions, Section, SweepPlan
 
 JOINED = 2**20
 """Numbers of two sweeps below which they are made one: then it is calls that take the time."""
-CHOICE = 100
+CHOICE = 80
 """Calls of torch per step below which a trace is swept whole: the choice takes as long as 30 to 150 of them."""
 
 
@@ -83,7 +83,7 @@ class _Division:
             return best
         bounds = [first, *self._narrow(least), last]
         total = sum(self.work(a, b) for a, b in pairwise(bounds))
-        while len(bounds) > 2 and total < 2 * least:
+        while len(bounds) > 2:
             if total < least:
                 best, least = list(bounds), total
             around = zip(bounds, bounds[1:], bounds[2:], strict=False)
