@@ -195,20 +195,28 @@ claims_of(
     __name__, phi_row, "WRONG AS PRINTED", [phi_printed],
     ("c6-phi_qq", "C.6", peaked_identity(8), "Q", "Q", "L = d_V = 8, X = I", 1.0, r"""
      $\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
-     Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2"""),
+     Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2
+     Severity: constant
+     Follows: phi_qq"""),
     ("c6-phi_vq", "C.6", uniform_pair(4), "V", "Q", "uniform attention, L = d_V = 4", 7.9, r"""
      $\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
-     Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$"""),
+     Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$
+     Severity: constant
+     Follows: phi_qq"""),
     ("c6-phi_qk", "C.6", uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9, r"""
      $\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
-     Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$"""),
+     Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$
+     Severity: constant
+     Follows: phi_qq"""),
 )  # fmt: skip
 
 
 @claim("eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
     r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
-    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$"""
+    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$
+    Severity: false
+    Follows: xi_21"""
     p = point(seed)
     small = BlockPoint(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
     left = spectral(small.second("S", "2", "1"))
@@ -240,7 +248,9 @@ def eq24(seed: int) -> Evidence:
 @claim("eq24-phi", "C.6, Eq. 24 with the bounds on Phi before it", "WRONG AS PRINTED", uses=[phi_printed])
 def eq24_phi(seed: int) -> Evidence:
     r"""Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$
-    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$"""
+    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$
+    Severity: constant
+    Follows: phi_qq"""
     p, pairs = crossed_pairs(), (("V", "Q"), ("Q", "K"))
     printed = phi_printed(4, 4, 1, *(norms(p)[name] for name in ("x", "w_Q", "w_K", "w_V")))
     left, right = zip(*(eq24_sides(p, k, m, printed) for k, m in pairs), strict=True)
@@ -267,7 +277,9 @@ def eq9(seed: int) -> Evidence:
 @claim("eq9-l", "Theorem 6, Eq. 9, with the loss of Eq. 7", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq9_l(seed: int) -> Evidence:
     r"""Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$
-    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3"""
+    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3
+    Severity: constant
+    Follows: eq7-l"""
     p = point(seed)
     exact = replace(p, target=p.block.Z)
     n, right = p.X.numel(), eq9_right(exact)  # with a residual of zero
@@ -283,7 +295,9 @@ def eq9_l(seed: int) -> Evidence:
 def thm6(seed: int) -> Evidence:
     r"""$\|H_{tr}\|_2\le M_{tr}$ in closed form, $\sigma_{\min} = \min_i\|M_i\|_2$ as Lemma 4 states it; with $\sigma_{\min} =
     \min_i\sigma_i$, as the proof of Lemma 4 reads it, it is not violated at these points (thm6-proof)
-    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds"""
+    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds
+    Severity: constant
+    Follows: lemma4-28"""
     points = [single_row(8), *problems(seed)]
     left = [whole(p) for p in points]
     proof = left[0] / closed_form(points[0], "proof").whole
