@@ -110,7 +110,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> Verdict:
         criterion = f"the norm is at most M of the {bound} at every q"
         parts.append(in_every(criterion, (x is None for x in at), f"{seen} ({len(passed)} of {len(problems)} problems)"))
     scale = f"{len(problems)} problems of 2 or 4 tokens of width 1 or 3; float64, the Hessian whole and exact"
-    return Verdict("curvature-gap/thm1", scale, tuple(parts))
+    return Verdict("curvature-gap/thm1", "the Hessian's norm is at most the M of Theorem 1", scale, tuple(parts))
 
 
 def panel(axes: Axes, rows: Sequence[dict[str, Any]], problems: Sequence[str]) -> None:

@@ -208,8 +208,8 @@ ROUNDS = 0.1
 
 @claim("assumption3.1", "Assumption 3.1, with Eqs. 2, 21 and 22", "INCONSISTENT")
 def assumption(seed: int) -> Evidence:
-    r"""$x_\ell$, $x'_\ell$ and $W_\ell$ are normal and independent (Assumption 3.1); stream and branch have correlations $\rho_1$,
-    $\rho_2$ (App. A.1)
+    r"""$x_\ell$, $x'_\ell$ and $W_\ell$ are normal and independent (Assumption 3.1); stream and branch have correlations
+    $\rho_1$, $\rho_2$ (App. A.1)
     Correct: $x'_\ell = x_\ell + \mathrm{Attn}(\mathrm{LN}(x_\ell))$ and $x_\ell$ have correlation
     $\sigma_{x_\ell}/\sigma_{x'_\ell}$ where the weights are fresh; with $\rho = 0$ the term $1/\sigma_x$ of Eq. 6 vanishes"""
     draw, N = Draw(seed), 256

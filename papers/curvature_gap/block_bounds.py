@@ -211,6 +211,45 @@ claims_of(
 )  # fmt: skip
 
 
+def factor_sides(p: BlockPoint) -> dict[str, list[tuple[float, float]]]:
+    """Return left and right sides of Eqs. 13 to 16 and 18 to 23 of C.6, derivatives by autograd."""
+    _, d_V, _, d_ff = p.sizes
+    W_1, W_2, Y, J_SY, J_Y = map(spectral, (p.weights["1"], p.weights["2"], p.block.Y, dense(p.block.J_SY), dense(p.block.J_Y)))
+    G = {k: spectral(p.first("F", k)) for k in "KQV"}
+    inner = spectral(torch.relu(p.block.Y @ p.weights["1"]))
+    B, mixed = (lambda i: spectral(p.first("S", i))), (lambda i, j: spectral(p.second("S", i, j)))
+    return {
+        "13": [(B("1"), W_2 * Y)],
+        "14": [(B("2"), inner), (inner, B("2"))],
+        "15": [(B(k), J_SY * J_Y * G[k]) for k in G],
+        "16": [(J_SY, W_2 * W_1 + 1)],
+        "18": [(mixed("1", "1"), 0.0)],
+        "19": [(mixed("2", "2"), 0.0)],
+        "20": [(mixed(i, j), math.sqrt(d_V) * Y) for i, j in ("12", "21")],
+        "22": [(mixed("1", k), math.sqrt(d_ff) * W_2 * J_Y * G[k]) for k in G],
+        "23": [(mixed("2", k), math.sqrt(d_V) * W_1 * J_Y * G[k]) for k in G],
+    }
+
+
+def factor_row(seed: int, number: str) -> Evidence:
+    """Compare both sides of an equation of C.6 at the points."""
+    return bounded([over(*sides) for p in problems(seed) for sides in factor_sides(p)[number]], "four points")
+
+
+claims_of(
+    __name__, factor_row, "HOLDS", [],
+    ("eq13", "C.6, Eq. 13", "13", r"$\|B_1\|_2\le\|W_2\|_2\|Y\|_2$"),
+    ("eq14", "C.6, Eq. 14", "14", r"$\|B_2\|_2 = \|\sigma(YW_1)\|_2$"),
+    ("eq15", "C.6, Eq. 15", "15", r"$\|B_k\|_2\le\|J_{SY}\|_2\|J_Y\|_2\|G_k\|_2$"),
+    ("eq16", "C.6, Eq. 16", "16", r"$\|J_{SY}\|_2\le\|W_2\|_2\|W_1\|_2 + 1$"),
+    ("eq18", "C.6, Eq. 18", "18", r"$\|\xi_{11}\|_2 = 0$, off the kinks"),
+    ("eq19", "C.6, Eq. 19", "19", r"$\|\xi_{22}\|_2 = 0$"),
+    ("eq20", "C.6, Eq. 20", "20", r"$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$, in either order of the derivatives (xi_12)"),
+    ("eq22", "C.6, Eq. 22", "22", r"$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$"),
+    ("eq23", "C.6, Eq. 23", "23", r"$\|\xi_{2k}\|_2\le\sqrt{d_V}\,\|W_1\|_2\|J_Y\|_2\|G_k\|_2$"),
+)  # fmt: skip
+
+
 @claim("eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
     r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
