@@ -30,8 +30,8 @@ ANSWER = {SEEN: "yes", SMALLER: "less", NOT_SEEN: "no", OPEN: "undecided"}
 """Answer to a criterion, in one word."""
 COLOURS = {SEEN: "#00664a", SMALLER: "#00664a"}
 """Colour of a verdict's text; the others have that of all text."""
-SIZE, LINE, LETTERS = 8.0, 0.155, 17.5
-"""Font size in points, height of a line in inches, and letters that an inch holds."""
+SIZE, LINE, GAP, LETTERS = 8.0, 0.155, 0.04, 17.5
+"""Font size in points, height of a line and of the room behind a verdict in inches (whole pixels), and letters of an inch."""
 
 
 @dataclass(frozen=True)
@@ -223,5 +223,5 @@ def print_below(figure: Figure, verdicts: Sequence[Verdict]) -> Bbox:
             x = (0.26 if k else 0.12) / width  # later lines are indented
             figure.text(x, -y / height, line, fontsize=SIZE, va="top", color=colour, parse_math=False)
             y += LINE
-        y += LINE / 4
+        y += GAP
     return Bbox(((0.0, -y - 0.06), (width, height)))
