@@ -69,12 +69,12 @@ ERRATA: dict[str, Errata] = {
     ),
     "curse-of-depth": Errata(
         "These statements hold: the recurrence behind Lemma 3.2 with constants 1; the lower bounds on the variance where "
-        "branches are not anticorrelated with the stream (Pre-LN), or correlated with it (LayerNorm Scaling); the chain- "
-        "rule bounds on one block; and that LayerNorm Scaling slows the growth of the variance. The numbers of the tables "
+        "branches are not anticorrelated with the stream (Pre-LN), or correlated with it (LayerNorm Scaling); the "
+        "chain-rule bounds on one block; and that LayerNorm Scaling slows the growth of the variance. The numbers of the tables "
         "and most conclusions from them are right, too. Whether the variance of trained models grows exponentially with "
         "depth, as the abstract says and Lemma 3.2 does not, is open here; at initialisation it does not.",
         (
-            ("eq11", "The product of Eq. 9 grows like the exponential of a root, not linearly."),
+            ("eq11", "The product of Eq. 9, from which it is derived, grows like the exponential of a root, not linearly."),
             ("eq16", "The sums converge: the bound is a constant."),
             ("weierstrass", "Products of rotations are bounded and no factor is near the identity."),
             ("eq15", "The chain rule divides a branch's Jacobian by the root of the depth, not by the depth."),

@@ -100,8 +100,8 @@ def in_words(rows: Sequence[Claim]) -> str:
 
 def verdict_of(row: Claim) -> str:
     """Return a row's verdict, with its severity and the rows that it follows from."""
-    follows = ", ".join(name.split("/")[1] for name in row.follows_from)
-    more = ", ".join([row.severity] * bool(row.severity) + [f"follows from {follows}"] * bool(follows))
+    roots = ", ".join(name.split("/")[1] for name in row.follows_from)
+    more = "; ".join([row.severity] * bool(row.severity) + [f"root: {roots}"] * bool(roots))
     return f"{row.verdict} ({more})" if more else row.verdict
 
 

@@ -306,12 +306,10 @@ def eq27(seed: int) -> Evidence:
     return wrong(printed, found, "16 tokens, 100 draws", corrected=d * std**2 / n, above=5, below=ROUNDS, second=second, by=by)
 
 
-@claim("eq29", "App. A.1.2, Eq. 29", "WRONG AS PRINTED")
+@claim("eq29", "App. A.1.2, Eqs. 29 and 31", "INCONSISTENT")
 def eq29(seed: int) -> Evidence:
-    r"""$\sigma_{\mathrm{FFN}}^2\sim\sigma_{W_1}^2\cdot\sigma_{W_2}^2 = \sigma_W^4$
-    Correct: $\frac12d\,d_{\mathrm{ffn}}\sigma_W^4$ for ReLU ($d\,d_{\mathrm{ffn}}\sigma_W^4$ without activation); Eq. 31 has
-    $d^2$ in its place
-    Severity: constant"""
+    r"""$\sigma_{\mathrm{FFN}}^2\sim\sigma_{W_1}^2\cdot\sigma_{W_2}^2 = \sigma_W^4$ (Eq. 29); $\sigma_W^4d^2$ (Eq. 31)
+    Correct: $\frac12d\,d_{\mathrm{ffn}}\sigma_W^4$ for ReLU ($d\,d_{\mathrm{ffn}}\sigma_W^4$ without activation)"""
     draw, d, d_ff, std = Draw(seed), 64, 256, 0.0693
     drawn = [(Network.draw(draw, d, d_ff, std), rms_norm(draw.normal(64, d)).numpy()) for _ in range(20)]
     found = sum(var(network(torch.from_numpy(N))) for network, N in drawn) / 20
