@@ -116,7 +116,7 @@ def short_of(spec: ByteSpec) -> str:
     """Return how many of the tokens of HybridNorm's tables a run reads.
 
     >>> short_of(olmo("pre", "normal", Size(8, steps=240), 0))
-    'million tokens 0.12288 of 400 000'
+    'million tokens: 0.123 here, 400 000 in print'
     """
     return unreached(million_tokens=(spec.steps * spec.batch_size * spec.length / 1e6, PRINTED_TOKENS / 1e6))
 

@@ -42,7 +42,7 @@ def diluted(kind: str) -> str:
     """Return what a comparison with a type needs and these runs do not reach: the size of the vocabulary divides S(Emb).
 
     >>> diluted("Emb"), diluted("QK")
-    ('vocabulary 256 of 50 304', '')
+    ('vocabulary: 256 here, 50 304 in print', '')
     """
     return unreached(vocabulary=(VOCAB_SIZE, 50_304)) if kind == "Emb" else ""
 

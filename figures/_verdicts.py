@@ -55,7 +55,7 @@ class Part:
         """Criterion, answer and numbers.
 
         >>> in_every("LNS is lower", [False], "2.3", unreached(steps=(400, 10_000))).text
-        'LNS is lower: not reached at this size, steps 400 of 10 000 (2.3)'
+        'LNS is lower: not reached at this size, steps: 400 here, 10 000 in print (2.3)'
         """
         answer = f"not reached at this size, {self.unreached}" if self.unreached else ANSWER[self.status]
         return f"{self.criterion}: {answer} ({self.seen})"
@@ -115,11 +115,12 @@ class Verdict:
         """The words under a picture: the claim, where it is printed, what was seen, and the size.
 
         >>> Verdict("hybridnorm/fig4", "a special first block lowers the loss", "4 seeds", ()).caption
-        'HybridNorm, Fig. 4, Sec. 4.4: a special first block lowers the loss. Open (4 seeds)'
+        'HybridNorm, Fig. 4, Sec. 4.4: a special first block lowers the loss. Open. 4 seeds.'
         """
         where = f"{title(self.claim)}, {self.row.place}: " if self.claim else ""
-        missing = "; ".join(dict.fromkeys(part.unreached for part in self.parts if part.unreached))
-        return f"{where}{self.words}. {self.status.capitalize()}{f', {missing}' if missing else ''} ({self.scale})"
+        missing = ", ".join(dict.fromkeys(part.unreached for part in self.parts if part.unreached))
+        seen = f"{self.status.capitalize()} ({missing})" if missing else self.status.capitalize()
+        return f"{where}{self.words}. {seen}. {self.scale}."
 
     def to_dict(self) -> dict[str, object]:
         """Return everything as plain values, with the statement as the ledger has it."""
@@ -141,13 +142,14 @@ def unreached(**needs: tuple[float, float]) -> str:
     """Return which of the paper's conditions the runs do not reach: by name, the number here and the one in print; "" for none.
 
     >>> unreached(steps=(400, 10_000), vocabulary=(60_000, 50_304))
-    'steps 400 of 10 000'
+    'steps: 400 here, 10 000 in print'
     """
-    return ", ".join(
-        f"{name} {here:,.6g} of {printed:,.6g}".replace(",", " ").replace("_", " ")
-        for name, (here, printed) in needs.items()
-        if here < printed
-    )
+    short = {name.replace("_", " "): pair for name, pair in needs.items() if pair[0] < pair[1]}
+    return ", ".join(f"{name}: {_grouped(here)} here, {_grouped(printed)} in print" for name, (here, printed) in short.items())
+
+
+def _grouped(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ") if number >= 1000 else f"{number:.3g}"
 
 
 def in_every(

@@ -232,15 +232,15 @@ def test_an_interval_decides_only_where_it_lies_on_one_side() -> None:
 
 def test_a_criterion_out_of_reach_can_be_met_and_not_failed() -> None:
     missing = unreached(steps=(400, 10_000), vocabulary=(60_000, 50_304))
-    assert missing == "steps 400 of 10 000"
+    assert missing == "steps: 400 here, 10 000 in print"
     assert unreached(steps=(10_000, 10_000)) == ""
     below = mean_interval([-1.0, -1.1, -0.9])
     failed = [in_every("lower", [False, False], "2.3", missing), above_zero("lower", below, missing=missing)]
     assert [part.status for part in failed] == [OPEN, OPEN]
-    assert failed[0].text == "lower: not reached at this size, steps 400 of 10 000 (2.3)"
+    assert failed[0].text == "lower: not reached at this size, steps: 400 here, 10 000 in print (2.3)"
     assert in_every("lower", [True, True], "2.1", missing).status == SEEN
     caption = Verdict("curse-of-depth/fig6", "deep blocks matter more", "2 seeds", (failed[0],)).caption
-    assert caption.endswith("deep blocks matter more. Open, steps 400 of 10 000 (2 seeds)")
+    assert caption.endswith("deep blocks matter more. Open (steps: 400 here, 10 000 in print). 2 seeds.")
 
 
 def test_an_effect_below_the_printed_one_keeps_its_direction() -> None:
