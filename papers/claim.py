@@ -54,7 +54,7 @@ SUPPORTED: dict[str, tuple[Shows, ...]] = {
     "HOLDS UNDER ASSUMPTION": ("condition",),
     "WRONG AS PRINTED": ("error", "violation"),
     "DOES NOT FOLLOW": ("error", "violation", "measurement"),
-    "INCONSISTENT": ("error", "violation", "nothing"),
+    "INCONSISTENT": ("error", "violation", "readings", "nothing"),
     "OMITTED": ("agreement", "bound", "error", "violation", "condition", "readings"),
     "LOOSE": ("looseness",),
     "VAGUE": ("readings",),

@@ -27,7 +27,7 @@ def angle(x: Tensor, y: Tensor) -> Tensor:
     return F.cosine_similarity(x, y, -1, eps=0.0).clamp(-1, 1).arccos() / math.pi
 
 
-@claim("eq1-average", "Sec. 2.1, Eq. 1, 'the average distance over 256K tokens'", "VAGUE")
+@claim("eq1-average", "Sec. 2.1, Eq. 1, 'the average distance over 256K tokens', with the released code", "INCONSISTENT")
 def eq1_average(seed: int) -> Evidence:
     """the distance is averaged over tokens
     Correct: the released code takes the last token of each window only, as Gromov et al. do, and compares the last layer

@@ -84,7 +84,7 @@ def thm1_appendix(seed: int) -> Evidence:
     return violated([p.norm, q.norm], bounds, detail, corrected=[p.a_priori, q.a_priori], above=800, at=at)
 
 
-@claim("thm1-constants", "Theorem 1 and C.1", "VAGUE", uses=[theorem_1_printed, theorem_1_appendix_printed])
+@claim("thm1-constants", "Theorem 1 and C.1", "INCONSISTENT", uses=[theorem_1_printed, theorem_1_appendix_printed])
 def thm1_constants(seed: int) -> Evidence:
     """the $M$ of Theorem 1 is the $M$ that its proof arrives at
     Correct: two different numbers have that name"""
