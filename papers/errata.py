@@ -51,7 +51,6 @@ ERRATA: dict[str, Errata] = {
         (
             ("thm4.1-support", "The order of two upper bounds says nothing about the order of what they bound."),
             ("thm4.2-support", "The order of two upper bounds says nothing about the order of what they bound."),
-            ("thm4.3-s-we", "The constant lacks the norm of the loss's gradient: scaling the loss breaks the bound."),
             ("b2-wk", "What is printed is the derivative of the transposed logits."),
             ("b2-estimate-gamma", "Twice the first of two terms replaces their sum."),
             (
@@ -61,6 +60,7 @@ ERRATA: dict[str, Errata] = {
             ("ffn-majority", "They are the largest type, with less than half of the parameters."),
             ("contribution", "The rates of Eq. 5 fall as sharpness grows."),
             ("table3-llama-2b", "The printed sizes give 1.68 billion parameters."),
+            ("row-variance", "The mean over the row is missing: every normalised entry would be plus or minus one."),
             (
                 "thm4.1-w2",
                 "The Hadamard product is of two matrices of different sizes, and the identity has the vocabulary's size.",
