@@ -204,8 +204,8 @@ def factor_norm(seed: int) -> Evidence:
 def s_we(seed: int) -> Evidence:
     r"""$\mathcal{S}(W_E) = O\left(\frac{\Psi^2}{Dd\,\min_i\|\tilde w_{E_i}\|_2^2}\right)$ with $\Psi := n\sqrt
     D\,\|\gamma\|_F$: the norm of the loss's gradient, which Theorem 4.1 has in its $\Psi$
-    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$, unless the $O$ is to hide it: the printed
-    one bounds $Y$, and scaling $\mathcal{Q}$ exceeds it"""
+    Correct: $\Psi := n\sqrt D\,\|\frac{\partial\mathcal{Q}}{\partial Y}\|_F\|\gamma\|_F$, unless the $O$ is to hide it: the
+    printed one bounds $Y$, and scaling $\mathcal{Q}$ exceeds it"""
     point = EmbeddingPoint.draw(seed)
     point = replace(point, q=1e4 * point.q)
     left = float(point.gradient("W_E").square().sum()) / 45
