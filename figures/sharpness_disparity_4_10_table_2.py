@@ -22,7 +22,7 @@ too small. Unlike Table 2, QK and VO take away from what Emb and FFN gain, the l
 2 is not told apart from AdamW (-0.049 +- 0.054), where the paper has it worse by 0.003. Most of the gain is that of Emb x 10
 alone, in a model whose embedding is 8 of 35 thousand parameters and starts at 0.02. The same question at five times the size
 (docs/learning_rates.md) had another answer: eq. (5) at AdamW's learning rate worse than tuned AdamW, at its own not told apart,
-Emb x 10 alone better.
+Emb x 10 alone better. The width makes the difference, as that page shows.
 
 What a protocol of 300 steps and 256 kinds of tokens cannot show is the paper's claim itself: its gain comes after tens of
 thousands of steps. ``--quick`` decides nothing. Full: about 3 minutes of CPU, shared among the cores there are.
