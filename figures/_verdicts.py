@@ -8,6 +8,7 @@ the JSON that :func:`figures._kit.write_verdicts` writes beside the picture.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -221,7 +222,8 @@ def print_below(figure: Figure, verdicts: Sequence[Verdict]) -> Bbox:
     y = 0.06
     for verdict in verdicts:
         colour = COLOURS.get(verdict.status, "#404040")
-        for k, line in enumerate(textwrap.wrap(verdict.caption, int(LETTERS * (width - 0.4)))):
+        words = re.sub(r"(?<=\d) (?=\d{3}\b)", "\u00a0", verdict.caption)  # keeps 10 000 in one line
+        for k, line in enumerate(textwrap.wrap(words, int(LETTERS * (width - 0.4)))):
             x = (0.26 if k else 0.12) / width  # later lines are indented
             figure.text(x, -y / height, line, fontsize=SIZE, va="top", color=colour, parse_math=False)
             y += LINE
