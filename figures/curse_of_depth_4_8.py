@@ -165,11 +165,11 @@ def verdicts(found: Sequence[Followed], size: Size) -> list[Verdict]:
         for method in METHODS
         if method != "LNS"
     ]
-    fig8 = []
+    fig8, missing = [], unreached(steps=(size.steps, 1000))
     for step in stages(size):
         laws = [law for one, at, law in fits(found, size) if one.method == "Pre-LN" and at == step]
         seen = ", ".join(f"{law.best} {law.laws[law.best].r_squared:.3f}" for law in laws)
-        missing, best = unreached(steps=(step, 1000)), (x.best == "exponential" for x in laws)
+        best = (x.best == "exponential" for x in laws)
         fig8.append(in_every(f"at step {step} the exponential law fits best", best, seen, missing))
     return [
         Verdict("curse-of-depth/fig4", "LNS keeps the variance of the last block a seventh of Pre-LN's", scale, tuple(fig4)),
