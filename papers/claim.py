@@ -205,7 +205,7 @@ class Claim(WithDict):
             "id": self.id,
             "place": f"{PAPERS[self.paper].title}, {self.place}",
             "statement": self.statement,
-            "verdict": ", ".join([self.verdict] + [self.severity] * bool(self.severity)),
+            "verdict": f"{self.verdict}, {self.severity}" if self.severity else self.verdict,
             "follows": ", ".join(self.follows_from),
             "needs": self.assumption,
             "correct": self.corrected,

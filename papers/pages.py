@@ -101,7 +101,7 @@ def in_words(rows: Sequence[Claim]) -> str:
 def verdict_of(row: Claim) -> str:
     """Return a row's verdict, with its severity and the rows that it follows from."""
     roots = ", ".join(name.split("/")[1] for name in row.follows_from)
-    more = "; ".join([row.severity] * bool(row.severity) + [f"root: {roots}"] * bool(roots))
+    more = "; ".join(filter(None, (row.severity, f"root: {roots}" if roots else "")))
     return f"{row.verdict} ({more})" if more else row.verdict
 
 
