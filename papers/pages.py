@@ -95,7 +95,8 @@ def in_words(rows: Sequence[Claim]) -> str:
     """Return the root causes of the wrong prints among some rows in words."""
     found, places = causes(rows), sum(row.severity is not None for row in rows)
     kinds = ", ".join(f"{number} {severity}" for severity, number in found.items() if number)
-    return f"{sum(found.values())} root causes at {places} places ({kinds})"
+    roots = sum(found.values())
+    return f"{roots} root cause{'s' * (roots != 1)} at {places} places ({kinds})"
 
 
 def verdict_of(row: Claim) -> str:

@@ -62,7 +62,7 @@ def test_root_causes_are_counted_once(everything):
     factor = [c for c in everything if c.id == "curvature-gap/phi_qq" or "curvature-gap/phi_qq" in c.follows_from]
     factor = [c for c in factor if c.id != "curvature-gap/eq6-printed"]  # has other roots, too
     assert len(factor) == 7
-    assert in_words(factor) == "1 root causes at 7 places (1 constant)"
+    assert in_words(factor) == "1 root cause at 7 places (1 constant)"
     assert verdict_of(factor[1]) == "WRONG AS PRINTED (constant; root: phi_qq)"
     assert verdict_of(next(c for c in everything if c.verdict == "HOLDS")) == "HOLDS"
 
