@@ -8,6 +8,8 @@ from itertools import pairwise
 
 from figures._runs import ByteSpec
 from figures._scales import scale_of
+from figures._verdicts import unreached
+from hessiankit.cli.text import VOCAB_SIZE
 from hessiankit.training.sharpness import SharpnessReport
 
 PRINTED = ("Emb", "QK", "FFN", "VO", "Norm")
@@ -34,6 +36,15 @@ def specs(quick: bool, text: str = "stdlib") -> dict[str, ByteSpec]:
         title: replace(spec, **{**_SMALLER, "d_ff": spec.d_ff and 88, "kept": (0, 20, 40), "batches": 2, "draws": 4})  # type: ignore[arg-type]
         for title, spec in both.items()
     }
+
+
+def diluted(kind: str) -> str:
+    """Return what a comparison with a type needs and these runs do not reach: the size of the vocabulary divides S(Emb).
+
+    >>> diluted("Emb"), diluted("QK")
+    ('vocabulary: 256 here, 50 304 in print', '')
+    """
+    return unreached(vocabulary=(VOCAB_SIZE, 50_304)) if kind == "Emb" else ""
 
 
 def scale_of_both(both: Mapping[str, ByteSpec]) -> str:

@@ -39,11 +39,11 @@ from matplotlib.ticker import FixedLocator, MaxNLocator, StrMethodFormatter
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, TINY, Size, llama
+from figures._depth_models import CURSE_COLOURS, CURSE_MARKS, PRINTED_STEPS, TINY, Size, llama
 from figures._kit import FAINT, cached, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run, model_of
 from figures._scales import scale_of
-from figures._verdicts import Verdict, in_every
+from figures._verdicts import Verdict, in_every, unreached
 from hessiankit.blocks import Transformer, TransformerBlock
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.support.progress import progress_bar
@@ -222,8 +222,14 @@ def verdicts(found: Sequence[Measured], size: Size) -> list[Verdict]:
     ):
         lns, pre = ([shares_of[k] for shares_of in shares[method]] for method in ("LNS", "Pre-LN"))
         outcomes = (sign * (a - b) > 0 for a, b in zip(lns, pre, strict=True))
-        fig6.append(in_every(criterion, outcomes, f"{each(lns)} against {each(pre)}"))
-    return [Verdict("curse-of-depth/fig3", scale, tuple(fig3)), Verdict("curse-of-depth/fig6", scale, tuple(fig6))]
+        missing = unreached(steps=(size.steps, PRINTED_STEPS))
+        fig6.append(in_every(criterion, outcomes, f"{each(lns)} against {each(pre)}", missing))
+    return [
+        Verdict(
+            "curse-of-depth/fig3", "angle and damage fall with depth with Pre-LN and rise with Post-LN", scale, tuple(fig3)
+        ),
+        Verdict("curse-of-depth/fig6", "with LNS the damage is more uniform, and deep blocks matter more", scale, tuple(fig6)),
+    ]  # fmt: skip
 
 
 def deeper(drop: np.ndarray) -> float:

@@ -90,7 +90,8 @@ def verdict(rows: list[Row], spec: ImageSpec, seeds: int, last: int, size: int) 
                     ),
                 )
             )  # fmt: skip
-    return Verdict("curvature-gap/fig5", scale_of_images(spec, seeds, last, size), tuple(parts))
+    words = "Keys and Values have the largest norms, of parameters and of Hessian blocks"
+    return Verdict("curvature-gap/fig5", words, scale_of_images(spec, seeds, last, size), tuple(parts))
 
 
 def ranked(rows: list[Row], seed: int, step: int, norm: str) -> list[str]:

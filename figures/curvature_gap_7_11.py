@@ -147,7 +147,8 @@ def verdict(norms: list[Row], spec: ImageSpec, steps: int, size: int) -> Verdict
     seen = ", ".join(f"{name.rpartition('.')[2]} {last[name]:.2g}" for name in order[:3])
     grown = [name.removeprefix("blocks.0.") for name in last if last[name] <= first[name]]
     return Verdict(
-        "curvature-gap/fig7-11",
+        "curvature-gap/fig4",
+        "over training every Hessian block grows, the Values' to be the largest",
         scale_of_images(spec, 1, steps, size),
         (
             in_every("the Values have the largest Hessian block at the end (text of Figure 4)", [order[0] == values], seen),

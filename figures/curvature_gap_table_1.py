@@ -83,6 +83,7 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png") -> list[Path]:
     said = [
         Verdict(
             "curvature-gap/fig3",
+            "the Values' block is larger than the Queries' and the Keys'",
             scale_of_images(row.spec(0), len(SEEDS), 0, IMAGES),
             (
                 in_every(

@@ -249,10 +249,17 @@ def verdicts(
     scales = [scale_of(olmo("hybridnorm", "megatron", size, 0), len(seeds)) for size, seeds in (
         (settings.first, settings.seeds), (settings.deep, settings.flow_seeds))]  # fmt: skip
     return [
-        Verdict("hybridnorm/fig4", scales[0], tuple(fig4)),
-        Verdict("hybridnorm/fig5-pre", scales[1], (amplifies,)),
-        Verdict("hybridnorm/fig5-post", scales[1], (vanishes,)),
-        Verdict("hybridnorm/fig5-step-100", scales[1], tuple(balanced)),
+        Verdict(
+            "hybridnorm/fig4",
+            "a special first block lowers the loss, a norm after the embedding does not",
+            scales[0],
+            tuple(fig4),
+        ),
+        Verdict(
+            "hybridnorm/fig5-pre", "at initialisation Pre-Norm's gradient grows towards the first block", scales[1], (amplifies,)
+        ),
+        Verdict("hybridnorm/fig5-post", "at initialisation Post-Norm's gradient vanishes", scales[1], (vanishes,)),
+        Verdict("hybridnorm/fig5-step-100", "after 100 steps HybridNorm's gradient is the most even", scales[1], tuple(balanced)),
     ]
 
 

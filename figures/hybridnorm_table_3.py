@@ -27,7 +27,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo
+from figures._depth_models import TINY, Size, olmo, short_of
 from figures._kit import FAINT, METHOD_COLOURS, METHOD_MARKS, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
 from figures._scales import scale_of
@@ -133,14 +133,15 @@ def draw(out: Path, *, quick: bool = False, suffix: str = ".png", text: str = "s
             **_ends("less the paper's choice", less), "diverged": sum(cell.diverged), "paper's loss": loss,
             "paper's C4 perplexity": perplexity,
         })  # fmt: skip
-    said = [verdict(apart, scale_of(olmo("pre", "normal", size, 0), len(seeds)))]
+    spec = olmo("pre", "normal", size, 0)
+    said = [verdict(apart, scale_of(spec, len(seeds)), short_of(spec))]
     with style():
         drawn = save(picture(cells, apart), out / f"{NAME}{suffix}", said)
     numbers = [write_rows(out / f"{NAME}.csv", means), write_rows(out / f"{NAME}_runs.csv", rows)]
     return [drawn, *numbers, write_verdicts(out, NAME, said)]
 
 
-def verdict(apart: dict[tuple[str, str], Interval | None], scale: str) -> Verdict:
+def verdict(apart: dict[tuple[str, str], Interval | None], scale: str, missing: str) -> Verdict:
     """Return whether the initialisation that the paper chooses for a placement is better than its two others."""
     parts = []
     for placement, choice in CHOSEN.items():
@@ -148,8 +149,10 @@ def verdict(apart: dict[tuple[str, str], Interval | None], scale: str) -> Verdic
         seen = ", ".join(f"{scheme} {_text(less)}" for scheme, less in others.items())
         known = [less for less in others.values() if less is not None]
         decided = known if len(known) == len(others) else []
-        parts.append(above_zero(f"{placement}: the losses of the other initialisations are above {choice}'s", decided, seen))
-    return Verdict("hybridnorm/table3-default", scale, tuple(parts))
+        criterion = f"{placement}: the losses of the other initialisations are above {choice}'s"
+        parts.append(above_zero(criterion, decided, seen, missing))
+    words = "Pre-Norm has its lowest loss under the normal initialisation, HybridNorm under Megatron's"
+    return Verdict("hybridnorm/table3-order", words, scale, tuple(parts))
 
 
 def picture(cells: Sequence[Cell], apart: dict[tuple[str, str], Interval | None]) -> Picture:

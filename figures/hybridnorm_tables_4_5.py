@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 
-from figures._depth_models import TINY, Size, olmo
+from figures._depth_models import TINY, Size, olmo, short_of
 from figures._kit import DASHES, FAINT, METHOD_COLOURS, METHOD_MARKS, each, heading, page, save, style, write_rows, write_verdicts
 from figures._runs import ByteRun, byte_run
 from figures._scales import scale_of
@@ -68,18 +68,20 @@ def train(size: Size, placements: Sequence[str], out: Path, *, measured: tuple[s
 
 def verdicts(shallow: Runs, deep: Mapping[int, Runs], sizes: tuple[Size, Size]) -> list[Verdict]:
     """Return what the runs show of the rows on Tables 4 and 5; one outcome a seed, or a seed and depth."""
-    scales = [scale_of(olmo("hybridnorm", "megatron", size, 0), len(SEEDS)) for size in sizes]
+    specs = [olmo("hybridnorm", "megatron", size, 0) for size in sizes]
+    scales, missing = [scale_of(spec, len(SEEDS)) for spec in specs], [short_of(spec) for spec in specs]
 
-    def diverges(claim: str, what: str, runs: Sequence[ByteRun], scale: str) -> Verdict:
+    def diverges(claim: str, what: str, runs: Sequence[ByteRun], k: int) -> Verdict:
         seen = f"{sum(run.diverged for run in runs)} of {len(runs)} do, losses {each(run.losses[-1] for run in runs)}"
-        return Verdict(claim, scale, (in_every(f"{what} diverges", (run.diverged for run in runs), seen),))
+        part = in_every(f"{what} diverges", (run.diverged for run in runs), seen, missing[k])
+        return Verdict(claim, f"{what} diverges", scales[k], (part,))
 
     orders = [sorted(shallow, key=lambda one: shallow[one][k].losses[-1]) for k in range(len(SEEDS))]
     surpass = in_every(
         "HybridNorm and HybridNorm* have the two lowest losses of the sixteen",
         (set(order[:2]) == set(OURS) for order in orders),
         "lowest " + " and ".join(dict.fromkeys(order[0] for order in orders)) + "; ranks of HybridNorm and HybridNorm* "
-        + ", ".join(f"{order.index(OURS[0]) + 1} and {order.index(OURS[1]) + 1}" for order in orders),
+        + ", ".join(f"{order.index(OURS[0]) + 1} and {order.index(OURS[1]) + 1}" for order in orders), missing[0],
     )  # fmt: skip
     consistently = [
         in_every(
@@ -89,15 +91,21 @@ def verdicts(shallow: Runs, deep: Mapping[int, Runs], sizes: tuple[Size, Size]) 
                 for k in range(len(SEEDS))
             ),
             "; ".join(f"{one} {each(run.losses[-1] for run in own)}" for one, own in runs.items()),
+            missing[1],
         )
         for depth, runs in deep.items()
     ]
     last = max(deep)
     return [
-        Verdict("hybridnorm/table4-surpass", scales[0], (surpass,)),
-        diverges("hybridnorm/table4-qk-post", "QK-Post", shallow["QK-Post"], scales[0]),
-        diverges("hybridnorm/table5-post-diverges", f"Post-Norm at {last} blocks", deep[last]["Post-Norm"], scales[1]),
-        Verdict("hybridnorm/table5-consistently", scales[1], tuple(consistently)),
+        Verdict("hybridnorm/table4-surpass", "both HybridNorms have the lowest losses of the placements", scales[0], (surpass,)),
+        diverges("hybridnorm/table4-qk-post", "QK-Post", shallow["QK-Post"], 0),
+        diverges("hybridnorm/table5-post-diverges", f"Post-Norm at {last} blocks", deep[last]["Post-Norm"], 1),
+        Verdict(
+            "hybridnorm/table5-consistently",
+            "both HybridNorms have lower losses than Pre- and Post-Norm",
+            scales[1],
+            tuple(consistently),
+        ),
     ]
 
 

@@ -44,7 +44,7 @@ from figures._kit import (
     write_verdicts,
 )
 from figures._runs import ByteSpec, byte_run, measured_on
-from figures._sharpness_runs import PRINTED, order_of, scale_of_both, specs
+from figures._sharpness_runs import PRINTED, diluted, order_of, scale_of_both, specs
 from figures._verdicts import Verdict, in_every
 from hessiankit.curvature.plot_frame import Picture
 from hessiankit.training.sharpness import SharpnessEstimate, SharpnessReport, sharpness
@@ -84,10 +84,12 @@ def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict
         quotients = [one.ratio(low, base=high) for one in found]
         outcomes = [answer[order_of(one).steps[k]] for one in found]
         seen = ", ".join(f"{q.value:.2g} [{q.low:.2g}, {q.high:.2g}]" for q in quotients)
-        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen))
+        eq1.append(in_every(f"S({high}) / S({low}) > 1", outcomes, seen, diluted(low)))
         logs = [[one.histograms[kind].quantile(0.5) for kind in (low, high)] for one in found]
         medians.append(
-            in_every(f"median positive h of {high} above {low}'s", (a < b for a, b in logs), each(b / a for a, b in logs))
+            in_every(
+                f"median positive h of {high} above {low}'s", (a < b for a, b in logs), each(b / a for a, b in logs), diluted(low)
+            )
         )
     widths = [
         {kind: math.log10(one.histograms[kind].quantile(0.95) / one.histograms[kind].quantile(0.05)) for kind in PRINTED}
@@ -106,9 +108,14 @@ def verdicts(reports: Mapping[str, SharpnessReport], scale: str) -> list[Verdict
         f"factor {each(halves)}",
     )
     return [
-        Verdict("sharpness-disparity/eq1", scale, tuple(eq1)),
-        Verdict("sharpness-disparity/fig2-distributions", scale, (*medians, widest)),
-        Verdict("sharpness-disparity/remark1.1", scale, (trend,)),
+        Verdict("sharpness-disparity/eq1", f"sharpness rises from {' over '.join(PRINTED)}", scale, tuple(eq1)),
+        Verdict(
+            "sharpness-disparity/fig2-distributions",
+            "the same of whole distributions, Emb's the widest",
+            scale,
+            (*medians, widest),
+        ),
+        Verdict("sharpness-disparity/remark1.1", "sharpness has no trend over layers", scale, (trend,)),
     ]
 
 

@@ -18,20 +18,28 @@ Verdict: TypeAlias = Literal[
     "HOLDS",
     "HOLDS UNDER ASSUMPTION",
     "WRONG AS PRINTED",
+    "DOES NOT FOLLOW",
+    "INCONSISTENT",
     "OMITTED",
     "LOOSE",
     "VAGUE",
-    "REPRODUCED",
-    "NOT REPRODUCED",
-    "SUPPORTED AT SMALL SCALE",
-    "CONTRADICTED AT SMALL SCALE",
-    "OPEN AT SMALL SCALE",
+    "SEEN AT THIS SIZE",
+    "SAME DIRECTION, SMALLER",
+    "SEEN IN PART",
+    "NOT SEEN AT THIS SIZE",
+    "OPEN",
     "NOT RUN",
 ]
-"""OMITTED: the paper needs it and does not state it. NOT RUN: it takes training at a size that this code does not run; AT
-SMALL SCALE: so it does, and a figure of the gallery shows this at its own size (``small_scale.json``)."""
+"""Verdict of a row; ``papers.pages.MEANING`` defines each. SEEN ... and OPEN are what a small experiment, or a figure of the
+gallery (``small_scale.json``), shows of a statement on larger models, which it neither confirms nor refutes."""
 
 VERDICTS: tuple[Verdict, ...] = get_args(Verdict)
+
+Severity: TypeAlias = Literal["slip of print", "constant", "scope", "false"]
+"""Kind of a wrong print. Slip of print: the context, or another place of the paper, has what is meant. Constant: the form is
+right, a factor or an exponent is not. Scope: it holds of less than it says. False: no reading of it holds."""
+
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 
 Shows: TypeAlias = Literal[
     "agreement", "bound", "error", "violation", "condition", "looseness", "readings", "measurement", "figure", "nothing"
@@ -45,12 +53,13 @@ SUPPORTED: dict[str, tuple[Shows, ...]] = {
     "HOLDS": ("agreement", "bound"),
     "HOLDS UNDER ASSUMPTION": ("condition",),
     "WRONG AS PRINTED": ("error", "violation"),
-    "OMITTED": ("agreement", "bound", "error", "condition", "readings"),
+    "DOES NOT FOLLOW": ("error", "violation", "measurement"),
+    "INCONSISTENT": ("error", "violation", "readings", "nothing"),
+    "OMITTED": ("agreement", "bound", "error", "violation", "condition", "readings"),
     "LOOSE": ("looseness",),
     "VAGUE": ("readings",),
-    "REPRODUCED": ("measurement", "agreement", "bound"),
-    "NOT REPRODUCED": ("measurement", "error", "violation"),
-    **dict.fromkeys(("SUPPORTED AT SMALL SCALE", "CONTRADICTED AT SMALL SCALE", "OPEN AT SMALL SCALE"), ("figure",)),
+    "SEEN AT THIS SIZE": ("measurement", "agreement", "bound", "figure"),
+    **dict.fromkeys(("SAME DIRECTION, SMALLER", "SEEN IN PART", "NOT SEEN AT THIS SIZE", "OPEN"), ("measurement", "figure")),
     "NOT RUN": ("nothing",),
 }
 """Which computations can support a verdict: a row that says HOLDS and measures an error above a threshold is refused."""
@@ -130,6 +139,8 @@ class Claim(WithDict):
         assumption: What it needs and the paper does not say (or says elsewhere), or None.
         sources: Functions of this code base that hold its closed form.
         chapter: Module of its row, without the package.
+        severity: Kind of the error of a row that is WRONG AS PRINTED, else None.
+        follows_from: Ids of the rows whose error this one inherits; a wrong row without them is a root cause.
     """
 
     id: str
@@ -141,6 +152,8 @@ class Claim(WithDict):
     assumption: str | None = None
     sources: tuple[str, ...] = ()
     chapter: str = ""
+    severity: Severity | None = None
+    follows_from: tuple[str, ...] = ()
 
     _derived, _hidden = ("paper",), ("compute",)
 
@@ -148,11 +161,6 @@ class Claim(WithDict):
     def paper(self) -> str:
         """The first part of the id, a key of ``PAPERS``."""
         return self.id.split("/")[0]
-
-    @property
-    def apart(self) -> bool:
-        """Whether nothing is computed: the row is not run, or a figure shows it at small scale."""
-        return SUPPORTED[self.verdict][0] in ("nothing", "figure")
 
     @property
     def anchor(self) -> str:
@@ -197,7 +205,8 @@ class Claim(WithDict):
             "id": self.id,
             "place": f"{PAPERS[self.paper].title}, {self.place}",
             "statement": self.statement,
-            "verdict": self.verdict,
+            "verdict": f"{self.verdict}, {self.severity}" if self.severity else self.verdict,
+            "follows": ", ".join(self.follows_from),
             "needs": self.assumption,
             "correct": self.corrected,
             "code": ", ".join(self.sources),

@@ -185,17 +185,17 @@ def readings(values: Mapping[str, float], detail: str = "", *, apart: float = 1e
 
 
 def measured(number: float, reproduced: bool, detail: str = "", *, unit: str = "value") -> Evidence:
-    """REPRODUCED or NOT REPRODUCED: what a small experiment gives, and whether it is what the row says."""
+    """SEEN AT THIS SIZE, NOT SEEN ... or OPEN: what a small experiment gives, and whether it is what the row says."""
     return Evidence(reproduced, number, unit, detail, "measurement")
 
 
 def not_run(reason: str) -> Evidence:
-    """NOT RUN: the reason."""
+    """NOT RUN, or INCONSISTENT by reading: the reason."""
     return Evidence(True, None, "", reason, "nothing")
 
 
 def at_small_scale(figure: str, seen: str, reason: str) -> Evidence:
-    """AT SMALL SCALE: what a figure of the gallery shows, and why it is not run at the paper's size."""
+    """SEEN AT THIS SIZE, NOT SEEN ... or OPEN: what a figure of the gallery shows, and why the paper's size is not run."""
     return Evidence(True, None, "", f"python -m figures {figure}: {seen}; at the paper's size: {reason}", "figure")
 
 

@@ -15,7 +15,7 @@ from hessiankit.support.tables import Piece, Printed, table
 from papers.claim import PAPERS, VERDICTS, Claim, Verdict
 from papers.errata import ERRATA, errata_page
 from papers.ledger_report import LedgerReport, run_rows
-from papers.pages import html_page, markdown_page, plain
+from papers.pages import html_page, in_words, markdown_page, plain
 from papers.registry import rows
 
 HEADERS = ("id", "place", "verdict", "statement")
@@ -97,7 +97,8 @@ class Ledger(Printed, Sequence[Claim]):
     def _summary(self) -> Iterator[str]:
         for paper, found in self.counts().items():
             verdicts = ", ".join(f"{number} {verdict}" for verdict, number in found.items())
-            yield f"{paper}: {sum(found.values())} rows: {verdicts}"
+            wrong = in_words([row for row in self.rows if row.paper == paper])
+            yield f"{paper}: {sum(found.values())} rows: {verdicts}{f'; wrong: {wrong}' if 'WRONG AS PRINTED' in found else ''}"
 
 
 @checked("claims")

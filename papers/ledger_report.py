@@ -77,9 +77,9 @@ class LedgerReport(Printed, WithDict):
     @property
     def summary(self) -> str:
         """One line: how many verdicts were found again, how long it took."""
-        ran = sum(not row.claim.apart for row in self.rows)
-        apart = len(self.rows) - ran
-        good = sum(row.reproduced and not row.claim.apart for row in self.rows)
+        shows = [row.evidence.shows if row.evidence is not None else "" for row in self.rows]
+        apart = sum(x in ("nothing", "figure") for x in shows)
+        ran, good = len(self.rows) - apart, sum(row.reproduced for row in self.rows) - apart
         rest = f", {apart} not run" if apart else ""
         return f"{good} of {ran} verdicts reproduced{rest}; seed {self.seed}, {self.seconds:.1f} s, torch {torch.__version__}"
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from papers.claim import PAPERS, VERDICTS, Claim
+from papers.claim import PAPERS, SEVERITIES, VERDICTS, Claim
 from papers.ledger_report import LedgerReport, LedgerRow
 
 HEADERS = ("row", "place", "statement", "verdict", "correct", "evidence")
@@ -23,17 +23,25 @@ MEANING = {
     "never violated on a sample.",
     "HOLDS UNDER ASSUMPTION": "it needs an assumption that the paper does not state there, and fails without it.",
     "WRONG AS PRINTED": "the printed formula is off by more than a threshold or has a counterexample; the corrected formula is "
-    "not and has none.",
+    "not and has none. How severe that is stands beside it.",
+    "DOES NOT FOLLOW": "a conclusion that the paper's argument does not give; it may be right.",
+    "INCONSISTENT": "two prints, or print and released code, disagree.",
     "OMITTED": "the paper needs it and does not state it.",
     "LOOSE": "never violated, and never close to being attained.",
     "VAGUE": "it can be read in several ways, which give different results.",
-    "REPRODUCED": "a small experiment gives what the paper says.",
-    "NOT REPRODUCED": "a small experiment gives something else.",
-    "SUPPORTED AT SMALL SCALE": "a figure of the [gallery](gallery.md) gives what the paper says, at its own size and by the "
-    "criterion stated; at the paper's size it is not run.",
-    "CONTRADICTED AT SMALL SCALE": "such a figure gives something else.",
-    "OPEN AT SMALL SCALE": "such a figure does not decide.",
+    "SEEN AT THIS SIZE": "a small experiment, or a figure of the [gallery](gallery.md), shows what the paper says, at its own "
+    "size and by the criterion stated.",
+    "SAME DIRECTION, SMALLER": "it shows an effect in the paper's direction, below the size that the paper has.",
+    "SEEN IN PART": "it shows one part of the statement and not another.",
+    "NOT SEEN AT THIS SIZE": "it does not show it. This says nothing about the paper's size.",
+    "OPEN": "it does not decide, or what the statement needs (steps, budget, vocabulary, parameters) is not reached.",
     "NOT RUN": "it takes training or data at a size that is not run here; in place of evidence the row gives the reason.",
+}
+SEVERE = {
+    "slip of print": "the context, or another place of the paper, has what is meant.",
+    "constant": "the form is right, a factor or an exponent is not.",
+    "scope": "it holds of less than it says.",
+    "false": "no reading of it holds.",
 }
 
 
@@ -56,6 +64,12 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
     for v in used:
         lines.append(_line((v, *(str(found.get(v, "")) for found in counts.values()), MEANING[v])))
     lines.append(_line(("all", *(str(sum(found.values())) for found in counts.values()), "")))
+    lines += ["", "Wrong prints by root cause: one error counts once, whatever is derived from it.", ""]
+    lines += [_line(("severity", *counts, "meaning")), _line(("---", *["--:"] * len(counts), "---"))]
+    roots = {paper: causes([row for row in rows if row.paper == paper]) for paper in counts}
+    lines += [_line((s, *(str(found[s] or "") for found in roots.values()), SEVERE[s])) for s in SEVERITIES]
+    lines.append(_line(("root causes", *(str(sum(found.values()) or "") for found in roots.values()), "")))
+    lines.append(_line(("places", *(str(found.get("WRONG AS PRINTED", "")) for found in counts.values()), "")))
     for paper in counts:
         lines += ["", f'<a id="{paper}"></a>', "", f"## {PAPERS[paper].title}", ""]
         source = ", ".join(text for text in (PAPERS[paper].authors, _arxiv(paper)) if text)
@@ -67,8 +81,29 @@ def markdown_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]]
             if row.paper == paper:
                 name = f'<a id="{row.anchor}"></a>`{row.id.split("/", 1)[1]}`'
                 place, statement, correct = map(markdown_text, (row.place, row.statement, _truth(row)))
-                lines.append(_line((name, place, statement, row.verdict, correct, markdown_text(_evidence(row, ran)))))
+                lines.append(_line((name, place, statement, verdict_of(row), correct, markdown_text(_evidence(row, ran)))))
     return "\n".join(lines) + "\n"
+
+
+def causes(rows: Iterable[Claim]) -> dict[Any, int]:
+    """Return how many root causes the wrong prints among some rows have, by severity."""
+    found = [row.severity for row in rows if not row.follows_from]
+    return {severity: found.count(severity) for severity in SEVERITIES}
+
+
+def in_words(rows: Sequence[Claim]) -> str:
+    """Return the root causes of the wrong prints among some rows in words."""
+    found, places = causes(rows), sum(row.severity is not None for row in rows)
+    kinds = ", ".join(f"{number} {severity}" for severity, number in found.items() if number)
+    roots = sum(found.values())
+    return f"{roots} root cause{'s' * (roots != 1)} at {places} places ({kinds})"
+
+
+def verdict_of(row: Claim) -> str:
+    """Return a row's verdict, with its severity and the rows that it follows from."""
+    roots = ", ".join(name.split("/")[1] for name in row.follows_from)
+    more = "; ".join(filter(None, (row.severity, f"root: {roots}" if roots else "")))
+    return f"{row.verdict} ({more})" if more else row.verdict
 
 
 def without_evidence(page: str) -> str:
@@ -148,7 +183,12 @@ def html_page(rows: Sequence[Claim], counts: Mapping[str, Mapping[Any, int]], re
         for row in rows:
             if row.paper == paper:
                 found, good = html.escape(_evidence(row, ran)), row.id not in ran or ran[row.id].reproduced
-                cells = [f"<code>{html.escape(row.id)}</code>", html.escape(row.place), _html_text(row.statement), row.verdict]
+                cells = [
+                    f"<code>{html.escape(row.id)}</code>",
+                    html.escape(row.place),
+                    _html_text(row.statement),
+                    verdict_of(row),
+                ]
                 cells += [_html_text(_truth(row)), found if good else f"<span class='no'>{found}</span>"]
                 parts.append(f"<tr id='{row.anchor}'>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
         parts.append("</table>")

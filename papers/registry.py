@@ -12,17 +12,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from papers.claim import PAPERS, VERDICTS, Claim, Evidence, Verdict
+from papers.claim import PAPERS, SEVERITIES, VERDICTS, Claim, Evidence, Verdict
 from papers.evidence import at_small_scale, not_run
 
 _ROWS: dict[str, Claim] = {}
+NAMES = ("Needs", "Correct", "Severity", "Follows")
+"""Names of the paragraphs of a row's docstring behind its statement."""
 
 
 def claim(
     id: str, place: str, verdict: Verdict, *, uses: Sequence[Any] = (), statement: str | None = None, corrected: str | None = None
 ) -> Callable[[Callable[[int], Evidence]], Callable[[int], Evidence]]:
     """Enter the decorated function, seed -> Evidence, as a row of the ledger. Its docstring is the statement, with LaTeX between
-    dollars, then "Needs:" (what it assumes and does not say) or "Correct:" (what is true instead), each at the begin of a line.
+    dollars, then paragraphs that begin a line: "Needs:" (what it assumes and does not say), "Correct:" (what is true instead),
+    "Severity:" (one of ``SEVERITIES``) and "Follows:" (ids of the paper's rows whose error it inherits, with commas).
 
     Args:
         id: The row's name, in a module of a paper's package; "ours/..." for statements that no paper makes.
@@ -49,17 +52,22 @@ def claim(
             )
         parts = _paragraphs(compute.__doc__ or "")
         parts |= {name: text for name, text in (("statement", statement), ("Correct", corrected)) if text}
-        needed = {"WRONG AS PRINTED": "Correct", "HOLDS UNDER ASSUMPTION": "Needs"}.get(verdict)
+        needed = {"WRONG AS PRINTED": ("Correct", "Severity"), "HOLDS UNDER ASSUMPTION": ("Needs",)}.get(verdict, ())
         if not place:
             raise ValueError(f"claim: {id}: {verdict} needs place=...")
-        for part in ("statement", *([needed] if needed else [])):
+        for part in ("statement", *needed):
             if not parts.get(part):
                 what = "a statement" if part == "statement" else f"a paragraph that begins with '{part}:'"
                 raise ValueError(f"claim: {id}: {verdict} needs {what} in its docstring")
+        severity: Any = parts.get("Severity")
+        if (severity is None) != (verdict != "WRONG AS PRINTED") or severity not in (None, *SEVERITIES):
+            raise ValueError(f"claim: {id}: severity {severity!r} of {verdict}; a wrong print has one of {', '.join(SEVERITIES)}")
         chapter = compute.__module__.removeprefix("papers.")
+        follows = tuple(f"{name.split('/')[0]}/{root}" for root in parts.get("Follows", "").split(", ") if root)
         sources = tuple(f"{f.__module__}.{f.__qualname__}" for f in uses)
         correct, needs = parts.get("Correct"), parts.get("Needs")
-        _ROWS[name] = Claim(name, place, parts["statement"], verdict, compute, correct, needs, sources, chapter)
+        found = Claim(name, place, parts["statement"], verdict, compute, correct, needs, sources, chapter, severity, follows)
+        _ROWS[name] = found
         return compute
 
     return enter
@@ -80,12 +88,12 @@ def claims_of(
 
 
 def _paragraphs(text: str) -> dict[str, str]:
-    """Return the paragraphs of a row's docstring by name: statement, Needs, Correct."""
+    """Return the paragraphs of a row's docstring by name: statement, and those of ``NAMES``."""
     found = {}
-    for paragraph in re.split(r"\n+ *(?=(?:Needs|Correct): )", text.strip()):
+    for paragraph in re.split(rf"\n+ *(?=(?:{'|'.join(NAMES)}): )", text.strip()):
         words = " ".join(paragraph.split())
         name, colon, rest = words.partition(": ")
-        known = colon and name in ("Needs", "Correct")
+        known = colon and name in NAMES
         found[name if known else "statement"] = rest if known else words
     return found
 
@@ -102,15 +110,18 @@ def rows(paper: str | None = None) -> tuple[Claim, ...]:
 
 @cache
 def _not_run() -> tuple[Claim, ...]:
-    """Return the rows of not_run.txt: blocks of three lines, "id | place", the statement, the reason; and what figures show."""
+    """Return the rows of not_run.txt, and what figures show of them.
+
+    Blocks of three lines: "id | place", with "| INCONSISTENT" where reading decides; the statement; the reason.
+    """
     shown = json.loads((Path(__file__).parent / "small_scale.json").read_text(encoding="utf-8"))
     blocks = Path(__file__).with_name("not_run.txt").read_text(encoding="utf-8").strip().split("\n\n")[1:]
     found = []
     for block in blocks:
         head, statement, reason = block.split("\n")
-        id, place = head.split(" | ")
+        id, place, *decided = head.split(" | ")
         one = shown.get(id)
-        verdict = f"{one['verdict']} AT SMALL SCALE" if one else "NOT RUN"
+        verdict = one["verdict"] if one else decided[0] if decided else "NOT RUN"
         evidence = at_small_scale(one["figure"], one["seen"], reason) if one else not_run(reason)
         found.append(Claim(id, place, statement, verdict, lambda seed, found=evidence: found, chapter="not_run"))  # type: ignore[arg-type, misc]
     return tuple(found)

@@ -16,17 +16,17 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 PAGE = "claims.md"
 SECTION = re.compile(r'^<a id="(?P<paper>[\w-]+)"></a>\n\n## (?P<title>.*)\n', re.M)
 ROW = re.compile(r'^\| <a id="(?P<anchor>[^"]+)"></a>`(?P<name>[^`]+)` \| (?P<cells>.*) \|$', re.M)
-VERDICT = re.compile(r"^- \*\*([A-Z ]+)\*\*", re.M)
+VERDICT = re.compile(r"^- \*\*([A-Z, ]+)((?: \([^*]*\))?)\*\*", re.M)
 LINK = re.compile(r"(\]\()(?P<path>(?:\.\./)*)claims\.md#(?P<paper>[a-z]+(?:-[a-z]+)*?)(?P<row>-[\w.-]+)?\)")
 
 
 def slug(verdict: str) -> str:
-    """Return a verdict as the name of a class.
+    """Return a verdict as the name of a class, without its severity.
 
-    >>> slug("WRONG AS PRINTED")
-    'wrong-as-printed'
+    >>> slug("WRONG AS PRINTED (constant)"), slug("SAME DIRECTION, SMALLER")
+    ('wrong-as-printed', 'same-direction-smaller')
     """
-    return verdict.lower().replace(" ", "-")
+    return verdict.partition(" (")[0].lower().replace(",", "").replace(" ", "-")
 
 
 def card(paper: str, anchor: str, name: str, cells: str) -> str:
@@ -54,7 +54,7 @@ def pages(text: str) -> dict[str, str]:
     for match, end in zip(starts, [*(m.start() for m in starts[1:]), len(text)], strict=True):
         paper, body = match["paper"], text[match.end() : end]
         rows = list(ROW.finditer(body))
-        verdicts = Counter(re.split(r"(?<!\\) \| ", row["cells"])[2] for row in rows)
+        verdicts = Counter(re.split(r"(?<!\\) \| ", row["cells"])[2].partition(" (")[0] for row in rows)
         buttons = "".join(
             f'<button type="button" class="{name}" data-verdict="{name}">{html.escape(verdict)} {count}</button>'
             for verdict, count in verdicts.most_common()
@@ -93,5 +93,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Lead links to rows to their cards; colour the verdicts."""
     where = page.file.src_uri
     if where.startswith("papers/"):
-        markdown = VERDICT.sub(lambda match: f'- <span class="verdict {slug(match[1])}">{match[1]}</span>', markdown)
+        markdown = VERDICT.sub(lambda match: f'- <span class="verdict {slug(match[1])}">{match[1]}{match[2]}</span>', markdown)
     return LINK.sub(lambda match: _to_card(match, where, config.extra["claim_papers"]), markdown)

@@ -76,14 +76,9 @@ def small_scale() -> dict[str, dict[str, str]]:
     for name, each in verdicts().items():
         for one in each:
             if one["claim"] in rows:  # of two figures, the first
-                seen = f"{'; '.join(_said(one))} ({one['scale']})"
+                seen = f"{'; '.join(part['text'] for part in one['parts'])} ({one['scale']})"
                 found.setdefault(one["claim"], {"figure": name, "verdict": one["status"], "seen": seen})
     return found
-
-
-def _said(verdict: dict[str, Any]) -> list[str]:
-    word = {"SUPPORTED": "yes", "CONTRADICTED": "no", "OPEN": "undecided"}
-    return [f"{part['criterion']}: {word[part['status']]} ({part['seen']})" for part in verdict["parts"]]
 
 
 def group_of(name: str) -> str:
@@ -102,8 +97,9 @@ def section(name: str, shows: str, command: str, paths: Sequence[Path], said: Se
         lines.append(f"[![{name if len(paths) == 1 else path.stem}]({place})]({place})")
     for one in said:
         place, statement = (markdown_text(text) for text in (one["place"], one["statement"]))
-        lines += ["", f"- **{one['status']}** at this scale: {place}: {statement} (`{one['claim']}`)."]
-        lines += [f"  {one['scale'].capitalize()}. Criteria:", *(f"    - {markdown_text(seen)}" for seen in _said(one))]
+        lines += ["", f"- **{one['status'].capitalize()}**: {markdown_text(one['words'])} ({one['scale']})."]
+        lines += [f"  {place}: {statement} (`{one['claim']}`). Criteria:"]
+        lines += [f"    - {markdown_text(part['text'])}" for part in one["parts"]]
     return lines
 
 
@@ -117,10 +113,11 @@ def page() -> str:
         "`--images PATH` reads a `.npz` file, `--text PATH` a text. A figure writes its numbers beside its picture. Click a",
         "picture for its full size.",
         "",
-        "A figure of a paper also tests the paper's claims, at the figure's own small scale. A claim is SUPPORTED if every run",
-        "meets the stated criterion or the 95 % interval lies on its side. It is CONTRADICTED if no run does or the interval",
-        "lies on the other side, and OPEN otherwise. The verdict is computed from the drawn numbers and does not apply at the",
-        "paper's scale.",
+        "A figure of a paper also says what it shows of the paper's claims, at its own small size. A criterion is met if",
+        "every run meets it or the 95 % interval lies on its side, and not met if no run does or the interval lies on the",
+        "other side. Where a criterion needs more than these runs have (steps, budget, vocabulary, width), failing leaves it",
+        "open. The words under a picture follow: seen at this size; same direction, smaller; seen in part; not seen at this",
+        "size; open. They are computed from the drawn numbers, and neither confirm nor refute a claim about a larger model.",
     ]
     found, said = sections(), verdicts()
     groups = [*(paper.title for paper in PAPERS.values()), "Curvature, bounds and derivations", "Benchmarks"]

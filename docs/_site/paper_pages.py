@@ -24,7 +24,7 @@ from hessiankit.theory.formulas.result import Derivation  # noqa: E402
 from hessiankit.theory.formulas.symbols import SizeName  # noqa: E402
 from hessiankit.theory.formulas.theorems import find  # noqa: E402
 from papers import PAPERS, Claim, claims  # noqa: E402
-from papers.pages import markdown_text  # noqa: E402
+from papers.pages import in_words, markdown_text, verdict_of  # noqa: E402
 
 FOLDER = ROOT / "docs" / "papers"
 SIZES = {"p": 5, "q": 7, "r": 11, "m": 13, "n": 17}
@@ -124,7 +124,7 @@ def verdicts(rows: list[Claim]) -> list[str]:
     for row in rows:
         name = row.id if row.paper == "ours" else row.id.split("/")[1]
         place, statement = markdown_text(row.place), markdown_text(row.statement)
-        text = f"- **{row.verdict}** [`{name}`](../claims.md#{row.anchor}) {place}: {statement}."
+        text = f"- **{verdict_of(row)}** [`{name}`](../claims.md#{row.anchor}) {place}: {statement}."
         parts = [(name, words) for name, words in (("Needs", row.assumption), ("Correct", row.corrected)) if words]
         lines.append(" ".join([text, *(f"{name}: {markdown_text(words)}." for name, words in parts)]))
     return lines
@@ -173,13 +173,12 @@ def index() -> str:
         "Four papers, statement by statement, with the call, the formula that holds, and the verdict.",
         "",
     ]
-    lines += ["| paper | numbered statements | rows of the ledger | wrong as printed | |", "|---|---|---|---|---|"]
+    lines += ["| paper | numbered statements | rows of the ledger | wrong prints | |", "|---|---|---|---|---|"]
     for paper in PAGES:
         rows = claims(paper=paper)
-        wrong = sum(row.verdict == "WRONG AS PRINTED" for row in rows)
         links = f"[all rows](../claims.md#{paper}), [corrections](../errata/{paper}.md)"
         lines.append(
-            f"| [{PAPERS[paper].title}]({paper}.md) | {len(PAGES[paper].statements)} | {len(rows)} | {wrong} | {links} |"
+            f"| [{PAPERS[paper].title}]({paper}.md) | {len(PAGES[paper].statements)} | {len(rows)} | {in_words(rows)} | {links} |"
         )
     lines += [
         "",

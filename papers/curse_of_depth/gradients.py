@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import mpmath
 import torch
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from papers.claim import Evidence
 from papers.curse_of_depth.stacks import StackSizes, attention_head, make_stack, stream
 from papers.curse_of_depth.variance import grown
 from papers.drawing import Draw
-from papers.evidence import assumed, bounded, measured, violated, wrong
+from papers.evidence import assumed, bounded, loose, small, violated, wrong
 from papers.hybridnorm.gradient_bounds import pre_norm_gradient_bounds
 from papers.notation import layer_norm, rms_norm, spectral
 from papers.registry import claim
@@ -46,12 +45,12 @@ class AttentionBranch:
         return pre_norm_gradient_bounds(len(self.X), *self.W).W_Q
 
 
-@claim("eq18", "Theorem 4.3, Eq. 18", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
+@claim("eq18", "Theorem 4.3, Eq. 18", "OMITTED", uses=[pre_norm_gradient_bounds])
 def eq18(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_L}{\partial W_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A'}{\ell\,\sigma_{x_\ell}} +
-    \frac{B'}{\ell^2\sigma_{x_\ell}^2}\right)$ with $A'$, $B'$ 'defined in A.5'
-    Correct: $A'$ and $B'$ are defined nowhere, and $\frac{\partial y_1}{\partial W_1}$ is missing in front: at $L = 1$ the
-    product is 1, and the left side is bounded by $\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$"""
+    \frac{B'}{\ell^2\sigma_{x_\ell}^2}\right)$: $A'$ and $B'$, 'defined in A.5'
+    Correct: A.5 does not define them. They have to contain $\frac{\partial y_1}{\partial W_1}$, which no product from $L = 1$ on
+    has if they are constants; it is bounded by $\sqrt s\,d^{3/2}d_k^{-1/2}\|W_K\|_2\|W_V\|_2\|W_O\|_2$"""
     point = AttentionBranch(seed)
     point.W[3] = 100 * point.W[3]
     found, detail = point.jacobian, "one block of one head, L = 1; in Frobenius norm against the sharp bound"
@@ -63,7 +62,8 @@ def eq66(seed: int) -> Evidence:
     r"""$\frac{\partial y_L}{\partial W_1} = \frac{\partial y_L}{\partial x_1}\frac{\partial
     x_1}{\partial\,\mathrm{LN}(x_1)}\frac{\partial\,\mathrm{LN}(x_1)}{\partial\,\mathrm{Attn}(\mathrm{LN}(x_1))}\cdots$
     Correct: $\frac{\partial y_L}{\partial x'_1}\frac{\partial\,\mathrm{Attn}}{\partial W_1}$: the weights do not act through
-    $x_1$, and $\frac{\partial\,\mathrm{LN}}{\partial x}$ has rank $d - 2$ and no inverse"""
+    $x_1$, and $\frac{\partial\,\mathrm{LN}}{\partial x}$ has rank $d - 2$ and no inverse
+    Severity: false"""
     J = jacobian_of(layer_norm, Draw(seed).normal(1, 8))
     rank = int(torch.linalg.matrix_rank(J, rtol=1e-10))
     second = int((torch.linalg.eigvals(J).abs() > 1e-10).sum())
@@ -82,7 +82,9 @@ def eq66(seed: int) -> Evidence:
 def eq69(seed: int) -> Evidence:
     r"""$\|\frac{\partial x_1}{\partial\,\mathrm{LN}(x_1)}\|_2 = \sigma_{x_1}$
     Correct: $\frac{\partial\,\mathrm{LN}}{\partial x}$ has the singular value 0, twice; $\sigma_{x_1}$ is the norm of its
-    pseudo-inverse"""
+    pseudo-inverse
+    Severity: false
+    Follows: eq66"""
     x = Draw(seed).normal(1, 8)
     J = jacobian_of(layer_norm, x)
     deviation, least = float(x.var(correction=0).sqrt()), round(float(torch.linalg.svdvals(J)[-1]), 12)
@@ -95,7 +97,8 @@ def eq69(seed: int) -> Evidence:
 def eq73(seed: int) -> Evidence:
     r"""$\|\frac{\partial\,\mathrm{Attn}(x)}{\partial W_1}\|_2\le\frac{\|x\|_2}{\sqrt{d_k}}$
     Correct: $\frac{\|x\|_2\|K\|_2\|V\|_2}{2\sqrt{d_k}}$: keys and values are lost, and the softmax's Jacobian has norm up to
-    $\frac12$"""
+    $\frac12$
+    Severity: constant"""
     draw = Draw(seed)
     X, W = draw.normal(4, 8), [draw.normal(8, 8, std=0.2), draw.normal(8, 8), draw.normal(8, 8)]
     found = spectral(jacobian_of(lambda W_Q: attention_head(X, W_Q, *W[1:]), W[0]))
@@ -118,7 +121,9 @@ def eq81(seed: int) -> Evidence:
     \sqrt{h\,d_{\mathrm{head}}})h\left[(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} +
     \sigma_{x_1}(\sqrt d + \sqrt{d_{\mathrm{head}}})\right]$
     Correct: the norm cancels $\sigma_{x_1}$: $\frac{\partial y_1}{\partial W_1}$ does not fall with it, but the right
-    side falls with its square. Eq. 81 also lacks the $\frac1\ell$ of Eq. 18"""
+    side falls with its square. Eq. 81 also lacks the $\frac1\ell$ of Eq. 18
+    Severity: false
+    Follows: eq69, eq73"""
     deviation = 0.02
     point = AttentionBranch(seed, deviation=deviation)
     size, d = point.size, point.size.d
@@ -129,12 +134,12 @@ def eq81(seed: int) -> Evidence:
     return violated([spectral(found), float(found.norm())], [right, math.inf], detail, corrected=[math.inf, point.bound])
 
 
-@claim("eq82", "App. A.5, Eq. 82", "WRONG AS PRINTED", uses=[AttentionAt.jacobian])
+@claim("eq82", "App. A.5, Eq. 82", "DOES NOT FOLLOW", uses=[AttentionAt.jacobian])
 def eq82(seed: int) -> Evidence:
     r"""'we find that it is in the following form: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod(1 +
     \frac{A'}{\sigma_{x_\ell}} + \frac{B'}{\sigma_{x_\ell}^2})$'
-    Correct: that is about $x_1$ again; $\|\frac{\partial y_L}{\partial W_1}\|_2$ has a factor that no product of this form
-    has: it is homogeneous in $W_V$ and $W_O$ of the first block"""
+    Correct: that is about $x_1$ again, and Eq. 81, about $W_1$, has the factors of Eq. 79 in front: the left side is
+    homogeneous in $W_V$ and $W_O$ of the first block"""
     point = AttentionBranch(seed)
     before = spectral(point.jacobian)
     point.W[3] = 1e4 * point.W[3]
@@ -142,26 +147,26 @@ def eq82(seed: int) -> Evidence:
     return wrong(before, after, "||dy_1/dW_1|| with W_O times 10^4, L = 1", corrected=1e4 * before)
 
 
-@claim("eq19", "Sec. 4.1, Eq. 19", "WRONG AS PRINTED")
+@claim("eq19", "Sec. 4.1, Eq. 19", "HOLDS UNDER ASSUMPTION")
 def eq19(seed: int) -> Evidence:
     r"""'the good variance growth rate is sub linearly growth', $\sigma_{x_\ell}^2\sim\ell$, 'which is actually the LayerNorm
     Scaling convergence rate'
-    Correct: $\ell$ is linear; for uncorrelated branches LNS has $\log\ell$ (see Eq. 14)"""
-    values = grown(10_000, lns=True)
-    start, last = float(values[999]), float(values[9999])
-    detail = "sigma^2 at l = 10^4 from that at 10^3: as l, as log l"
-    second = 1 + float(mpmath.harmonic(9999))
-    return wrong(
-        10 * start, last, detail, corrected=start + math.log(10), below=0.01, second=second, by="the harmonic number by mpmath"
-    )
+    Needs: branches correlated with the stream by at least $\rho_0 > 0$ (see Eq. 14); uncorrelated ones have $\log\ell$
+    Correct: $\ell$ is linear, not 'sub linearly'"""
+    slopes = []
+    for rho in (0.5, 1.0, 0.0):
+        values = grown(10_000, rho=rho, lns=True)
+        slopes.append(math.log10(float(values[-1] / values[999])))
+    holds = small([abs(slope - 1) for slope in slopes[:2]], "exponent of l from 10^3 to 10^4 less 1, rho = 0.5 and 1", below=0.05)
+    return assumed(holds, abs(slopes[2] - 1), above=0.5)
 
 
-@claim("sec4.1-every-layer", "Sec. 4.1, last paragraph", "NOT REPRODUCED", uses=[TransformerBlock])
+@claim("sec4.1-every-layer", "Sec. 4.1, last paragraph", "LOOSE", uses=[TransformerBlock])
 def every_layer(seed: int) -> Evidence:
     r"""for every layer $\ell$ the norm $\|\frac{\partial y_L}{\partial W_\ell}\|_2$ 'has the same upper bound'; 'the proof is
     omitted'
-    Correct: the factors of the blocks before $\ell$ do not enter; at initialisation LNS makes it fall with $\ell$, far faster
-    than Pre-LN"""
+    Correct: the factors of the blocks before $\ell$ do not enter, so that a bound of the first block is one of all, and loose for
+    the later ones: at initialisation with LNS the norm falls with $\ell$, far faster than with Pre-LN"""
     falls = {}
     for name in ("pre", "lns"):
         X, blocks = Draw(seed).normal(4, 8), make_stack(seed, 6, name, d_model=8, d_ff=16, n_heads=1)
@@ -179,4 +184,4 @@ def every_layer(seed: int) -> Evidence:
             norms.append(spectral(jacobian_of(from_query, block.attention.W_Q)))
         falls[name] = norms[1] / norms[0]
     text = f"||dy_L/dW_Q|| of block 6 over block 1: Pre-LN {falls['pre']:.3f}, LNS {falls['lns']:.3f}"
-    return measured(falls["lns"], falls["lns"] < 0.6 and falls["lns"] < falls["pre"], text)
+    return loose(falls["lns"], text, factor=1 / 0.6)

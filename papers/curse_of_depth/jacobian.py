@@ -73,7 +73,8 @@ def chain(matrices: list[Tensor]) -> Tensor:
 def eq8(seed: int) -> Evidence:
     r"""$\frac{\partial y_L}{\partial x_1} = \prod_{\ell=1}^{L-1}\left(\frac{\partial y_\ell}{\partial
     x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell}\right)$
-    Correct: $L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$"""
+    Correct: $L$ factors, $\prod_{\ell=1}^L$, since $y_L = x_{L+1}$
+    Severity: slip of print"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found = factors(blocks, X)
     reference = jacobian_of(lambda X: stream(blocks, X)[-1], X)
@@ -94,7 +95,8 @@ def eq8_order(seed: int) -> Evidence:
 def eq35(seed: int) -> Evidence:
     r"""$\prod_{n=1}^{L-1}(\frac{\partial y_\ell}{\partial x'_\ell}\cdot\frac{\partial x'_\ell}{\partial x_\ell})$, with
     factors that do not read $n$
-    Correct: the product is over $\ell$, from 1 to $L$"""
+    Correct: the product is over $\ell$, from 1 to $L$
+    Severity: slip of print"""
     X, blocks = Draw(seed).normal(3, 6), make_stack(seed, 3, **SMALL)
     found, reference = factors(blocks, X), jacobian_of(lambda X: stream(blocks, X)[-1], X)
     powers, three = [torch.linalg.matrix_power(J, 2) for J in found], [reference] * 3
@@ -128,7 +130,8 @@ def eq38(seed: int) -> Evidence:
 @claim("norm-of-w1", "App. A.2.1, below Eq. 39", "WRONG AS PRINTED")
 def norm_of_w1(seed: int) -> Evidence:
     r"""$\|W_1\|_2\sim\sigma_1\sqrt{d + \sqrt{d_{\mathrm{FFN}}}}$
-    Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it"""
+    Correct: $\sigma_1(\sqrt d + \sqrt{d_{\mathrm{FFN}}})$, as Eq. 40 uses it
+    Severity: slip of print"""
     d, d_ff, std = 128, 512, 0.05
     W = Draw(seed).normal(d, d_ff, std=std)
     printed, corrected = std * math.sqrt(d + math.sqrt(d_ff)), std * (math.sqrt(d) + math.sqrt(d_ff))
@@ -141,7 +144,8 @@ def norm_of_w1(seed: int) -> Evidence:
 def eq40(seed: int) -> Evidence:
     r"""$\|\frac{\partial\,\mathrm{FFN}}{\partial\,\mathrm{LN}}\|_2 = \|W^1_\ell W^2_\ell\|_2$
     Correct: $\|W_2DW_1\|_2$ with the slopes $D$ of the activation, between the two in the order of Eq. 4; the bound
-    $\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1"""
+    $\sigma_1\sigma_2(\sqrt d + \sqrt{d_{\mathrm{ffn}}})^2$ holds for slopes up to 1
+    Severity: scope"""
     draw = Draw(seed)
     network, x = Network.draw(draw, 32, 64, 0.1), draw.normal(1, 32)
     reference = spectral(jacobian_of(lambda x: network(x), x))
@@ -154,7 +158,8 @@ def eq40(seed: int) -> Evidence:
 def eq41(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_\ell}{\partial x'_\ell}\|_2\le1 + \frac{\sigma_\ell^2}{\sigma_{x'_\ell}(\sqrt d +
     \sqrt{d_{\mathrm{FFN}}})^2}$
-    Correct: $1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40"""
+    Correct: $1 + \frac{\sigma_\ell^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2}{\sigma_{x'_\ell}}$, the factor of Eq. 40
+    Severity: constant"""
     size, draw = StackSizes(), Draw(seed)
     network, x = Network.draw(draw, size.d, size.d_ffn, size.sigma), draw.normal(1, size.d)
     deviation = float(x.square().mean().sqrt())
@@ -168,7 +173,8 @@ def eq41(seed: int) -> Evidence:
 def eq43(seed: int) -> Evidence:
     r"""$\frac{\partial\,\mathrm{Attn}}{\partial\,\mathrm{LN}} = W^OZ(\mathrm{LN})\frac{\partial
     Z(\mathrm{LN})}{\partial\,\mathrm{LN}}$
-    Correct: $W^OJ^Z$, the right side: $Z$ itself is no factor"""
+    Correct: $W^OJ^Z$, the right side: $Z$ itself is no factor
+    Severity: slip of print"""
     draw, s, d = Draw(seed), 3, 5
     N, W = draw.normal(s, d), [draw.normal(d, d) for _ in range(4)]
 
@@ -185,7 +191,8 @@ def eq44(seed: int) -> Evidence:
     r"""$\|J^Z\|_2\le h\left((\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^3\sqrt{d^3d_{\mathrm{head}}} + \sigma_x^\ell(\sqrt d +
     \sqrt{d_{\mathrm{head}}})\right)$
     Correct: the second term, of the value path, has the $\sigma$ of the weights. The bound is by Takase et al., not
-    Vershynin"""
+    Vershynin
+    Severity: slip of print"""
     draw, s, d, std, deviation = Draw(seed), 6, 64, 0.01, 1e-4
     X, W = draw.normal(s, d, std=deviation), [draw.normal(d, d, std=std) for _ in range(3)]
     found = spectral(jacobian_of(lambda N: attention_head(N, *W), layer_norm(X)))
@@ -214,7 +221,8 @@ def eq47(seed: int) -> Evidence:
     s})\sigma^2\left(d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d}\right)$
     Correct: $A = a + b$ with $a = \sigma^2(\sqrt d + \sqrt{d_{\mathrm{FFN}}})^2$, $b = 2dh(\sqrt s + 2 + \frac{1}{\sqrt
     s})\sigma^2(\sigma^2d\sqrt{d_{\mathrm{head}}} + 1 + \sqrt{d_{\mathrm{head}}/d})$: Eq. 36 has a $\sigma^2$ that is lost
-    here"""
+    here
+    Severity: constant"""
     size = StackSizes()
     first, _ = coefficients(size.ffn, size.attention)
     as_printed, _ = coefficients(size.ffn_printed, size.attention)
@@ -248,7 +256,8 @@ def coefficients(a: float, b: float, *, exact: bool = False) -> tuple[float, flo
 @claim("eq48", "App. A.2.2, Eq. 48", "WRONG AS PRINTED")
 def eq48(seed: int) -> Evidence:
     r"""$B = 2dh(\sqrt s + 2 + \frac{1}{\sqrt s})\sigma^4d\sqrt{d_{\mathrm{head}}}$
-    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$"""
+    Correct: $B = ab$, the product of the two factors of $1/\sigma_x$; the printed one is a part of $b$
+    Severity: constant"""
     size = StackSizes()
     _, second = coefficients(size.ffn, size.attention)
     _, as_printed = coefficients(size.ffn_printed, size.attention)
@@ -280,7 +289,9 @@ def eq9(seed: int) -> Evidence:
     r"""$\|\frac{\partial y_L}{\partial x_1}\|_2\le\prod_{\ell=1}^{L-1}\left(1 + \frac{A}{\sigma_{x_\ell}} +
     \frac{B}{\sigma_{x_\ell}^2}\right)$
     Correct: $L$ factors with $A = a + b$, $B = ab$ and the least deviation of a token for $\sigma_{x_\ell}$: at $L = 1$
-    the printed product is empty. The corrected bound is far from attained: at $L = 8$ by a factor above $10^6$"""
+    the printed product is empty. The corrected bound is far from attained: at $L = 8$ by a factor above $10^6$
+    Severity: slip of print
+    Follows: eq8, eq47, eq48"""
     jacobians, first, second = stack_norms(seed, 8)
     factors = [(1 + STACK.attention / x) * (1 + STACK.ffn / y) for x, y in zip(first, second, strict=True)]
     printed = [1 + STACK.A_printed / x + STACK.B_printed / x**2 for x in first]
@@ -316,7 +327,8 @@ def eq49(seed: int) -> Evidence:
     r"""$M = \exp\left(\frac{A}{e-1} + \frac{B}{e^2-1} - \frac12\left(\frac{A^2}{e^2-1} + \frac{2AB}{e^3-1} +
     \frac{B^2}{e^4-1}\right)\right)$
     Correct: $M = \exp\left(\frac{A}{\sqrt e-1} + \frac{B}{e-1}\right)$: $\sigma = e^{k/2}$ where $\sigma^2 = e^k$, and two
-    terms of $\log(1+x)$ are a lower bound"""
+    terms of $\log(1+x)$ are a lower bound
+    Severity: constant"""
     A = B = 10.0
     e = math.e
     square = A**2 / (e**2 - 1) + 2 * A * B / (e**3 - 1) + B**2 / (e**4 - 1)
@@ -335,10 +347,12 @@ def eq49(seed: int) -> Evidence:
     )
 
 
-@claim("eq11", "Theorem 3.3, Eq. 11; Eq. 50", "WRONG AS PRINTED")
+@claim("eq11", "Theorem 3.3, Eq. 11; Eq. 50", "DOES NOT FOLLOW")
 def eq11(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\sim\ell$: $\|\frac{\partial y_L}{\partial x_1}\|_2\le\Theta(L)$
-    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$"""
+    Correct: Eq. 9 gives $\prod_k(1 + \frac{A}{\sqrt k} + \frac Bk)$, which grows like $\exp(2A\sqrt L)$ up to a power of $L$.
+    Of the norm itself this says nothing: at initialisation it grows like the stream (ours/rms-gain)
+    Follows: eq50-substitution"""
     A = B = 1.0
     logs = [log_product(A, B, layers(L).sqrt()) for L in (1024, 4096)]
     grown, linear = math.exp(logs[1] - logs[0]), 4.0
@@ -351,7 +365,9 @@ def eq11(seed: int) -> Evidence:
 @claim("eq50-substitution", "App. A.2.2, above Eq. 50", "WRONG AS PRINTED")
 def eq50_substitution(seed: int) -> Evidence:
     r"""$\sigma^2 = k$: $\prod_k(1 + \frac Ak + \frac{B}{e^{k^2}})\sim\exp(A(\log n + \gamma) + \mathrm{const}) = \Theta(L)$
-    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11"""
+    Correct: it is $\Theta(L^A)$; and $\sigma = \sqrt k$ gives other terms, see Eq. 11
+    Severity: constant
+    Follows: eq49"""
     A, B = 3.0, 1.0
     logs = [float(torch.log1p(A / layers(L) + B * torch.exp(-(layers(L) ** 2))).sum()) for L in (10_000, 100_000)]
     slope = (logs[1] - logs[0]) / math.log(10)
@@ -361,7 +377,7 @@ def eq50_substitution(seed: int) -> Evidence:
     return wrong(1.0, slope, detail, corrected=A, above=0.5, below=0.01, second=second, by=by)
 
 
-@claim("weierstrass", "Sec. 3.1, after Theorem 3.3", "WRONG AS PRINTED", uses=[TransformerBlock])
+@claim("weierstrass", "Sec. 3.1, after Theorem 3.3", "DOES NOT FOLLOW", uses=[TransformerBlock])
 def weierstrass(seed: int) -> Evidence:
     r"""a bounded $\|\frac{\partial y_L}{\partial x_1}\|_2$ 'implies that deeper layers behave nearly as an identity map'
     Correct: rotations have products of norm 1 and are not near the identity; what makes deep Pre-LN blocks near it is
@@ -379,7 +395,7 @@ def weierstrass(seed: int) -> Evidence:
     return violated([distance, *ratios], [0.1, *[math.inf] * 6], detail, corrected=[2.0, *[1.0] * 6])
 
 
-@claim("ours/rms-gain", "The Curse of Depth, Theorem 3.3", "REPRODUCED", uses=[TransformerBlock])
+@claim("ours/rms-gain", "The Curse of Depth, Theorem 3.3", "SEEN AT THIS SIZE", uses=[TransformerBlock])
 def rms_gain(seed: int) -> Evidence:
     r"""at initialisation, with ReLU, $\|\frac{\partial y_L}{\partial x_1}\|_F/\sqrt n\approx\sigma_{x_{L+1}}/\sigma_{x_1}$ to
     30 %: the stream's growth and the Jacobian's are one number"""
@@ -390,7 +406,7 @@ def rms_gain(seed: int) -> Evidence:
     return measured(gain / growth, abs(gain / growth - 1) < 0.3, f"8 blocks of width 32: gain {gain:.3f}, growth {growth:.3f}")
 
 
-@claim("ours/identity-rate", "The Curse of Depth, Sec. 3.1", "REPRODUCED", uses=[TransformerBlock])
+@claim("ours/identity-rate", "The Curse of Depth, Sec. 3.1", "SEEN AT THIS SIZE", uses=[TransformerBlock])
 def identity_rate(seed: int) -> Evidence:
     r"""at initialisation $\|J_\ell - I\|_F\propto1/\sigma_{x_\ell}$ in a Pre-LN stack: the exponent is -1 to 0.2"""
     states, distances = [], []

@@ -17,7 +17,7 @@ from torch import Tensor
 from papers.claim import Evidence
 from papers.curse_of_depth.stacks import Network, layers
 from papers.drawing import Draw
-from papers.evidence import agrees, assumed, bounded, loose, small, violated, wrong
+from papers.evidence import agrees, assumed, bounded, loose, measured, readings, small, violated, wrong
 from papers.notation import rms_norm
 from papers.registry import claim
 from papers.second import variance
@@ -70,7 +70,8 @@ def constants_multiply(L: int, *, lns: bool) -> Evidence:
 def eq6(seed: int) -> Evidence:
     r"""from $\sigma_{x_{\ell+1}}^2 = \sigma_{x_\ell}^2\Theta(1 + \frac{1}{\sigma_{x_\ell}})$ follows $\sigma_{x_\ell}^2 =
     \sigma_{x_1}^2\Theta\left(\prod_{k=1}^{\ell-1}(1 + \frac{1}{\sigma_{x_k}})\right)$
-    Correct: constants of $\ell$ steps multiply: $C^{\ell-1}$; the product is right where each step's constant is 1"""
+    Correct: constants of $\ell$ steps multiply: $C^{\ell-1}$; the product is right where each step's constant is 1
+    Severity: scope"""
     return constants_multiply(100, lns=False)
 
 
@@ -124,27 +125,21 @@ def real_stack(seed: int, placement: str) -> list[float]:
     return found
 
 
-@claim("headline", "Abstract; Sec. 1, 'its output variance exponentially grows with the model depth'", "WRONG AS PRINTED")
+@claim("headline", "Abstract; Sec. 1, 'its output variance exponentially grows with the model depth'", "OPEN")
 def headline(seed: int) -> Evidence:
     r"""'Pre-LN ... its output variance exponentially grows with the model depth, which undesirably causes the derivative of
     the deep Transformer blocks to be an identity matrix'
-    Correct: linearly at initialisation, where branches of one size are uncorrelated with the stream (Eq. 7's lower bound),
-    and at most quadratically while branches keep their size; with LNS logarithmically"""
+    Correct: not at initialisation: linearly, and at most quadratically while branches keep their size. In training it is open: in
+    fig8's small model an exponential fits best at step 40, a square later. Lemma 3.2 itself has 'sub-exponential'"""
     first, second, last = real_stack(seed, "pre")
     exponential = second * (second / first) ** (1800 / 180)  # through the variances at 20 and 200 layers
     linear = second + (second - first) / 180 * 1800
     lns = real_stack(seed, "lns")
     detail = (
-        f"variance of a ReLU stack at 20, 200, 2000 sub-layers, Pre-LN {first:.1f}, {second:.0f}, {last:.0f} and LNS "
-        f"{lns[0]:.1f}, {lns[1]:.1f}, {lns[2]:.1f}; at 2000 by an exponential and by a line through the first two"
+        f"last variance over the line's; untrained ReLU stack at 20, 200, 2000 sub-layers, Pre-LN {first:.1f}, {second:.0f}, "
+        f"{last:.0f} (line {linear:.0f}, exponential {exponential:.1g}), LNS {lns[0]:.1f}, {lns[1]:.1f}, {lns[2]:.1f}"
     )
-    rng, X = np.random.default_rng(seed), np.random.default_rng(seed + 1).normal(size=(16, 32))
-    for _ in range(2000):  # other random numbers
-        N = X / np.sqrt(np.mean(X**2, 1, keepdims=True))
-        X = X + np.maximum(N @ rng.normal(scale=0.172, size=(32, 64)), 0) @ rng.normal(scale=0.172, size=(64, 32))
-    return wrong(
-        exponential, last, detail, corrected=linear, above=10, below=0.6, second=X.var(), by="numpy with other random numbers"
-    )
+    return measured(last / linear, 0.4 < last / linear < 2.5 and exponential > 10 * last, detail)
 
 
 @claim("headline-lns", "Abstract; Sec. 4.1", "HOLDS")
@@ -165,7 +160,8 @@ def headline_lns(seed: int) -> Evidence:
 def eq33(seed: int) -> Evidence:
     r"""$\sigma_{x_\ell}^2\le\sigma_{x_1}^2\prod_k\left(1 + \sqrt{\frac{1}{\sigma_{x_1}}}\right)$
     Correct: $1 + \frac{1}{\sigma_{x_1}}$, as Eq. 32 has it, which is $1 + \sqrt{1/\sigma_{x_1}^2}$; with $\sigma_{x_1} < 1$
-    the printed one is too small"""
+    the printed one is too small
+    Severity: slip of print"""
     start, L = 0.25, 2
     found = start * (1 + 1 / math.sqrt(start)) ** (L - 1)
     printed = start * (1 + math.sqrt(1 / math.sqrt(start))) ** (L - 1)
@@ -184,7 +180,8 @@ def eq33(seed: int) -> Evidence:
 def eq34_sum(seed: int) -> Evidence:
     r"""for $\sigma_{x_\ell}^2 = \ell$: $\exp\left(\sum_{k=1}^{\ell-1}(\frac1k - \frac{1}{2k})\right) = \Theta(\exp(\sqrt L))$
     Correct: it is $\Theta(\sqrt L)$, and the sum is not the one of Eq. 34, which has $\frac{1}{\sqrt k} - \frac{1}{2k}$ for
-    $\sigma_k^2 = k$"""
+    $\sigma_k^2 = k$
+    Severity: slip of print"""
     L = 10_000
     reference = float((1 / layers(L - 1) - 1 / (2 * layers(L - 1))).sum())
     detail = "the exponent at L = 10^4: sqrt(L) as printed, log(L) / 2 + gamma / 2"
@@ -193,11 +190,11 @@ def eq34_sum(seed: int) -> Evidence:
     return wrong(math.sqrt(L), reference, detail, corrected=corrected, above=5, below=1e-3, second=float(second), by="mpmath")
 
 
-@claim("eq34-circular", "App. A.1.2, after Eq. 34", "WRONG AS PRINTED")
+@claim("eq34-circular", "App. A.1.2, after Eq. 34", "DOES NOT FOLLOW")
 def eq34_circular(seed: int) -> Evidence:
-    r"""$\sigma_{x_\ell}^2 = \ell$ is a lower bound: 'the increasing lower bound must grow faster than a linear function'
-    Correct: inserted into Eq. 34, $\sigma_\ell^2 = \ell$ gives $e^{2\sqrt\ell}/\sqrt\ell$, a contradiction: it does not
-    solve Eq. 32. The solution, $\ell^2/4$, satisfies Eq. 34"""
+    r"""from $\sigma_{x_\ell}^2 = \ell$ in Eq. 34: 'the increasing lower bound ... must grow faster than a linear function'
+    Correct: $\sigma_\ell^2 = \ell$ does not solve Eq. 32: inserted into Eq. 34 it gives $e^{2\sqrt\ell}/\sqrt\ell$. The
+    conclusion is right: the solution is $\ell^2/4$"""
     L = 10_000
     found, second = (recurrence(L, root=root) for root in (math.sqrt, mpmath.sqrt))
     detail = "Eq. 32 with constants 1 at l = 10^4: l and l^2 / 4"
@@ -209,9 +206,10 @@ ROUNDS = 0.1
 """Relative error allowed to what is estimated from random numbers."""
 
 
-@claim("assumption3.1", "Assumption 3.1", "WRONG AS PRINTED")
+@claim("assumption3.1", "Assumption 3.1, with Eqs. 2, 21 and 22", "INCONSISTENT")
 def assumption(seed: int) -> Evidence:
-    r"""$x_\ell$, $x'_\ell$ and $W_\ell$ are normal and independent
+    r"""$x_\ell$, $x'_\ell$ and $W_\ell$ are normal and independent (Assumption 3.1); stream and branch have correlations
+    $\rho_1$, $\rho_2$ (App. A.1)
     Correct: $x'_\ell = x_\ell + \mathrm{Attn}(\mathrm{LN}(x_\ell))$ and $x_\ell$ have correlation
     $\sigma_{x_\ell}/\sigma_{x'_\ell}$ where the weights are fresh; with $\rho = 0$ the term $1/\sigma_x$ of Eq. 6 vanishes"""
     draw, N = Draw(seed), 256
@@ -243,14 +241,17 @@ def eq21(seed: int) -> Evidence:
     r"""$\mathrm{Var}(x'_\ell) = \mathrm{Var}(x_\ell) + \mathrm{Var}(\mathrm{Attn}) +
     \mathrm{Cov}(\mathrm{Attn},\mathrm{Var}(x_\ell)) = \sigma_{x_\ell}^2 + \sigma_{\mathrm{Attn}}^2 +
     \rho_1\sigma_{x_\ell}\sigma_{\mathrm{Attn}}$
-    Correct: $+\,2\,\mathrm{Cov}(\mathrm{Attn}, x_\ell) = 2\rho_1\sigma_{x_\ell}\sigma_{\mathrm{Attn}}$"""
+    Correct: $+\,2\,\mathrm{Cov}(\mathrm{Attn}, x_\ell) = 2\rho_1\sigma_{x_\ell}\sigma_{\mathrm{Attn}}$
+    Severity: constant"""
     return variance_row(seed, 1)
 
 
 @claim("eq22", "App. A.1, Eq. 22", "WRONG AS PRINTED")
 def eq22(seed: int) -> Evidence:
     r"""$\sigma_{x_{\ell+1}}^2 = \sigma_{x'_\ell}^2 + \sigma_{\mathrm{FFN}}^2 + \rho_2\sigma_{x'_\ell}\sigma_{\mathrm{FFN}}$
-    Correct: $2\rho_2\sigma_{x'_\ell}\sigma_{\mathrm{FFN}}$"""
+    Correct: $2\rho_2\sigma_{x'_\ell}\sigma_{\mathrm{FFN}}$
+    Severity: constant
+    Follows: eq21"""
     return variance_row(seed + 1, 1)
 
 
@@ -258,7 +259,9 @@ def eq22(seed: int) -> Evidence:
 def eq23(seed: int) -> Evidence:
     r"""$\sigma_{x_{\ell+1}}^2 = \sigma_{x_\ell}^2 + \sigma_{\mathrm{Attn}}^2 + \sigma_{\mathrm{FFN}}^2 +
     \rho_1\sigma_{x_\ell}\sigma_{\mathrm{Attn}} + \rho_2\sigma_{x'_\ell}\sigma_{\mathrm{FFN}}$
-    Correct: both covariances twice"""
+    Correct: both covariances twice
+    Severity: constant
+    Follows: eq21"""
     return variance_row(seed, 2)
 
 
@@ -266,7 +269,8 @@ def eq23(seed: int) -> Evidence:
 def lemma_a1(seed: int) -> Evidence:
     r"""for i.i.d. $X_i$ with finite variance $\lim\mathbb{E}[\sum_i(p_i - \frac1n)^2] = 0$, $p = \mathrm{softmax}(X)$
     Correct: it needs a condition such as $\mathbb{E}\,e^{2X} < \infty$: logits with the tail $P(X > t) = t^{-3}$ put all
-    weight on one of them"""
+    weight on one of them
+    Severity: scope"""
     draw, N, rounds = Draw(seed), 100_000, 20
     p = (draw.uniform(rounds, N, low=1e-12) ** (-1 / 3)).softmax(1)
     found, light = (p - 1 / N).square().sum(1).mean(), (draw.normal(N).softmax(0) - 1 / N).square().sum()
@@ -275,18 +279,14 @@ def lemma_a1(seed: int) -> Evidence:
     return wrong(0.0, found, detail, corrected=p.amax(1).square().mean(), below=0.05, second=second, by="sum of p^2 less 1/n")
 
 
-@claim("lemma-a1-uniform", "Lemma A.1, below Eq. 26", "WRONG AS PRINTED")
+@claim("lemma-a1-uniform", "Lemma A.1, below Eq. 26", "VAGUE")
 def lemma_a1_uniform(seed: int) -> Evidence:
     r"""the softmax becomes 'asymptotically indistinguishable, in expectation, from the uniform distribution'
-    Correct: for standard normal logits the distance $\frac12\sum_i|p_i - \frac1N|$ tends to $2\Phi(\frac12) - 1 = 0.383$;
-    the sum of squares in Eq. 26 is at most $\max_ip_i$ and does not measure this distance"""
-    N = 200_000
-    p = Draw(seed).normal(N).softmax(0)
-    distance, second = (p - 1 / N).abs().sum() / 2, (p - 1 / N).clamp(min=0).sum()
-    corrected = math.erf(0.5 / math.sqrt(2))
-    return wrong(
-        0.0, distance, "the distance with 2 10^5 logits", corrected=corrected, below=0.03, second=second, by="the excess over 1/N"
-    )
+    Correct: in the sum of squares of Eq. 26 it tends to the uniform distribution; in the distance $\frac12\sum_i|p_i -
+    \frac1N|$ it does not: for standard normal logits that tends to $2\Phi(\frac12) - 1 = 0.383$"""
+    p = Draw(seed).normal(200_000).softmax(0) - 1 / 200_000
+    found = {"sum of squares": float(p.square().sum()), "half the sum of absolute values": float(p.abs().sum() / 2)}
+    return readings(found, "2 10^5 standard normal logits")
 
 
 @claim("eq27", "App. A.1.1, Eq. 27", "WRONG AS PRINTED")
@@ -294,7 +294,8 @@ def eq27(seed: int) -> Evidence:
     r"""for uniform attention $\mathrm{Var}(AV) = \frac1n\sum_id_{\mathrm{head}}\mathrm{Var}(V_i) =
     d_{\mathrm{head}}\sigma_V^2 = \sigma_W^2d$
     Correct: $\sigma_V^2/n$ with $\sigma_V^2 = d\,\sigma_W^2$ for $n$ independent tokens, $\sigma_V^2$ for equal ones; the
-    output projection is missing"""
+    output projection is missing
+    Severity: constant"""
     draw, n, d, d_head, std = Draw(seed), 16, 64, 64, 0.05
     V = torch.stack([rms_norm(draw.normal(n, d)) @ draw.normal(d, d_head, std=std) for _ in range(100)])
     found = V.mean(1).var(1, correction=0).mean()
@@ -305,11 +306,10 @@ def eq27(seed: int) -> Evidence:
     return wrong(printed, found, "16 tokens, 100 draws", corrected=d * std**2 / n, above=5, below=ROUNDS, second=second, by=by)
 
 
-@claim("eq29", "App. A.1.2, Eq. 29", "WRONG AS PRINTED")
+@claim("eq29", "App. A.1.2, Eqs. 29 and 31", "INCONSISTENT")
 def eq29(seed: int) -> Evidence:
-    r"""$\sigma_{\mathrm{FFN}}^2\sim\sigma_{W_1}^2\cdot\sigma_{W_2}^2 = \sigma_W^4$
-    Correct: $\frac12d\,d_{\mathrm{ffn}}\sigma_W^4$ for ReLU ($d\,d_{\mathrm{ffn}}\sigma_W^4$ without activation); Eq. 31 has
-    $d^2$ in its place"""
+    r"""$\sigma_{\mathrm{FFN}}^2\sim\sigma_{W_1}^2\cdot\sigma_{W_2}^2 = \sigma_W^4$ (Eq. 29); $\sigma_W^4d^2$ (Eq. 31)
+    Correct: $\frac12d\,d_{\mathrm{ffn}}\sigma_W^4$ for ReLU ($d\,d_{\mathrm{ffn}}\sigma_W^4$ without activation)"""
     draw, d, d_ff, std = Draw(seed), 64, 256, 0.0693
     drawn = [(Network.draw(draw, d, d_ff, std), rms_norm(draw.normal(64, d)).numpy()) for _ in range(20)]
     found = sum(var(network(torch.from_numpy(N))) for network, N in drawn) / 20
@@ -324,7 +324,8 @@ def eq30_correlation(seed: int) -> Evidence:
     r"""$\sigma_x^2 + \sigma_W^2 + \rho_2\sigma_x\sigma_W = \sigma_x^2\left(1 + \frac{\sigma_W}{\sigma_x} +
     \frac{\sigma_W^2}{\sigma_x^2}\right)$
     Correct: $\rho_2$ remains: $\frac{\rho_2\sigma_W}{\sigma_x}$; without it $\Theta(1 + \frac{1}{\sigma_x})$ of the third
-    line needs $\rho_2 > 0$"""
+    line needs $\rho_2 > 0$
+    Severity: constant"""
     x, w, rho = (float(v) for v in Draw(seed).uniform(3, low=0.2, high=0.8))
     left, second = (a * a + b * b + r * a * b for a, b, r in ((x, w, rho), map(Fraction, (x, w, rho))))
     printed, corrected = (x * x * (1 + c * w / x + w * w / x**2) for c in (1.0, rho))
@@ -336,7 +337,8 @@ def eq31(seed: int) -> Evidence:
     r"""$\rho_2\sigma_{x'}\sigma_W^2d\approx\rho_2\sigma_x\sigma_W^2d + \frac{\rho_2\sigma_W^4d^2}{2\sigma_x} +
     \frac{\rho_2^2\sigma_W^3d\,\sigma_x}{2}$ for $\sigma_{x'} = \sigma_x\sqrt{1 + \frac{\sigma_W^2}{\sigma_x^2} +
     \rho_2\frac{\sigma_W}{\sigma_x}}$
-    Correct: $\frac{\rho_2\sigma_W^4d}{2\sigma_x} + \frac{\rho_2^2\sigma_W^3d}{2}$: $d$, not $d^2$, and no $\sigma_x$"""
+    Correct: $\frac{\rho_2\sigma_W^4d}{2\sigma_x} + \frac{\rho_2^2\sigma_W^3d}{2}$: $d$, not $d^2$, and no $\sigma_x$
+    Severity: constant"""
     x, w, rho = (float(v) for v in Draw(seed).uniform(3, low=0.3, high=0.8))
     d, t = 64.0, torch.zeros((), dtype=torch.float64, requires_grad=True)
     value = rho * x * w**2 * d * (1 + t * (w**2 / x**2 + rho * w / x)).sqrt()

@@ -26,7 +26,8 @@ from papers.registry import claim, claims_of
 def l2_hf(seed: int) -> Evidence:
     r"""$H_f = (\partial\ell/\partial F\otimes I_{p_iq_i})\,\partial^2F/\partial W_i\partial W_j$ with $\partial\ell/\partial
     F\in\mathbb{R}^{L\times d_V}$
-    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it"""
+    Correct: $(\mathrm{vec}_r(\partial\ell/\partial F)^\top\otimes I_{n_i})$: the gradient enters as a row, as $R_m$ has it
+    Severity: slip of print"""
 
     def functional(p: BlockPoint) -> Tensor:
         return functional_hessian(p, "Q", "K")
@@ -51,7 +52,8 @@ def functional_hessian(p: BlockPoint, i: str, j: str) -> Tensor:
 @claim("s-dim", "Lemma 2", "WRONG AS PRINTED", uses=[shuffle])
 def s_dim(seed: int) -> Evidence:
     r"""$S\in\mathbb{R}^{d_V^2\times d_V}$
-    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$"""
+    Correct: $S\in\mathbb{R}^{d_V^3\times d_V}$
+    Severity: slip of print"""
     d = 4
     reference = jacobian_of(lambda x: kron(x, eye(d)), Draw(seed).normal(1, d))
     detail = "rows of S = d(x^T (x) I)/dx at d_V = 4"
@@ -133,21 +135,27 @@ claims_of(
     __name__, wrong_phi, "WRONG AS PRINTED", [AttentionAt.Phi],
     ("phi_qq", "Lemma 2", "Q", "Q", r"""
      $\Phi_{QQ} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I_{d_V}\otimes W_K^\top)Z_2(I_{d_V}\otimes W_K)$
-     Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss"""),
+     Correct: $\frac{1}{d_K}$ in front: the factor $\frac{2}{Ld_V}$ belongs to the loss
+     Severity: constant"""),
     ("phi_vq", "Lemma 2", "V", "Q", r"""$\Phi_{VQ} = \frac{2}{Ld_V\sqrt{d_K}}(I_L\otimes S)Z_1(I_{d_V}\otimes W_K)$
-     Correct: $\frac{1}{\sqrt{d_K}}$ in front"""),
+     Correct: $\frac{1}{\sqrt{d_K}}$ in front
+     Severity: constant
+     Follows: phi_qq"""),
     ("phi_qk", "Lemma 2", "Q", "K", r"""
      $\Phi_{QK} = \frac{2}{Ld_Vd_K}(I_L\otimes W_V^\top\otimes I\otimes W_K^\top)Z_2(W_Q\otimes I)K_{d_K,d_V} +
      \frac{2}{Ld_V\sqrt{d_K}}[(I_{d_V}\otimes W_V^\top\otimes I)(Z_1\otimes I)S]\otimes I_{d_K}$, brackets ours
      Correct: $\frac{1}{d_K}(\dots) + \frac{1}{\sqrt{d_K}}[(I_L\otimes W_V^\top\otimes I_{d_V})(Z_1\otimes I_{d_V})S]\otimes
-     I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$"""),
+     I_{d_K}$: no loss factor, $I_L$ in place of $I_{d_V}$
+     Severity: constant
+     Follows: phi_qq"""),
 )  # fmt: skip
 
 
 @claim("phi_qk-lit", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
 def phi_qk_lit(seed: int) -> Evidence:
     r"""the same without brackets: $(Z_1\otimes I)(S\otimes I_{d_K})$
-    Correct: the brackets of the row above"""
+    Correct: the brackets of the row above
+    Severity: slip of print"""
     return misprint(
         seed,
         lambda p: printed_phi(p, "Q", "K", literal=True),
@@ -171,11 +179,11 @@ def phi_qk_f(seed: int) -> Evidence:
     return assumed(holds, relative_error(found, generic.second("F", "Q", "K")), above=1.0)
 
 
-@claim("phi_kq", "Lemma 2", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("phi_kq", "Lemma 2", "OMITTED", uses=[AttentionAt.Phi])
 def phi_kq(seed: int) -> Evidence:
-    r"""$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ exchanged ('commutation adjusted')
-    Correct: exchange them and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does not
-    commute with transposition"""
+    r"""$\Phi_{KQ}$ is $\Phi_{QK}$ with $W_Q$ and $W_K$ 'swapped and commutation adjusted': where the commutation matrices go
+    Correct: exchange the weights and replace $Z_1$ by $Z_1K$, $Z_2$ by $(I\otimes K)Z_2K$, $K = K_{d_V,d_V}$: row softmax does
+    not commute with transposition"""
 
     def exchanged(p: BlockPoint) -> Tensor:
         d_V, d_K = p.sizes.d_V, p.sizes.d_K
@@ -204,11 +212,11 @@ claims_of(
 
 
 # Uniform attention
-@claim("unif-vq-vk", "C.5, 3.3", "WRONG AS PRINTED", uses=[AttentionAt.Phi])
+@claim("unif-vq-vk", "C.5, 3.3, with Lemma 2", "INCONSISTENT", uses=[AttentionAt.Phi])
 def unif_vq_vk(seed: int) -> Evidence:
-    r"""uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$
-    Correct: $\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top
-    C_L)(X\otimes X)$ at uniform $A$, not zero; Lemma 2 says so too"""
+    r"""uniform attention gives $\Phi_{VQ} = \Phi_{VK} = 0$ (C.5); $\Phi_{VQ}\propto(I_L\otimes S)Z_1(I\otimes W_K)$ (Lemma 2)
+    Correct: Lemma 2: $\Phi_{VQ} = \frac{1}{\sqrt{d_K}}(I_L\otimes S)Z_1(I\otimes W_K)$ with $Z_1 = \frac1L(I_L\otimes X^\top
+    C_L)(X\otimes X)$ at uniform $A$, not zero"""
     p = point(seed, uniform=True)
     references = [p.second("F", "V", k) for k in "QK"]
     closed, zeros = [dense(p.at.Phi("V", k)) for k in "QK"], [torch.zeros_like(r) for r in references]

@@ -56,7 +56,8 @@ def generic_search(seed: int) -> AttentionProblem:
 def thm1(seed: int) -> Evidence:
     r"""$\|H_i(w^*)\|_2\le M$ with the $M$ of the main text
     Correct: the maximum leaves out $(K,K)$ and $(V,K)$, so that nothing grows with $\|W_Q\|^2$. A bound that holds:
-    $\frac{2}{Ld_V}\lambda_{\max}(gg^\top + f)$"""
+    $\frac{2}{Ld_V}\lambda_{\max}(gg^\top + f)$
+    Severity: false"""
     problems = [global_minimum(100.0), generic_search(seed), *sample(seed)]
     left, printed, corrected = zip(*((p.norm, p.theorem_1().M, p.a_priori) for p in problems), strict=True)
     generic = f"the worst of 40 random minima of generic weights: {left[1] / printed[1]:.3g}"
@@ -72,7 +73,9 @@ def thm1(seed: int) -> Evidence:
 def thm1_appendix(seed: int) -> Evidence:
     r"""$\|H\|_2\le M$ with the constants of C.1
     Correct: as for the main text, whose constants are larger (8 for 2, 4 for 2, $\sqrt{d_K}$ for $\sqrt{d_Vd_K}$) and not
-    derived"""
+    derived
+    Severity: false
+    Follows: thm1"""
     p, q = global_minimum(100.0), generic_search(seed)
     bounds = [x.theorem_1_appendix().M for x in (p, q)]
     detail = f"the same points: {p.norm / bounds[0]:.3g} and {q.norm / bounds[1]:.3g}"
@@ -81,7 +84,7 @@ def thm1_appendix(seed: int) -> Evidence:
     return violated([p.norm, q.norm], bounds, detail, corrected=[p.a_priori, q.a_priori], above=800, at=at)
 
 
-@claim("thm1-constants", "Theorem 1 and C.1", "VAGUE", uses=[theorem_1_printed, theorem_1_appendix_printed])
+@claim("thm1-constants", "Theorem 1 and C.1", "INCONSISTENT", uses=[theorem_1_printed, theorem_1_appendix_printed])
 def thm1_constants(seed: int) -> Evidence:
     """the $M$ of Theorem 1 is the $M$ that its proof arrives at
     Correct: two different numbers have that name"""
@@ -151,7 +154,8 @@ def d2a_norm(seed: int) -> Evidence:
 @claim("maxblock", "C.1", "WRONG AS PRINTED", uses=[SoftmaxAt.hessian])
 def maxblock(seed: int) -> Evidence:
     r"""$\|\partial^2A/\partial T^2\|_2 = \max_{ij}\|\partial^2A_{ij}/\partial T_i\partial T_i\|_2$, 'block-diagonal'
-    Correct: $\max_i\|[\partial^2A_{ij}]_{j=1}^L\|_2$: the $L$ blocks of one row are stacked"""
+    Correct: $\max_i\|[\partial^2A_{ij}]_{j=1}^L\|_2$: the $L$ blocks of one row are stacked
+    Severity: constant"""
     A = Draw(seed).probabilities(3, 3)
     reference = spectral(dense(SoftmaxAt(A, weights=A).hessian("T", "T")))
     stacks = [row_curvature(a) for a in A]
@@ -260,7 +264,8 @@ def hf_qk_norm(seed: int) -> Evidence:
 @claim("hf_qk-step", "C.1, last step of $H_f(W_Q,W_K)$", "WRONG AS PRINTED", uses=[functional_printed])
 def hf_qk_step(seed: int) -> Evidence:
     r"""$\frac{2}{Ld_Vd_K}6\|X\|^5 = \frac{2}{Ld_V\sqrt{d_Vd_K}}3L\|X\|^5$, up to the common factors
-    Correct: $6\sqrt{d_V/d_K}$ in place of $3L$: the print is smaller for $L < 2\sqrt{d_V/d_K}$"""
+    Correct: $6\sqrt{d_V/d_K}$ in place of $3L$: the print is smaller for $L < 2\sqrt{d_V/d_K}$
+    Severity: constant"""
     L, d_V, d_K = 3, 16, 1
     before = 2 * 6 / (L * d_V * d_K)
     printed, corrected = (2 * c / (L * d_V * math.sqrt(d_V * d_K)) for c in (3 * L, 6 * math.sqrt(d_V / d_K)))

@@ -195,20 +195,67 @@ claims_of(
     __name__, phi_row, "WRONG AS PRINTED", [phi_printed],
     ("c6-phi_qq", "C.6", peaked_identity(8), "Q", "Q", "L = d_V = 8, X = I", 1.0, r"""
      $\|\Phi_{QQ}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|^2\|X\|^5$
-     Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2"""),
+     Correct: $\frac{6}{d_K}$ in front, loose by 8 or more: the loss factor of Lemma 2
+     Severity: constant
+     Follows: phi_qq"""),
     ("c6-phi_vq", "C.6", uniform_pair(4), "V", "Q", "uniform attention, L = d_V = 4", 7.9, r"""
      $\|\Phi_{VQ}\|_2\le\frac{2}{L^2\sqrt{d_Vd_K}}\|W_K\|\|X\|^3$, and $\Phi_{VK}$, $\Phi_{QV}$, $\Phi_{KV}$ likewise
-     Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$"""),
+     Correct: $\frac12\sqrt{d_V/d_K}\,\|W_K\|\|X\|^3$
+     Severity: constant
+     Follows: phi_qq"""),
     ("c6-phi_qk", "C.6", uniform_pair(4), "Q", "K", "uniform attention, L = d_V = 4", 3.9, r"""
      $\|\Phi_{QK}\|_2\le\frac{12}{Ld_Vd_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac{2}{L^2\sqrt{d_Vd_K}}\|W_V\|\|X\|^3$
-     Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$"""),
+     Correct: $\frac{6}{d_K}\|W_V\|\|W_K\|\|W_Q\|\|X\|^5 + \frac12\sqrt{d_V/d_K}\,\|W_V\|\|X\|^3$
+     Severity: constant
+     Follows: phi_qq"""),
+)  # fmt: skip
+
+
+def factor_sides(p: BlockPoint) -> dict[str, list[tuple[float, float]]]:
+    """Return left and right sides of Eqs. 13 to 16 and 18 to 23 of C.6, derivatives by autograd."""
+    _, d_V, _, d_ff = p.sizes
+    W_1, W_2, Y, J_SY, J_Y = map(spectral, (p.weights["1"], p.weights["2"], p.block.Y, dense(p.block.J_SY), dense(p.block.J_Y)))
+    G = {k: spectral(p.first("F", k)) for k in "KQV"}
+    inner = spectral(torch.relu(p.block.Y @ p.weights["1"]))
+    B, mixed = (lambda i: spectral(p.first("S", i))), (lambda i, j: spectral(p.second("S", i, j)))
+    return {
+        "13": [(B("1"), W_2 * Y)],
+        "14": [(B("2"), inner), (inner, B("2"))],
+        "15": [(B(k), J_SY * J_Y * G[k]) for k in G],
+        "16": [(J_SY, W_2 * W_1 + 1)],
+        "18": [(mixed("1", "1"), 0.0)],
+        "19": [(mixed("2", "2"), 0.0)],
+        "20": [(mixed(i, j), math.sqrt(d_V) * Y) for i, j in ("12", "21")],
+        "22": [(mixed("1", k), math.sqrt(d_ff) * W_2 * J_Y * G[k]) for k in G],
+        "23": [(mixed("2", k), math.sqrt(d_V) * W_1 * J_Y * G[k]) for k in G],
+    }
+
+
+def factor_row(seed: int, number: str) -> Evidence:
+    """Compare both sides of an equation of C.6 at the points."""
+    return bounded([over(*sides) for p in problems(seed) for sides in factor_sides(p)[number]], "four points")
+
+
+claims_of(
+    __name__, factor_row, "HOLDS", [],
+    ("eq13", "C.6, Eq. 13", "13", r"$\|B_1\|_2\le\|W_2\|_2\|Y\|_2$"),
+    ("eq14", "C.6, Eq. 14", "14", r"$\|B_2\|_2 = \|\sigma(YW_1)\|_2$"),
+    ("eq15", "C.6, Eq. 15", "15", r"$\|B_k\|_2\le\|J_{SY}\|_2\|J_Y\|_2\|G_k\|_2$"),
+    ("eq16", "C.6, Eq. 16", "16", r"$\|J_{SY}\|_2\le\|W_2\|_2\|W_1\|_2 + 1$"),
+    ("eq18", "C.6, Eq. 18", "18", r"$\|\xi_{11}\|_2 = 0$, off the kinks"),
+    ("eq19", "C.6, Eq. 19", "19", r"$\|\xi_{22}\|_2 = 0$"),
+    ("eq20", "C.6, Eq. 20", "20", r"$\|\xi_{12}\|_2\le\sqrt{d_V}\,\|Y\|_2$, in either order of the derivatives (xi_12)"),
+    ("eq22", "C.6, Eq. 22", "22", r"$\|\xi_{1k}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2\|J_Y\|_2\|G_k\|_2$"),
+    ("eq23", "C.6, Eq. 23", "23", r"$\|\xi_{2k}\|_2\le\sqrt{d_V}\,\|W_1\|_2\|J_Y\|_2\|G_k\|_2$"),
 )  # fmt: skip
 
 
 @claim("eq21", "C.6, Eq. 21", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq21(seed: int) -> Evidence:
     r"""$\|\xi_{21}\|_2\le\sqrt{d_{ff}}\,\|W_2\|_2$
-    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$"""
+    Correct: $\|\xi_{21}\|_2\le\sqrt{d_V}\,\|Y\|_2$: $\xi_{21} = \partial B_2/\partial W_1$ does not depend on $W_2$
+    Severity: false
+    Follows: xi_21"""
     p = point(seed)
     small = BlockPoint(p.sizes, p.X, {**p.weights, "2": 1e-6 * p.weights["2"]}, p.target)
     left = spectral(small.second("S", "2", "1"))
@@ -240,7 +287,9 @@ def eq24(seed: int) -> Evidence:
 @claim("eq24-phi", "C.6, Eq. 24 with the bounds on Phi before it", "WRONG AS PRINTED", uses=[phi_printed])
 def eq24_phi(seed: int) -> Evidence:
     r"""Eq. 24 with the bounds that C.6 gives for $\|\Phi_{k\ell}\|_2$
-    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$"""
+    Correct: with the norms of $\Phi$, or bounds without the stray $2/(Ld_V)$
+    Severity: constant
+    Follows: phi_qq"""
     p, pairs = crossed_pairs(), (("V", "Q"), ("Q", "K"))
     printed = phi_printed(4, 4, 1, *(norms(p)[name] for name in ("x", "w_Q", "w_K", "w_V")))
     left, right = zip(*(eq24_sides(p, k, m, printed) for k, m in pairs), strict=True)
@@ -267,7 +316,9 @@ def eq9(seed: int) -> Evidence:
 @claim("eq9-l", "Theorem 6, Eq. 9, with the loss of Eq. 7", "WRONG AS PRINTED", uses=[theorem_6_printed])
 def eq9_l(seed: int) -> Evidence:
     r"""Eq. 9 for $\mathcal{L} = \|Z - \mathrm{Target}\|_2^2$
-    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3"""
+    Correct: $2$ in place of $\frac{2}{Ld_V}$: that loss is $Ld_V$ times the one of Sec. 3
+    Severity: constant
+    Follows: eq7-l"""
     p = point(seed)
     exact = replace(p, target=p.block.Z)
     n, right = p.X.numel(), eq9_right(exact)  # with a residual of zero
@@ -283,7 +334,9 @@ def eq9_l(seed: int) -> Evidence:
 def thm6(seed: int) -> Evidence:
     r"""$\|H_{tr}\|_2\le M_{tr}$ in closed form, $\sigma_{\min} = \min_i\|M_i\|_2$ as Lemma 4 states it; with $\sigma_{\min} =
     \min_i\sigma_i$, as the proof of Lemma 4 reads it, it is not violated at these points (thm6-proof)
-    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds"""
+    Correct: $\frac{2}{Ld_V}\lambda_{\max}$ of the matrix of corrected block bounds
+    Severity: constant
+    Follows: lemma4-28"""
     points = [single_row(8), *problems(seed)]
     left = [whole(p) for p in points]
     proof = left[0] / closed_form(points[0], "proof").whole

@@ -49,7 +49,8 @@ def sec3_ln(seed: int) -> Evidence:
 @claim("sec4.2-gb", "Sec. 4.2, item 2", "WRONG AS PRINTED", uses=[LayerNormAt])
 def sec42_gb(seed: int) -> Evidence:
     r"""$\gamma,\beta\in\mathbb{R}^m$, with $m$ the number of rows in Sec. 3
-    Correct: $\gamma,\beta\in\mathbb{R}^{d_V}$"""
+    Correct: $\gamma,\beta\in\mathbb{R}^{d_V}$
+    Severity: slip of print"""
     X = Draw(seed).normal(3, 4)
     fits = []
     for n in range(1, 7):
@@ -74,10 +75,11 @@ def eq3(seed: int) -> Evidence:
     return agrees(found, [p.second("loss", i, j) for i, j in PAIRS], "all 25 blocks of the transformer, against autograd")
 
 
-@claim("samples", "Sec. 3, empirical loss over 'L = k samples'", "WRONG AS PRINTED", uses=[AttentionAt])
+@claim("samples", "Sec. 3, empirical loss over 'L = k samples', with Eq. 1", "INCONSISTENT", uses=[AttentionAt])
 def samples(seed: int) -> Evidence:
-    r"""the Hessian over $k$ samples is that of the formulas with $L = k$ rows
-    Correct: $L$ is the number of tokens of one sequence; $H^{(k)} = \frac1k\sum_i H_i$ is a mean over sequences"""
+    r"""$L$ is the number of samples $k$ (Sec. 3; 'longer sequence lengths (i.e., a larger number of samples)', App. A.2) and the
+    number of tokens of one sequence (Eq. 1)
+    Correct: the latter; $H^{(k)} = \frac1k\sum_i H_i$ is a mean over sequences, not that of the formulas with $L = k$ rows"""
     draw = Draw(seed)
     k, d = 3, 4
     X, W_Q, W_K, W_V = draw.normal(k, 1, d), draw.normal(d, 2), draw.normal(d, 2), draw.normal(d, d)  # k samples of one token

@@ -30,7 +30,7 @@ def gradient_norms(seed: int, placement: str, initialisation: str = "megatron") 
     return [math.sqrt(sum(float(g.square().sum()) for g in grads)) for grads in blocks]
 
 
-@claim("fig5-pre", "Fig. 5, Sec. 4.5, step 1", "REPRODUCED")
+@claim("fig5-pre", "Fig. 5, Sec. 4.5, step 1", "SEEN AT THIS SIZE")
 def fig5_pre(seed: int) -> Evidence:
     """Pre-Norm amplifies gradients on their way back to the first layers"""
     norms = gradient_norms(seed, "pre")
@@ -38,7 +38,7 @@ def fig5_pre(seed: int) -> Evidence:
     return measured(factor, factor > 2, f"first over last of {LAYERS} blocks, width 32, Megatron initialisation")
 
 
-@claim("fig5-post", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
+@claim("fig5-post", "Fig. 5, Sec. 4.5, step 1", "NOT SEEN AT THIS SIZE")
 def fig5_post(seed: int) -> Evidence:
     """Post-Norm suffers from vanishing gradients
     Correct: flat to within a factor of 2 at 32 layers and width 32, with the norm behind (Eqs. 3-4) or in front (App. E)"""
@@ -48,7 +48,7 @@ def fig5_post(seed: int) -> Evidence:
     return measured(min(factors), flat, f"first over last block: {text}; Megatron initialisation")
 
 
-@claim("fig5-hybridnorm", "Fig. 5, Sec. 4.5, step 1", "NOT REPRODUCED")
+@claim("fig5-hybridnorm", "Fig. 5, Sec. 4.5, step 1", "NOT SEEN AT THIS SIZE")
 def fig5_hybridnorm(seed: int) -> Evidence:
     """HybridNorm has a well-balanced gradient flow
     Correct: from the second block on. The first block's gradient is several times larger, because its norm divides by a
@@ -59,7 +59,7 @@ def fig5_hybridnorm(seed: int) -> Evidence:
     return measured(spike, spike > 4 and 0.5 < rest < 2 and starred[1] > 3 * starred[-1], detail)
 
 
-@claim("ours/embednorm-removes-the-spike", "HybridNorm, Figs. 4 and 5", "REPRODUCED")
+@claim("ours/embednorm-removes-the-spike", "HybridNorm, Figs. 4 and 5", "SEEN AT THIS SIZE")
 def embednorm(seed: int) -> Evidence:
     """a norm after the embedding removes the spike of the first block's gradient (the paper finds that it does not help)"""
     norms = gradient_norms(seed, "embednorm-hybridnorm")
@@ -67,7 +67,7 @@ def embednorm(seed: int) -> Evidence:
     return measured(factor, 0.5 < factor < 2, "first over last block, Megatron initialisation")
 
 
-@claim("ours/qkv-jacobians-at-initialisation", "HybridNorm, Theorem A.3", "REPRODUCED")
+@claim("ours/qkv-jacobians-at-initialisation", "HybridNorm, Theorem A.3", "SEEN AT THIS SIZE")
 def jacobians_at_initialisation(seed: int) -> Evidence:
     """at the paper's initialisation the Jacobians of QKV-Norm are larger than those of Pre-Norm, for all four weights:
     QKV-Norm decouples scales, it does not make gradients smaller"""

@@ -110,9 +110,9 @@ def eq21(seed: int) -> Evidence:
     return agrees(chained, reference, "through Q = X W_Q, against autograd")
 
 
-@claim("eq20-eps", "Lemma A.1, Eqs. 20-21, as the models run", "WRONG AS PRINTED", uses=[RMSNormAt])
+@claim("eq20-eps", "Lemma A.1, Eqs. 20-21, as the models run", "OMITTED", uses=[RMSNormAt])
 def eq20_eps(seed: int) -> Evidence:
-    r"""Eqs. 20 and 21 are the Jacobians of the norm of the experiments, which has $\epsilon > 0$ and a gain
+    r"""the Jacobian of the norm of the experiments, which has $\epsilon > 0$ and a gain
     Correct: $\mathrm{diag}(\alpha)\,\rho^{-1}(I - xx^\top/(d\rho^2))$ with $\rho^2 = \overline{x^2} + \epsilon$"""
     draw = Draw(seed)
     X, gain, eps = draw.normal(3, 5), draw.uniform(5, low=0.5, high=1.5), 1e-2
@@ -169,7 +169,8 @@ claims_of(
 @claim("lemma-a2-caption", "Lemma A.2, first line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_caption(seed: int) -> Evidence:
     """the gradients of the attention with QKV-Norm 'defined in Eq. (12)'
-    Correct: Eq. 13; Eq. 12 is the attention with Pre-Norm"""
+    Correct: Eq. 13; Eq. 12 is the attention with Pre-Norm
+    Severity: slip of print"""
     head = HeadPoint.draw(Draw(seed))
     of_12 = jacobian_of(head.pre_norm, head.X, *head.weights, wrt=3)
     of_13 = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
@@ -180,7 +181,8 @@ def lemma_a2_caption(seed: int) -> Evidence:
 @claim("lemma-a2-proof-sqrt-q", "Proof of Lemma A.2, W_Q, third line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_q(seed: int) -> Evidence:
     r"""$\ldots\frac{I_s\otimes K_N}{d_k}\ldots$
-    Correct: divided by $\sqrt{d_k}$, as in Eq. 24"""
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 24
+    Severity: slip of print"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=1)
     return wrong(printed_qkv_norm(head, "W_Q", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_Q"), above=0.4)
@@ -189,7 +191,9 @@ def lemma_a2_proof_q(seed: int) -> Evidence:
 @claim("lemma-a2-proof-sqrt-k", "Proof of Lemma A.2, W_K, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_k(seed: int) -> Evidence:
     r"""$\ldots\frac{Q_N\otimes I_s}{d_k}\ldots$
-    Correct: divided by $\sqrt{d_k}$, as in Eq. 25"""
+    Correct: divided by $\sqrt{d_k}$, as in Eq. 25
+    Severity: slip of print
+    Follows: lemma-a2-proof-sqrt-q"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=2)
     return wrong(printed_qkv_norm(head, "W_K", power=1), reference, "d_k = 3", corrected=printed_qkv_norm(head, "W_K"), above=0.4)
@@ -198,7 +202,8 @@ def lemma_a2_proof_k(seed: int) -> Evidence:
 @claim("lemma-a2-proof-a", "Proof of Lemma A.2, W_V, second line", "WRONG AS PRINTED", uses=[Stage.jacobian])
 def lemma_a2_proof_a(seed: int) -> Evidence:
     r"""$(A\otimes W_O^\top)\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})$
-    Correct: $A_N$ for $A$, which is the attention of Eq. 12"""
+    Correct: $A_N$ for $A$, which is the attention of Eq. 12
+    Severity: slip of print"""
     head = HeadPoint.draw(Draw(seed))
     reference = jacobian_of(head.qkv_norm, head.X, *head.weights, wrt=3)
     inner = dense(RMSNormAt(head.X @ head.W_V).jacobian("X")) @ torch.kron(head.X, torch.eye(3, dtype=torch.float64))

@@ -41,7 +41,7 @@ def hybridnorm_block(X: Tensor, W: dict[str, Tensor]) -> Tensor:
     return swiglu(rms_norm(Y), W) + rms_norm(Y)
 
 
-@claim("post-norm-in-ffn", "Abstract, Sec. 1 and 3.2", "WRONG AS PRINTED", uses=[eq.bare_post])
+@claim("post-norm-in-ffn", "Abstract, Secs. 1 and 3.2: Eqs. 4 and 9", "INCONSISTENT", uses=[eq.bare_post])
 def post_norm_in_ffn(seed: int) -> Evidence:
     r"""'Post-Norm in the FFN', with Post-Norm as in Eq. 4
     Correct: in Eq. 9 the norm precedes the network and feeds branch and residual, unlike $\mathrm{Norm}(\mathrm{FFN}(Y) +
@@ -76,7 +76,8 @@ def first_block_eps(seed: int) -> Evidence:
 @claim("pre-qkv-pre-in-words", "Sec. 4.4, Normalization Position", "WRONG AS PRINTED", uses=[eq.pre])
 def pre_qkv_pre_in_words(seed: int) -> Evidence:
     """in Pre-QKV-Pre, 'the FFN layer utilizes Post-Norm'
-    Correct: Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one"""
+    Correct: Pre-Norm, as in Eq. 48 and in the name; Pre-QKV-Post is the other one
+    Severity: slip of print"""
     draw = Draw(seed)
     block, told = make("pre-qkv-pre"), make("pre-qkv-post")
     W, X = generic(block, draw), draw.normal(3, 6)

@@ -130,7 +130,8 @@ def table1_consistently(seed: int) -> Evidence:
 @claim("table4-surpass", "Sec. 4.4, Table 4", "WRONG AS PRINTED")
 def table4_surpass(seed: int) -> Evidence:
     """HybridNorm and its starred variant consistently surpass other configurations
-    Correct: the starred variant is never behind; HybridNorm is behind QKC-Post in loss, QKV-Pre and Pre-QKV-Pre on C4"""
+    Correct: the starred variant is never behind; HybridNorm is behind QKC-Post in loss, QKV-Pre and Pre-QKV-Pre on C4
+    Severity: scope"""
     ahead = {name: better(TABLE_4, row) for name, row in TABLE_4_OURS.items()}
     found = [float(len(ahead[name])) for name in ("HybridNorm", "HybridNorm*")]
     detail = f"entries that beat HybridNorm ({'; '.join(ahead['HybridNorm'])}) and its starred variant"
@@ -151,21 +152,24 @@ def ahead_of_all(block: Rows) -> Evidence:
 @claim("table4-first-block", "Sec. 4.4, Table 4, first block", "WRONG AS PRINTED")
 def table4_first(seed: int) -> Evidence:
     """QKV-Norm is the most effective normalization setting in the attention
-    Correct: most effective on Pile and HellaSwag; QKC-Post has the lower loss and the same perplexity on C4"""
+    Correct: most effective on Pile and HellaSwag; QKC-Post has the lower loss and the same perplexity on C4
+    Severity: scope"""
     return ahead_of_all(TABLE_4_BLOCKS[0])
 
 
 @claim("table4-second-block", "Sec. 4.4, Table 4, second block", "WRONG AS PRINTED")
 def table4_second(seed: int) -> Evidence:
     """combining QKV-Norm with Post-Norm in the FFN is superior
-    Correct: on Pile and HellaSwag; QKV-Pre and Pre-QKV-Pre, with Pre-Norm there, are ahead on C4"""
+    Correct: on Pile and HellaSwag; QKV-Pre and Pre-QKV-Pre, with Pre-Norm there, are ahead on C4
+    Severity: scope"""
     return ahead_of_all(TABLE_4_BLOCKS[1])
 
 
 @claim("table5-consistently", "Sec. 4.7, Table 5", "WRONG AS PRINTED")
 def table5_consistently(seed: int) -> Evidence:
     """both variants consistently outperform Pre-Norm and Post-Norm across depths
-    Correct: except for PIQA at 16 layers, where the starred variant is behind Post-Norm (71.15 and 71.80)"""
+    Correct: except for PIQA at 16 layers, where the starred variant is behind Post-Norm (71.15 and 71.80)
+    Severity: scope"""
     behind = []
     for layers, rows in TABLE_5.items():
         others = {name: row for name, row in rows.items() if not name.startswith("HybridNorm")}

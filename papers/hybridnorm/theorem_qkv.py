@@ -84,15 +84,20 @@ claims_of(
     ("eq31", "Theorem A.3, Eq. 31", "W_V", r"""
      QKV-Norm: $\|\partial S_N/\partial W_V\|_F = O\left(\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2\right)$,
      $\sigma_{\min}^V$ that of $XW_V$
-     Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""),
+     Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+     Severity: false"""),
     ("eq32", "Theorem A.3, Eq. 32", "W_Q", r"""
      QKV-Norm: $\|\partial S_N/\partial W_Q\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^Q}\|W_O\|_2\right)$,
      $\sigma_{\min}^Q$ that of $XW_Q$
-     Correct: $\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""),
+     Correct: $\le\sqrt s\,d_k\,\rho_Q\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+     Severity: false
+     Follows: eq31"""),
     ("eq33", "Theorem A.3, Eq. 33", "W_K", r"""
      QKV-Norm: $\|\partial S_N/\partial W_K\|_F = O\left(\frac{s^{3/2}d_k}{\sigma_{\min}^K}\|W_O\|_2\right)$,
      $\sigma_{\min}^K$ that of $XW_K$
-     Correct: $\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$"""),
+     Correct: $\le\sqrt s\,d_k\,\rho_K\|W_O\|_2$ with $\rho_W = \max_i\|x_i\|/\|W^\top x_i\|$
+     Severity: false
+     Follows: eq31"""),
 )  # fmt: skip
 
 
@@ -100,7 +105,8 @@ claims_of(
 def eq34(seed: int) -> Evidence:
     r"""$\|\partial S_N/\partial W_V\|_F\le\frac{s\sqrt{d_k}}{\sigma_{\min}^V}\|W_O\|_2$ with the singular value of $W_V$ (as
     derived)
-    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$"""
+    Correct: $\le\sqrt{s d_k}\,\rho_V\|W_O\|_F$
+    Severity: constant"""
     draw = Draw(seed)
     n = 5
     head = HeadPoint(draw.normal(1, n), draw.normal(n, n), draw.normal(n, n), draw.orthogonal(n), draw.orthogonal(n))
@@ -110,7 +116,8 @@ def eq34(seed: int) -> Evidence:
 @claim("theorem-a3-proof-step", "Proof of Theorem A.3, before Eq. 34", "WRONG AS PRINTED", uses=[RMSNormAt])
 def proof_step(seed: int) -> Evidence:
     r"""$\left\|\frac{\partial V_N}{\partial V}(X\otimes I_{d_k})\right\|_F\le\sqrt{d_k\sum_i\|X_i\|^2/\|V_i\|^2}$
-    Correct: equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped"""
+    Correct: equality with $\sqrt{d_k(d_k - 1)\sum_i\|X_i\|^2/\|V_i\|^2}$: $\|I - vv^\top\|_F^2 = d_k - 1$ was dropped
+    Severity: constant"""
     draw = Draw(seed)
     d_k = 6
     head = HeadPoint.draw(draw, 4, 5, d_k)
@@ -184,7 +191,9 @@ def as_wide_as_the_model(seed: int, letter: str) -> Evidence:
 def eq31_weight(seed: int) -> Evidence:
     r"""Eq. 31 with the $d_k$-th singular value of $W_V$
     Correct: $\rho_V$ in place of $1/\sigma_{\min}$ and $\|W_O\|_F$; over $\mathbb{R}^d$ the smallest singular value is $0$ if
-    $d_k < d$"""
+    $d_k < d$
+    Severity: constant
+    Follows: eq34"""
     return nearly_lost_tokens(seed, "W_V")
 
 
@@ -254,10 +263,10 @@ def moved(seed: int, letter: str) -> tuple[HeadPoint, HeadPoint]:
     return head, replace(head, **other)
 
 
-@claim("text-pre-not-by-themselves", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[pre_norm_gradient_bounds])
+@claim("text-pre-not-by-themselves", "App. A, after Theorem A.3", "DOES NOT FOLLOW", uses=[pre_norm_gradient_bounds])
 def not_by_themselves(seed: int) -> Evidence:
     """with Pre-Norm, the gradients of $W_Q$ and $W_K$ are influenced by all three other weights but not by themselves
-    Correct: only the bounds do not depend on them; the gradient does, because $A$ depends on both"""
+    Correct: that holds of the bounds of Theorem A.3; the gradient depends on them, because $A$ depends on both"""
     before_and_after, bounds = [], []
     for letter, k in (("W_Q", 0), ("W_K", 1)):
         head, other = moved(seed, letter)
@@ -272,11 +281,11 @@ def not_by_themselves(seed: int) -> Evidence:
 
 
 @claim(
-    "text-qkv-itself-and-output", "App. A, after Theorem A.3", "WRONG AS PRINTED", uses=[Stage.jacobian, qkv_norm_gradient_bounds]
+    "text-qkv-itself-and-output", "App. A, after Theorem A.3", "DOES NOT FOLLOW", uses=[Stage.jacobian, qkv_norm_gradient_bounds]
 )
 def itself_and_output(seed: int) -> Evidence:
     """with QKV-Norm, the gradient of each weight depends at most on itself and $W_O$
-    Correct: it depends on the direction of all others and not on their scale, nor on that of $X$"""
+    Correct: that holds of the scales, also of that of $X$; the gradient depends on the directions of all weights"""
     head, other = moved(seed, "W_K")
     before = dense(head.closed_qkv_norm.jacobian("W_Q"))
     turned = jacobian_of(other.qkv_norm, other.X, *other.weights, wrt=1)

@@ -76,7 +76,8 @@ def w_k(seed: int) -> Evidence:
     r"""$(I_n\otimes W_O^\top W_V^\top X_{\mathrm{Norm}}^\top)\frac{\partial A}{\partial
     M}\left(\frac{X_{\mathrm{Norm}}\otimes X_{\mathrm{Norm}}W_Q}{\sqrt D}\right)$
     Correct: $K_{n,n}$ before the last factor, or $\frac{X_{\mathrm{Norm}}W_Q\otimes X_{\mathrm{Norm}}}{\sqrt D}K_{D,D}$ for
-    it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$"""
+    it: what is printed is $\frac{\partial\,\mathrm{vec}(M^\top)}{\partial W_K}$
+    Severity: false"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     N, reference = point.X_norm, point.gradient("W_K")
@@ -95,7 +96,9 @@ def gamma(seed: int) -> Evidence:
     r"""$\left(\frac{1}{\sqrt D}(I_n\otimes W_O^\top W_V^\top X_N^\top)\frac{\partial A}{\partial M}\left(I_n\otimes
     X_NW_KW_Q^\top + K_{n,n}(I_n\otimes X_NW_QW_K^\top)\right) + A\otimes W_O^\top
     W_V^\top\right)\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
-    Correct: $I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs"""
+    Correct: $I_D$ in place of $I_d$, nothing else: $K_{n,n}$ stands where it belongs
+    Severity: slip of print
+    Follows: thm4.1-gamma"""
     point = AttentionSublayer.draw(seed)
     reference = point.gradient("gamma")
     corrected = [point.q @ gamma_formula(point, 5), point.closed_gradient("gamma")]
@@ -106,7 +109,8 @@ def gamma(seed: int) -> Evidence:
 @claim("b2-x-norm", "App. B.2, definition of X_Norm", "WRONG AS PRINTED", uses=[LayerNormAt])
 def x_norm(seed: int) -> Evidence:
     r"""$X_{\mathrm{Norm}} = X_{\mathrm{std}}\odot\gamma$
-    Correct: $X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$"""
+    Correct: $X_{\mathrm{std}}\odot(1_{n\times1}\otimes\gamma)$, as in Theorem 4.1 and App. B.1: $\gamma$ is $1\times D$
+    Severity: slip of print"""
     draw = Draw(seed)
     X, gain = draw.normal(4, 5), draw.normal(1, 5)
 
@@ -210,7 +214,8 @@ def estimate_gamma(seed: int) -> Evidence:
     n\,\|X_{\mathrm{std}}\|_F\left(\frac{2}{\sqrt D}\|(I_n\otimes P)\frac{\partial A}{\partial M}(I_n\otimes
     X_NW_KW_Q^\top)\|_F + \|A\otimes W_O^\top W_V^\top\|_F\right)$
     Correct: the two terms of the scores have different norms: $\|\ldots(I_n\otimes X_NW_KW_Q^\top)\|_F + \|\ldots
-    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the final bound hold"""
+    K_{n,n}(I_n\otimes X_NW_QW_K^\top)\|_F$ in place of twice the first; the second line and the final bound hold
+    Severity: constant"""
     point = AttentionSublayer.draw(seed)
     n, D = point.sizes
     kernel = torch.linalg.svd(point.X_norm)[2][n:]  # directions that no token has: X_N W_K = 0 for W_K made of them
@@ -308,7 +313,7 @@ def s_gamma(seed: int) -> Evidence:
     return bounded(found, "S D ||gamma||^2 over 5 (Phi^2 + Psi^2), where 2 Phi > Psi; elsewhere")
 
 
-@claim("thm4.2-support", "Sec. 4.2, after Theorem 4.2", "WRONG AS PRINTED")
+@claim("thm4.2-support", "Sec. 4.2, after Theorem 4.2", "DOES NOT FOLLOW")
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{QK}),\mathcal{S}(\mathrm{VO})\ll\mathcal{S}(\mathrm{Norm})$

@@ -217,16 +217,17 @@ def sharpness(model: Transformer, tokens: Tensor) -> dict[str, float]:
     return {t: float(torch.cat(parts).mean()) for t, parts in values.items()}
 
 
-@claim("remark3.1", "Remark 3.1", "VAGUE", uses=[hessian_diagonal, block_types])
+@claim("remark3.1", "Remark 3.1", "HOLDS", uses=[hessian_diagonal, block_types])
 def pooled(seed: int) -> Evidence:
-    """the sharpness is averaged over all blocks of a type rather than within each block
-    Correct: Eq. 4 pools: one trace over one count, in which large matrices weigh more; the mean of each matrix's own average
-    is another number"""
+    """in Eq. 4 the sharpness is averaged over all blocks of a type rather than within each block
+    Correct: Eq. 4 pools: it is the mean of the blocks' own averages, weighted by their numbers of parameters"""
     model, tokens = tiny_model(seed), Draw(seed).integers(0, 4, 2, 4)
     diagonal, types = hessian_diagonal(model, tokens, tokens, loss="cross_entropy", kind="ggn"), block_types(model)
     own = [value.reshape(-1) for name, value in diagonal.values.items() if types[name] == "Emb"]
-    found = {"pooled": float(torch.cat(own).mean()), "mean of matrices": float(torch.stack([v.mean() for v in own]).mean())}
-    return readings(found, "S(Emb), a table of 4 rows and one of 8")
+    weighted = sum(v.numel() * float(v.mean()) for v in own) / sum(v.numel() for v in own)
+    plain = float(torch.stack([v.mean() for v in own]).mean())
+    detail = f"S(Emb) of Eq. 4 and the weighted mean; a table of 4 rows and one of 8, whose plain mean is {plain:.3g}"
+    return agrees(sharpness(model, tokens)["Emb"], weighted, detail)
 
 
 @claim("log-scale", "App. A.1, Sharpness Principle Experiments", "VAGUE", uses=[hessian_diagonal])

@@ -48,7 +48,8 @@ def w2(seed: int) -> Evidence:
     r"""$\frac{\partial\mathcal{Q}}{\partial W_2} = \frac{\partial\mathcal{Q}}{\partial
     Y}\left(X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M}\right)\otimes I_d$
     Correct: $\frac{\partial\mathcal{Q}}{\partial Y}(A\otimes I_D)$: the Hadamard product is of an $n\times M$ with an
-    $nM\times nM$ matrix, and $I_d$ has the size of the vocabulary"""
+    $nM\times nM$ matrix, and $I_d$ has the size of the vocabulary
+    Severity: slip of print"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     reference, U, slopes = point.gradient("W_2"), point.X_norm @ point.W_1, point.dA.diagonal().reshape(n, M)
@@ -66,7 +67,9 @@ def b1_w2(seed: int) -> Evidence:
     r"""$\frac{\partial Y}{\partial W_2} = A\otimes I_D$ $= (X_{\mathrm{Norm}}W_1\odot\frac{\partial A}{\partial M})\otimes
     I_D$
     Correct: $A\otimes I_D$, the first equation, holds for every $\sigma$; the second with the $n\times M$ matrix $\sigma'(M)$
-    for $\frac{\partial A}{\partial M}$"""
+    for $\frac{\partial A}{\partial M}$
+    Severity: slip of print
+    Follows: thm4.1-w2"""
     point = FeedForwardPoint.draw(seed, "leaky_relu")
     _, D, _ = point.sizes
     U = point.X_norm @ point.W_1
@@ -82,7 +85,8 @@ def gamma(seed: int) -> Evidence:
     r"""$\frac{\partial\mathcal{Q}}{\partial\gamma} = \frac{\partial\mathcal{Q}}{\partial Y}(I_n\otimes
     W_2^\top)\frac{\partial A}{\partial M}(I_n\otimes
     W_1^\top)\,\mathrm{diag}(\mathrm{vec}(X_{\mathrm{std}}))(1_{n\times1}\otimes I_d)$
-    Correct: $I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size"""
+    Correct: $I_D$ in place of $I_d$, as in App. B.1: $d$ is the vocabulary size
+    Severity: slip of print"""
     point, reference = FeedForwardPoint.draw(seed), FeedForwardPoint.draw(seed).gradient("gamma")
     printed = if_it_conforms(lambda: gamma_formula(point, VOCABULARY))
     corrected, detail = [gamma_formula(point, 5), point.closed_gradient("gamma")], f"D = 5, d = {VOCABULARY}: does not conform"
@@ -99,7 +103,8 @@ def gamma_formula(point: FeedForwardPoint, d: int) -> torch.Tensor:
 @claim("b1-residual", "App. B.1, first line", "WRONG AS PRINTED", uses=[FeedForwardAt])
 def b1_residual(seed: int) -> Evidence:
     """'the transformation from $X^{(l-1)}$ to $X^{(l-1/2)}$'
-    Correct: from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it"""
+    Correct: from $X^{(l-1/2)}$ to $X^{(l)}$, as the display below it has it
+    Severity: slip of print"""
     block = TransformerBlock(5, 7, placement="pre", output_projection=True).double()
     initialise(block, seed=seed)
     X = Draw(seed).normal(4, 5)
@@ -196,7 +201,8 @@ def x_norm(seed: int) -> Evidence:
 def kronecker_estimate(seed: int) -> Evidence:
     r"""$\|B\otimes I_D\|_F\le\|B\|_F\|I_D\|_2$
     Correct: $\|B\otimes I_D\|_F = \sqrt D\,\|B\|_F$; the end bound survives through $\|\frac{\partial\mathcal{Q}}{\partial
-    Y}(A\otimes I_D)\|\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|\,\|A\|_2$"""
+    Y}(A\otimes I_D)\|\le\|\frac{\partial\mathcal{Q}}{\partial Y}\|\,\|A\|_2$
+    Severity: constant"""
     point = FeedForwardPoint.draw(seed)
     A, D = point.closed.sigma.value, point.sizes[1]
     left, printed, corrected = norm(torch.kron(A, eye(D))), norm(A) * matrix_norm(eye(D)), math.sqrt(D) * norm(A)
@@ -208,7 +214,9 @@ def kronecker_estimate(seed: int) -> Evidence:
 @claim("b1-w2-estimate-jacobian", "App. B.1, estimate for W_2, first to second line", "WRONG AS PRINTED", uses=[matrix_norm])
 def jacobian_estimate(seed: int) -> Evidence:
     r"""$\|\frac{\partial Y}{\partial W_2}\|_F\le\|\frac{\partial A}{\partial M}\|_F\|X_{\mathrm{Norm}}W_1\|_F$
-    Correct: true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$"""
+    Correct: true for the spectral norm $\|\frac{\partial Y}{\partial W_2}\|_2 = \|A\|_2$
+    Severity: constant
+    Follows: b1-w2-estimate-kronecker"""
     point = attaining(seed, D=64)
     J = jacobian_of(lambda W_2: torch.relu(point.X_norm @ point.W_1) @ W_2, point.W_2)
     right = norm(point.dA) * norm(point.X_norm @ point.W_1)
@@ -219,7 +227,9 @@ def jacobian_estimate(seed: int) -> Evidence:
 @claim("b1-gamma-estimate-kronecker", "App. B.1, estimate for gamma, fourth line", "WRONG AS PRINTED", uses=[matrix_norm])
 def gamma_kronecker(seed: int) -> Evidence:
     r"""$\|I_n\otimes W\|_F\le\|I_n\|_2\|W\|_F$
-    Correct: $\|I_n\otimes W\|_F = \sqrt n\,\|W\|_F$; with $\|I_n\otimes W\|_2 = \|W\|_2$ the end bound survives"""
+    Correct: $\|I_n\otimes W\|_F = \sqrt n\,\|W\|_F$; with $\|I_n\otimes W\|_2 = \|W\|_2$ the end bound survives
+    Severity: constant
+    Follows: b1-w2-estimate-kronecker"""
     W = Draw(seed).normal(5, 7)
     big = torch.kron(eye(4), W)
     exact = math.sqrt(sum(float(w) ** 2 for row in W for w in row) * 4)
@@ -229,7 +239,9 @@ def gamma_kronecker(seed: int) -> Evidence:
 @claim("b1-gamma-estimate-ones", "App. B.1, estimate for gamma, last lines", "WRONG AS PRINTED", uses=[matrix_norm])
 def gamma_ones(seed: int) -> Evidence:
     r"""$\|1_{n\times1}\otimes I_D\|_F\le\|1_{n\times1}\|_F\|I_D\|_2$
-    Correct: $\|1_{n\times1}\otimes I_D\|_F = \sqrt{nD}$; its spectral norm is $\sqrt n$"""
+    Correct: $\|1_{n\times1}\otimes I_D\|_F = \sqrt{nD}$; its spectral norm is $\sqrt n$
+    Severity: constant
+    Follows: b1-w2-estimate-kronecker"""
     big = torch.kron(ones(4), eye(5))
     detail = "n = 4, D = 5: sqrt(20) against sqrt(4)"
     exact = math.sqrt(sum(int(x) for x in big.reshape(-1)))
@@ -287,12 +299,12 @@ def s_gamma(seed: int) -> Evidence:
     return bounded(found, "S D ||gamma||^2 / Psi^2, constant 1")
 
 
-@claim("thm4.1-support", "Sec. 4.2, after Theorem 4.1", "WRONG AS PRINTED")
+@claim("thm4.1-support", "Sec. 4.2, after Theorem 4.1", "DOES NOT FOLLOW")
 def support(seed: int) -> Evidence:
     r"""since $D^2\|W_\bullet\|_F^2\gg D\,\|\gamma\|_F^2$, the theorem supports
     $\mathcal{S}(\mathrm{FFN})\ll\mathcal{S}(\mathrm{Norm})$
-    Correct: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be anything at one value of
-    $D^2\|W_1\|^2/(D\|\gamma\|^2)$; both bounds hold"""
+    Correct: the order of two upper bounds leaves that of the sharpnesses open: $\mathcal{S}(W_1)/\mathcal{S}(\gamma)$ can be
+    anything at one value of $D^2\|W_1\|^2/(D\|\gamma\|^2)$, by the choice of $\frac{\partial\mathcal{Q}}{\partial Y}$"""
     point = FeedForwardPoint.draw(seed)
     n, D, M = point.sizes
     to_gamma = torch.stack([replace(point, q=row[None]).gradient("gamma")[0] for row in eye(n * D)])  # dQ/dgamma = q to_gamma

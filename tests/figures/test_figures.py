@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ from figures._digits import ImageSpec
 from figures._kit import cached, page, save, style, write_verdicts
 from figures._runs import byte_run
 from figures._store import NOTHING, keep, recall
-from figures._verdicts import Part, Status, Verdict, above_zero, in_every
+from figures._verdicts import Part, Status, Verdict, above_zero, in_every, unreached
 from hessiankit.support.errors import InputError
 from papers.experiments.tuning.experiment import RunSpec, Setting, run
 from papers.experiments.tuning.verdict import mean_interval
@@ -202,35 +202,56 @@ def test_the_same_command_goes_on_after_ctrl_c(three: dict[str, Any], tmp_path: 
 # Verdicts: their status from outcomes and intervals, under the picture, and in the ledger -----------------------------
 
 ROOT = Path(__file__).parents[2]
-STATUSES = {"SUPPORTED", "CONTRADICTED", "OPEN"}
+SEEN, SMALLER, PART, NOT, OPEN = get_args(Status)
 
 
 @pytest.mark.parametrize(
     ("statuses", "whole"),
     [
-        (("SUPPORTED", "SUPPORTED"), "SUPPORTED"),
-        (("SUPPORTED", "OPEN"), "OPEN"),
-        (("OPEN", "CONTRADICTED"), "CONTRADICTED"),
-        (("SUPPORTED", "CONTRADICTED"), "CONTRADICTED"),
-        ((), "OPEN"),
+        ((SEEN, SEEN), SEEN),
+        ((SEEN, SMALLER), SMALLER),
+        ((SEEN, OPEN), PART),
+        ((SMALLER, NOT), PART),
+        ((OPEN, NOT), NOT),
+        ((OPEN, OPEN), OPEN),
+        ((), OPEN),
     ],
 )
 def test_a_claim_is_as_good_as_its_parts(statuses: tuple[Status, ...], whole: str) -> None:
-    assert Verdict("hybridnorm/fig4", "", tuple(Part("", status, "") for status in statuses)).status == whole
+    assert Verdict("hybridnorm/fig4", "", "", tuple(Part("", status, "") for status in statuses)).status == whole
 
 
 def test_an_interval_decides_only_where_it_lies_on_one_side() -> None:
     above, below, around = (mean_interval(x) for x in ([1.0, 1.1, 0.9], [-1.0, -1.1, -0.9], [1.0, -1.1, 0.9]))
-    assert [above_zero("", one).status for one in (above, below, around)] == ["SUPPORTED", "CONTRADICTED", "OPEN"]
-    assert [above_zero("", some).status for some in ([above, around], [], [above, below])] == ["OPEN", "OPEN", "CONTRADICTED"]
-    assert [in_every("", some, "").status for some in ([True], [True, False], [False])] == ["SUPPORTED", "OPEN", "CONTRADICTED"]
+    assert [above_zero("", one).status for one in (above, below, around)] == [SEEN, NOT, OPEN]
+    assert [above_zero("", some).status for some in ([above, around], [], [above, below])] == [OPEN, OPEN, NOT]
+    assert [in_every("", some, "").status for some in ([True], [True, False], [False])] == [SEEN, OPEN, NOT]
     with pytest.raises(InputError, match="no run for the criterion 'lower loss'"):
         in_every("lower loss", [], "")
 
 
+def test_a_criterion_out_of_reach_can_be_met_and_not_failed() -> None:
+    missing = unreached(steps=(400, 10_000), vocabulary=(60_000, 50_304))
+    assert missing == "steps: 400 here, 10 000 in print"
+    assert unreached(steps=(10_000, 10_000)) == ""
+    below = mean_interval([-1.0, -1.1, -0.9])
+    failed = [in_every("lower", [False, False], "2.3", missing), above_zero("lower", below, missing=missing)]
+    assert [part.status for part in failed] == [OPEN, OPEN]
+    assert failed[0].text == "lower: not reached at this size, steps: 400 here, 10 000 in print (2.3)"
+    assert in_every("lower", [True, True], "2.1", missing).status == SEEN
+    caption = Verdict("curse-of-depth/fig6", "deep blocks matter more", "2 seeds", (failed[0],)).caption
+    assert caption.endswith("deep blocks matter more. Open (steps: 400 here, 10 000 in print). 2 seeds.")
+
+
+def test_an_effect_below_the_printed_one_keeps_its_direction() -> None:
+    assert in_every("7 times", [False, False], "", direction=[True, True]).status == SMALLER
+    assert in_every("7 times", [False, False], "", direction=[True, False]).status == NOT
+    assert in_every("7 times", [True, True], "", direction=[True, True]).status == SEEN
+
+
 @pytest.mark.usefixtures("all_pixels")
 def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> None:
-    verdict = Verdict("curse-of-depth/fig6", "2 seeds", (in_every("a long criterion " * 20, [True, False], "0.1, 0.2"),))
+    verdict = Verdict("curse-of-depth/fig6", "a long claim " * 20, "2 seeds", (in_every("lower", [True, False], "0.1, 0.2"),))
 
     def drawn(name: str, verdicts: tuple[Verdict, ...]) -> np.ndarray:
         with style():
@@ -249,14 +270,14 @@ def test_the_verdicts_are_under_the_picture_and_beside_it(tmp_path: Path) -> Non
     assert kept["status"] == "OPEN"
     assert kept["statement"] == papers.claims(id="curse-of-depth/fig6")[0].statement
     with pytest.raises(InputError, match="curse-of-depth/fig99"):
-        write_verdicts(tmp_path, "b", [Verdict("curse-of-depth/fig99", "", ())])
+        write_verdicts(tmp_path, "b", [Verdict("curse-of-depth/fig99", "", "", ())])
 
 
 def test_what_the_ledger_reads_is_what_the_figures_wrote() -> None:
     gallery = runpy.run_path(str(ROOT / "docs" / "_site" / "gallery.py"))
     kept = json.loads((ROOT / "papers" / "small_scale.json").read_text())
     assert kept == gallery["small_scale"](), "run: python docs/_site/gallery.py"
-    assert {one["verdict"] for one in kept.values()} <= STATUSES
+    assert {one["verdict"] for one in kept.values()} <= set(get_args(Status))
     ids = {row.id for row in papers.claims()}
     said = gallery["verdicts"]()
     assert {one["claim"] for each in said.values() for one in each} <= ids

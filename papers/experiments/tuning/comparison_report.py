@@ -227,9 +227,9 @@ def draw(report: TuneReport, path: Path) -> Path:
         figure.text(0.01, 0.94, f"Learning rates by block type beside tuned AdamW ({scale})", fontsize=10)
         for row in report.rows[1:]:
             if row.arm.ratios == PAPER and row.arm.lr == baseline.arm.lr and (one := row.difference) is not None:
-                status = "SUPPORTED" if one.high < 0 else "CONTRADICTED" if one.low > 0 else "OPEN"
+                status = "seen at this size" if one.high < 0 else "not seen at this size" if one.low > 0 else "open"
                 claim = "The Sharpness Disparity Principle, Sec. 6.1: eq. (5) at AdamW's learning rate ends lower"
-                figure.text(0.01, 0.88, f"{status} at this scale: {claim}. Seen: {row.verdict}.", fontsize=8)
+                figure.text(0.01, 0.88, f"{claim}: {status} ({row.verdict}).", fontsize=8)
         draw_searches(left, report.comparison.sweeps)
         _titled(left, "searches: final loss by learning rate", "learning rate of the norms", "held-out loss (nats/byte)")
         draw_differences(right, report.rows[1:])
