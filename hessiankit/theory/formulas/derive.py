@@ -17,10 +17,11 @@ from derivations.composition import gauss_newton
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Matrix, add
 from derivations.operation import Lettered, Operation, shape_of
-from derivations.stage import Stage, Term
+from derivations.stage import Stage, Term, recorded
 from hessiankit.blocks import TransformerBlock
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.theory.formulas.assignments import Assignments, Recorder, indexed
 from hessiankit.theory.formulas.chapters import CHAPTERS, of_chapter, of_module
 from hessiankit.theory.formulas.result import Derivation
 from hessiankit.theory.formulas.subject import LOSS, Subject, of_block, target_of
@@ -117,8 +118,8 @@ def derive(
     goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
     story = partial(_story, subject, symbols, loss, seed)
-    symbolic = partial(_symbolic, subject, output, symbols, loss, goal)
-    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic, subject.title, subject.claims)
+    listed = partial(_assignments, subject, names, loss, goal)
+    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, listed, subject.title, subject.claims)
 
 
 def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> Story:
@@ -128,10 +129,24 @@ def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int
     return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
 
 
-def _symbolic(subject: Subject, output: Any, symbols: Sequence[str], loss: str | None, goal: Any) -> Matrix:
-    exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
-    answer = _symbols_for("T", shape_of(output)) if loss == "mse" else goal
-    return _sum(_terms(subject.stage(exact), symbols, loss, answer))
+def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal: Any) -> Assignments:
+    """Return the derivative as a list of assignments in the letters of the subject."""
+    inputs = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
+    recorder, letters = Recorder(), {subject.symbols[name]: array for name, array in inputs.items()}
+    with recorded(recorder.values):
+        Z = subject.stage(inputs)
+        value = Z.value
+        if loss == "mse":
+            letters["T"] = goal = _symbols_for("T", shape_of(value))
+        if loss is not None:
+            value = recorder.values(LOSS, _loss_at(loss, Z, goal).value)
+    results, columns = value.reshape(-1).tolist(), [inputs[name].reshape(-1).tolist() for name in names]
+    if len(names) == 2:
+        matrix = recorder.hessian(results, columns[0], columns[0] if names[0] == names[1] else columns[1])
+    else:
+        matrix = recorder.jacobian(results, *columns)
+    matrices = {letter: sympy.ImmutableDenseMatrix(array.reshape(len(array), -1)) for letter, array in letters.items()}
+    return recorder.assignments(matrix, matrices, subject.numbers)
 
 
 def _sum(terms: Sequence[Term]) -> Matrix:
@@ -143,7 +158,7 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
     if loss is None:
         zero = Term(Z.jacobian(*names) if len(names) == 1 else Z.hessian(*names), "zero at every point")
         return Z.terms(*names) or [zero]
-    outer: Operation = MeanSquaredErrorAt(Z.value, answer) if loss == "mse" else CrossEntropyAt(Z.value, answer)
+    outer = _loss_at(loss, Z, answer)
     if loss == "cross_entropy":
         outer = Lettered(outer, _PROBABILITIES)
     if len(names) == 1:
@@ -156,6 +171,10 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
         Term(parts.outer, f"Gauss-Newton (outer-product) term: {first}"),
         Term(parts.functional, f"residual (functional) term: {second}"),
     ]
+
+
+def _loss_at(loss: str, Z: Stage, answer: Any) -> Operation:
+    return MeanSquaredErrorAt(Z.value, answer) if loss == "mse" else CrossEntropyAt(Z.value, answer)
 
 
 def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
@@ -174,6 +193,5 @@ def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:
     """Return an array of real symbols with indices from 1."""
     entries = np.empty(shape, dtype=object)
     for where in np.ndindex(shape):
-        index = ",".join(str(i + 1) for i in where)
-        entries[where] = sympy.Symbol(f"{letter}_{{{index}}}" if "_" not in letter else f"{letter}^{{{index}}}", real=True)
+        entries[where] = sympy.Symbol(indexed(letter, where), real=True)
     return entries

@@ -12,12 +12,9 @@ import sympy
 from torch import Tensor
 
 from derivations.matrix import Inequality, Matrix, inequalities
-from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Detail, Piece, Printed
+from hessiankit.theory.formulas.assignments import Assignments
 from hessiankit.theory.formulas.typesetting import Story, align, explained, html_of, latex_file, plain, text_lines
-
-SYMBOLIC_ENTRIES = 2000
-"""Entries beyond which ``sympy()`` refuses: of a whole block each takes about 0.1 s."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -42,7 +39,7 @@ class Derivation(Printed):
     loss: str | None
     matrix: Matrix
     _make_story: Callable[[], Story]
-    _symbolic: Callable[[], Matrix]
+    _make_assignments: Callable[[], Assignments]
     title: str = "of a transformer block"
     claims: tuple[str, ...] = ()
 
@@ -68,21 +65,46 @@ class Derivation(Printed):
         """Return the tree of inequalities as text, with its numbers at this point and sizes in digits."""
         return "\n".join(f"‖{plain(line.symbol)}‖ ≤ {plain(line.rule)} = {line.bound:.6g}" for line in self.inequalities())
 
-    def sympy(self) -> sympy.ImmutableDenseMatrix:
-        """Return the matrix in SymPy symbols for every entry of the input and the parameters.
+    def sympy(self) -> Assignments:
+        """Return the derivative in SymPy: ``replacements, (matrix,) = derivation.sympy()``, in the form of ``sympy.cse``.
 
-        The entry of W_Q in row 1 and column 2 is the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``; the factor of a placement
-        keeps its letter. ``subs`` and ``lambdify`` take minutes beyond one token of two features.
+        Each replacement is a short assignment to a name; the matrix is in the names. The entry of W_Q in row 1 and column 2 is the
+        symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``. The eps of a norm, the factor c of attention's logits, gains and the factor of a
+        placement are symbols too. The result has ``expanded(row, column)``, ``subs``, ``diff``, ``evalf``, ``count_ops`` and
+        ``function``.
+
+        >>> import hessiankit as hk
+        >>> replacements, (matrix,) = hk.derive("softmax", wrt="T", length=1).sympy()
+        >>> len(replacements), matrix.shape, matrix[0, 1]
+        (12, (4, 4), -A_{1,1}*A_{1,2})
+        """
+        return self._listed
+
+    @cached_property
+    def _listed(self) -> Assignments:
+        return self._make_assignments()
+
+    def expanded(self, row: int, column: int = 0) -> sympy.Expr:
+        """Return one entry in the symbols of the inputs alone: long, beyond a layer."""
+        return self._listed.expanded(row, column)
+
+    def function(self, lang: str = "numpy", name: str = "derivative") -> Any:
+        """Return the derivative as a function of its inputs, by SymPy's printers.
+
+        Args:
+            lang: "numpy" and "torch" return a Python function of arrays or tensors, eps and other numbers by keyword with their
+                values as defaults; torch differentiates it. "c" and "julia" return the source of a function.
+            name: Name of the function.
 
         Raises:
-            InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries: for tiny sizes only.
+            InputError: If there is no such language.
+
+        >>> import torch
+        >>> import hessiankit as hk
+        >>> hk.derive("hadamard", wrt=("X", "Y"), length=1).function()().sum(), hk.derive("softmax", wrt="T").function().__name__
+        (4.0, 'derivative')
         """
-        rows, columns = self.shape
-        if rows * columns > SYMBOLIC_ENTRIES:
-            why = f"{rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}"
-            smaller = "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
-            raise InputError(f"Derivation.sympy: {why}; {smaller}")
-        return self._symbolic().sympy()
+        return self._listed.function(lang, name)
 
     @cached_property
     def story(self) -> Story:

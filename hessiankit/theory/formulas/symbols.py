@@ -31,6 +31,10 @@ LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"d_{ff}", r"d_o", "C", "V")
 
 
+EPSILON, SCALE, SLOPE = sympy.symbols(r"\varepsilon c \alpha", positive=True)
+"""Numbers that stay letters: eps of a norm, the factor of attention's logits (1/sqrt(d_K) over the temperature), leaky ReLU's slope."""
+
+
 def sizes_for(block: TransformerBlock) -> dict[str, int]:
     """Return primes for the sizes of a block's structure by their letters: one head or several, shared keys, rotation, groups.
 
