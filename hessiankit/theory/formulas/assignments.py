@@ -12,7 +12,7 @@ and each f_a and each sum is a new assignment unless there is one like it. A sec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -149,8 +149,8 @@ class Recorder:
         """Return the derivatives of expressions with respect to symbols."""
         slopes: dict[sympy.Symbol, Slopes] = {symbol: {k: sympy.Integer(1)} for k, symbol in enumerate(symbols)}
         for name, meaning in _needed(self._rows, results):
-            slopes[name] = self._slopes(meaning, slopes, lambda k, name=name: f"D_{{{symbols[k]}}} {name}")
-        return [self._slopes(result, slopes, lambda k: None) for result in results]
+            slopes[name] = self._slopes(meaning, slopes, [f"D_{{{symbol}}} {name}" for symbol in symbols])
+        return [self._slopes(result, slopes, [None] * len(symbols)) for result in results]
 
     def jacobian(self, results: Sequence[sympy.Expr], columns: Sequence[sympy.Symbol]) -> sympy.ImmutableDenseMatrix:
         """Return first derivatives of expressions: one row for each, one column for each symbol."""
@@ -179,15 +179,15 @@ class Recorder:
         return Assignments(_needed(self._rows, matrix.flat()), matrix, inputs, parameters)
 
     def _slopes(
-        self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], label: Callable[[int], str | None]
+        self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]
     ) -> Slopes:
-        """Return the sums over a of f_a D a."""
+        """Return the sums over a of f_a D a, with labels for those that get a name."""
         terms = defaultdict(list)
         for symbol in sorted(meaning.free_symbols & slopes.keys(), key=str):
             partial = self._name(meaning.diff(symbol))
             for k, slope in slopes[symbol].items():
                 terms[k].append(partial * slope)
-        sums = {k: self._name(sympy.Add(*summands), label(k)) for k, summands in terms.items()}
+        sums = {k: self._name(sympy.Add(*summands), labels[k]) for k, summands in terms.items()}
         return {k: total for k, total in sums.items() if total != 0}
 
     def _name(self, expression: sympy.Expr, label: str | None = None) -> sympy.Expr:

@@ -78,8 +78,9 @@ class Chapter:
         if SCALE in numbers:
             numbers[SCALE] = shape_of(point["W_Q"])[1] ** -0.5
         return Subject(
-            point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words, numbers=numbers
-        )
+            point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words, numbers=numbers,
+            frozen=self.options.get("frozen"),
+        )  # fmt: skip
 
     def _stage(self, symbols: Mapping[str, str], arrays: Mapping[str, Array], options: Mapping[str, Any] | None = None) -> Stage:
         options = dict(self.options) if options is None else options

@@ -6,7 +6,7 @@ import inspect
 import keyword
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,11 @@ class Program:
     rows: tuple[tuple[sympy.Symbol, sympy.Expr], ...]
     results: tuple[sympy.Expr, ...]
     shape: tuple[int, int]
+
+    def in_floats(self) -> Program:
+        """Return the list with numbers of 17 digits in place of roots and pi: torch's functions take tensors alone."""
+        rows = tuple((name, sympy.N(meaning, 17)) for name, meaning in self.rows)
+        return replace(self, rows=rows, results=tuple(sympy.N(entry, 17) for entry in self.results))
 
 
 def program(
@@ -69,7 +74,7 @@ def identifier(name: str) -> str:
     return f"{word}_" if keyword.iskeyword(word) else word
 
 
-def _python(code: Program, name: str, modules: list[str], stacked: Callable[..., Any]) -> Callable[..., Any]:
+def _python(code: Program, name: str, modules: list[Any], stacked: Callable[..., Any]) -> Callable[..., Any]:
     """Return a Python function of the inputs, parameters by keyword, whose results ``stacked`` joins."""
     # lambdify takes the list in place of a search for common subexpressions
     kernel = sympy.lambdify([*code.arrays, *code.parameters], list(code.results), modules, cse=lambda _: (code.rows, code.results))
@@ -99,9 +104,15 @@ def _numpy_array(kernel: Callable[..., Any], arrays: list[Any], parameters: list
 
 
 def _torch_tensor(kernel: Callable[..., Any], arrays: list[Any], parameters: list[Any]) -> Any:
-    like = arrays[0]
+    like = arrays[0] if arrays else torch.zeros((), dtype=torch.float64, device="cpu")
     numbers = [torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in parameters]
     return torch.stack([torch.as_tensor(entry, dtype=like.dtype, device=like.device) for entry in kernel(*arrays, *numbers)])
+
+
+def _where(condition: torch.Tensor, *branches: Any) -> torch.Tensor:
+    """Return torch.where in double precision: of two Python numbers torch makes single precision."""
+    true, false = (torch.as_tensor(branch, dtype=torch.float64, device=condition.device) for branch in branches)
+    return torch.where(condition, true, false)
 
 
 def _c(code: Program, name: str) -> str:
@@ -127,7 +138,7 @@ def _julia(code: Program, name: str) -> str:
 
 LANGUAGES: dict[str, Callable[[Program, str], Any]] = {
     "numpy": lambda code, name: _python(code, name, ["scipy", "numpy"], _numpy_array),
-    "torch": lambda code, name: _python(code, name, ["torch"], _torch_tensor),
+    "torch": lambda code, name: _python(code.in_floats(), name, [{"where": _where}, "torch"], _torch_tensor),
     "c": _c,
     "julia": _julia,
 }

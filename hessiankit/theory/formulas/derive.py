@@ -140,6 +140,9 @@ def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal:
             letters["T"] = goal = _symbols_for("T", shape_of(value))
         if loss is not None:
             value = recorder.values(LOSS, _loss_at(loss, Z, goal).value)
+    if subject.frozen is not None:  # its letters are those of no variable
+        inputs = {name: array.copy() for name, array in inputs.items()}
+        inputs[names[0]][subject.frozen] = sympy.Dummy()
     results, columns = value.reshape(-1).tolist(), [inputs[name].reshape(-1).tolist() for name in names]
     if len(names) == 2:
         matrix = recorder.hessian(results, columns[0], columns[0] if names[0] == names[1] else columns[1])

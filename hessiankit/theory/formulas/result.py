@@ -8,13 +8,17 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-import sympy
+from sympy import Expr
 from torch import Tensor
 
 from derivations.matrix import Inequality, Matrix, inequalities
+from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Detail, Piece, Printed
 from hessiankit.theory.formulas.assignments import Assignments
 from hessiankit.theory.formulas.typesetting import Story, align, explained, html_of, latex_file, plain, text_lines
+
+SYMBOLIC_ENTRIES = 20_000
+"""Entries beyond which ``sympy()`` refuses: those of a whole block take about 10 ms each."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -73,18 +77,29 @@ class Derivation(Printed):
         placement are symbols too. The result has ``expanded(row, column)``, ``subs``, ``diff``, ``evalf``, ``count_ops`` and
         ``function``.
 
+        Raises:
+            InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries.
+
         >>> import hessiankit as hk
-        >>> replacements, (matrix,) = hk.derive("softmax", wrt="T", length=1).sympy()
-        >>> len(replacements), matrix.shape, matrix[0, 1]
-        (12, (4, 4), -A_{1,1}*A_{1,2})
+        >>> replacements, (matrix,) = hk.derive("gain", wrt=("X", "v"), length=1).sympy()
+        >>> replacements, matrix.row(0)
+        ([], Matrix([[1, 0, 0, 0]]))
+        >>> listed = hk.derive("attention", wrt=("W_Q", "W_V")).sympy()
+        >>> listed.shape, listed.parameters, listed.diff(listed.inputs["X"][0, 0]).shape
+        ((72, 12), {c: 0.7071067811865476}, (72, 12))
         """
         return self._listed
 
     @cached_property
     def _listed(self) -> Assignments:
+        rows, columns = self.shape
+        if rows * columns > SYMBOLIC_ENTRIES:
+            why = f"{rows} x {columns} is {rows * columns} symbolic entries, more than {SYMBOLIC_ENTRIES}"
+            smaller = "derive a smaller block of the same structure, such as d_model=2 with one or two tokens"
+            raise InputError(f"Derivation.sympy: {why}; {smaller}")
         return self._make_assignments()
 
-    def expanded(self, row: int, column: int = 0) -> sympy.Expr:
+    def expanded(self, row: int, column: int = 0) -> Expr:
         """Return one entry in the symbols of the inputs alone: long, beyond a layer."""
         return self._listed.expanded(row, column)
 
@@ -101,8 +116,9 @@ class Derivation(Printed):
 
         >>> import torch
         >>> import hessiankit as hk
-        >>> hk.derive("hadamard", wrt=("X", "Y"), length=1).function()().sum(), hk.derive("softmax", wrt="T").function().__name__
-        (4.0, 'derivative')
+        >>> jacobian = hk.derive("gain", wrt="X", length=1).function("torch")
+        >>> jacobian(v=torch.tensor([3.0, 5.0, 7.0, 9.0])).diagonal()
+        tensor([3., 5., 7., 9.])
         """
         return self._listed.function(lang, name)
 

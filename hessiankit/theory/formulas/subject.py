@@ -45,6 +45,7 @@ class Subject:
     claims: tuple[str, ...] = ()  # ids of the ledger, for a theorem
     loss: str | None = None  # the loss that a theorem takes the derivative of
     numbers: Mapping[Symbol, float] = field(default_factory=dict)  # symbols of numbers such as eps, with their values
+    frozen: int | None = None  # row of the argument that has no gradient: the padding of an embedding
 
     def names(self, wrt: object) -> tuple[str, ...]:
         """Return the arguments that were asked for."""
