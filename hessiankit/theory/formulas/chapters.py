@@ -79,7 +79,7 @@ class Chapter:
             numbers[SCALE] = shape_of(point["W_Q"])[1] ** -0.5
         return Subject(
             point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words, numbers=numbers,
-            frozen=self.options.get("frozen"),
+            sizes=_sizes(shapes, point, self.options), frozen=self.options.get("frozen"),
         )  # fmt: skip
 
     def _stage(self, symbols: Mapping[str, str], arrays: Mapping[str, Array], options: Mapping[str, Any] | None = None) -> Stage:
@@ -94,6 +94,14 @@ class Chapter:
         options |= {"groups": PRIMES["g"]} if "groups" in options else {}
         sizes = {letter: PRIMES[letter] for letter in ["L", *" ".join(sum(shapes.values(), ())).split()]}
         return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(sizes)
+
+
+def _sizes(shapes: Mapping[str, tuple[str, ...]], point: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a point by their letters; those of an axis such as "g d_g" from the number of groups."""
+    found = {axis: n for name, axes in shapes.items() for axis, n in zip(axes, shape_of(point[name]), strict=True)}
+    if "groups" in options:
+        found |= {"g": options["groups"], "d_g": found.pop("g d_g") // options["groups"]}
+    return {"L": len(options.get("tokens") or ()), **found}
 
 
 def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:

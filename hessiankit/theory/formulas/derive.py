@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.composition import gauss_newton
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
-from derivations.matrix import Matrix, add
+from derivations.matrix import Matrix, Named, add
 from derivations.operation import Lettered, Operation, shape_of
 from derivations.stage import Stage, Term, recorded
 from hessiankit.blocks import TransformerBlock
@@ -23,6 +23,7 @@ from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.assignments import Assignments, Recorder, indexed
 from hessiankit.theory.formulas.chapters import CHAPTERS, of_chapter, of_module
+from hessiankit.theory.formulas.matrix_expressions import matrix_assignments
 from hessiankit.theory.formulas.result import Derivation
 from hessiankit.theory.formulas.subject import LOSS, Subject, of_block, target_of
 from hessiankit.theory.formulas.theorems import BLOCKS, PAPERS, statement
@@ -118,8 +119,9 @@ def derive(
     goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
     story = partial(_story, subject, symbols, loss, seed)
-    listed = partial(_assignments, subject, names, loss, goal)
-    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, listed, subject.title, subject.claims)
+    listed, formula = partial(_assignments, subject, names, loss, goal), partial(_matrix_expr, subject, symbols, loss, seed)
+    matrix = _sum(_terms(Z, symbols, loss, goal))
+    return Derivation(names, loss, matrix, story, listed, formula, subject.sizes, subject.title, subject.claims)
 
 
 def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> Story:
@@ -127,6 +129,18 @@ def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int
     terms = _terms(printed, symbols, loss, target_of(loss, None, printed.value, seed))
     values = [*subject.known, *subject.values]
     return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
+
+
+def _matrix_expr(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int, named: bool) -> Any:
+    """Return the derivative as a SymPy matrix expression, or with ``named`` its named parts and the result in their names."""
+    printed, sizes = subject.printed()
+    matrix = _sum(_terms(printed, symbols, loss, target_of(loss, None, printed.value, seed)))
+    rows, result = matrix_assignments(matrix.matrix if isinstance(matrix, Named) else matrix, sizes)
+    if named:
+        return rows, result
+    for symbol, meaning in reversed(rows):
+        result = result.xreplace({symbol: meaning})
+    return result
 
 
 def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal: Any) -> Assignments:

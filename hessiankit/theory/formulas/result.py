@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from derivations.matrix import Inequality, Matrix, inequalities
 from hessiankit.support.errors import InputError
 from hessiankit.support.tables import Detail, Piece, Printed
 from hessiankit.theory.formulas.assignments import Assignments
+from hessiankit.theory.formulas.matrix_expressions import leaves
 from hessiankit.theory.formulas.typesetting import Story, align, explained, html_of, latex_file, plain, text_lines
 
 SYMBOLIC_ENTRIES = 20_000
@@ -35,6 +36,7 @@ class Derivation(Printed):
         wrt: dotted names of the parameters, "X" for the input.
         loss: ``"mse"``, ``"cross_entropy"`` or None.
         matrix: the expression.
+        sizes: numbers of the sizes that formulas print as letters.
         title: what it is of, in words.
         claims: for a theorem, the rows of the ledger that judge its print (``papers.claims(id=...)``).
     """
@@ -44,6 +46,8 @@ class Derivation(Printed):
     matrix: Matrix
     _make_story: Callable[[], Story]
     _make_assignments: Callable[[], Assignments]
+    _make_matrix_expr: Callable[[bool], Any]
+    sizes: Mapping[str, int]
     title: str = "of a transformer block"
     claims: tuple[str, ...] = ()
 
@@ -121,6 +125,26 @@ class Derivation(Printed):
         tensor([3., 5., 7., 9.])
         """
         return self._listed.function(lang, name)
+
+    def matrix_expr(self, *, named: bool = False) -> Any:
+        r"""Return the formula as a SymPy ``MatrixExpr`` whose sizes are symbols, such as L and d.
+
+        Its leaves are ``MatrixSymbol``s; :attr:`sizes` and :attr:`leaves` have their numbers at the point.
+
+        Args:
+            named: Whether to keep the names of parts: (list of pairs (symbol, expression), the result in the symbols).
+
+        >>> import hessiankit as hk
+        >>> formula = hk.derive("linear", wrt="X").matrix_expr()
+        >>> formula, formula.shape
+        (KroneckerProduct(I, W.T), (L*d_o, L*d))
+        """
+        return self._make_matrix_expr(named)
+
+    @property
+    def leaves(self) -> dict[str, Tensor]:
+        """Arrays of the leaves of :meth:`matrix_expr` at the point, vectors as columns, by their letters."""
+        return leaves(self.matrix)
 
     @cached_property
     def story(self) -> Story:

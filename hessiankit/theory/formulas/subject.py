@@ -45,6 +45,7 @@ class Subject:
     claims: tuple[str, ...] = ()  # ids of the ledger, for a theorem
     loss: str | None = None  # the loss that a theorem takes the derivative of
     numbers: Mapping[Symbol, float] = field(default_factory=dict)  # symbols of numbers such as eps, with their values
+    sizes: Mapping[str, int] = field(default_factory=dict)  # numbers of the sizes that print as letters
     frozen: int | None = None  # row of the argument that has no gradient: the padding of an embedding
 
     def names(self, wrt: object) -> tuple[str, ...]:
@@ -83,7 +84,7 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     of, title = _OfBlock(block, branch, seed), "of a transformer block"
     known = [written[1]] if written else []
     default = ("attention.W_Q", "attention.W_V")
-    return Subject(point, symbols, default, of.stage, of.printed, known, title=title, numbers=of.numbers())
+    return Subject(point, symbols, default, of.stage, of.printed, known, title=title, numbers=of.numbers(), sizes=of.sizes(len(X)))
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,14 @@ class _OfBlock:
             (letter,) = written[0].free_symbols
             numbers[letter] = float(solve(written[0] - self.block.factor, letter)[0])
         return numbers | {SCALE: self.block.attention.d_k**-0.5}
+
+    def sizes(self, length: int) -> dict[str, int]:
+        """The block's own sizes by their letters."""
+        block, part = self.block, self.block.attention
+        groups = max((norm_of(norm)[1] for norm in self._epsilons()), default=1)
+        widths = {"d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": block.feedforward.W_2.shape[0]}
+        heads = {"H": part.n_heads, r"H_{KV}": part.n_kv_heads, "r": part.n_heads // part.n_kv_heads}
+        return {"L": length, **widths, **heads, "g": groups, "d_g": block.d_model // groups}
 
     def _epsilons(self) -> dict[nn.Module, tuple[Symbol, float]]:
         """Letter and value of the eps of each norm: one letter for equal values."""

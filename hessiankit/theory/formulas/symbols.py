@@ -80,6 +80,20 @@ class SizeName:
                 n //= number
         return count, n
 
+    def size(self, n: int) -> sympy.Expr:
+        """Return a size as a SymPy expression in its letters."""
+        count, rest = self._factors(n)
+        return sympy.Mul(rest, *(sympy.Symbol(letter, integer=True, positive=True) ** k for letter, k in count.items()))
+
+    def number(self, c: Any) -> sympy.Expr:
+        """Return a factor whose denominator is a size, or the root of one, as a SymPy expression in its letters."""
+        c = sympy.sympify(c)
+        number, rest = c.as_independent(*c.free_symbols, as_Add=False)
+        if number.is_Rational:
+            return rest * number.p / self.size(int(number.q))
+        square = number**2
+        return rest * sympy.sign(number) * sympy.sqrt(square.p / self.size(int(square.q))) if square.is_Rational else c
+
     def scalar(self, c: Any) -> str | None:
         """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
         c = sympy.sympify(c)
