@@ -145,6 +145,13 @@ class Recorder:
             result[index] = self._name(entry.xreplace(names), indexed(letter, index))
         return result
 
+    def included(self, listed: Assignments) -> sympy.ImmutableDenseMatrix:
+        """Take the assignments of another list over; return its matrix in the names of this one."""
+        names: dict[sympy.Basic, sympy.Expr] = {}
+        for name, meaning in listed.replacements:
+            names[name] = self._name(meaning.xreplace(names))
+        return listed.matrix.applyfunc(lambda entry: self._name(entry.xreplace(names)))
+
     def derivatives(self, results: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]) -> list[Slopes]:
         """Return the derivatives of expressions with respect to symbols."""
         slopes: dict[sympy.Symbol, Slopes] = {symbol: {k: sympy.Integer(1)} for k, symbol in enumerate(symbols)}

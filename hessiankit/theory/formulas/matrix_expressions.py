@@ -11,6 +11,7 @@ from sympy.matrices.expressions import DiagMatrix, KroneckerProduct, MatrixExpr
 
 from derivations.arrays import Array
 from derivations.matrix import (
+    BlockDiagonal,
     Commutation,
     Dense,
     Diagonal,
@@ -193,12 +194,14 @@ def leaf(matrix: Matrix) -> tuple[str, bool]:
         return matrix.T.latex(), True
     if isinstance(matrix, Selection):
         return matrix.symbol, matrix.transposed
-    return getattr(matrix, "symbol", matrix.latex()), False
+    return re.sub(r"I_\{[^{}]*\}", "I", matrix.latex()), False  # sizes of identities in the blocks of heads apart
 
 
 def leaves(matrix: Matrix) -> dict[str, Array]:
     """Return the arrays of a formula's leaves, vectors as columns, by their letters."""
     found: dict[str, Array] = {}
+    if isinstance(matrix, BlockDiagonal):
+        return {leaf(matrix)[0]: matrix.dense()}
     for child in matrix.children():
         found |= leaves(child)
     if isinstance(matrix, Diagonal):
