@@ -203,7 +203,7 @@ class _Field:
             case sympy.Piecewise():
                 return next(self(value) for value, condition in expression.args if self._true(condition))
             case sympy.exp():
-                argument = self._meanings.get(expression.exp, expression.exp)
+                argument = expression.exp.xreplace(self._meanings)  # the difference of two logits, where these have a name
                 terms = [self._power_of_seen(self(term)) for term in sympy.Add.make_args(argument)]
                 return reduce(mul, terms) if None not in terms else self._exponential(self(expression.exp))
             case sympy.Function():
