@@ -37,6 +37,7 @@ from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.engine.problem.calling import one_kind
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
+from hessiankit.theory.formulas.traced import of_trace
 from hessiankit.theory.formulas.symbols import EPSILON, SCALE, SLOPE, SizeName, index_of
 
 PRIMES = {
@@ -229,7 +230,6 @@ CHAPTERS: dict[str, Chapter] = {
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity", nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.Tanh: "tanh",
 }  # fmt: skip
-MODULES = "Linear, LayerNorm, RMSNorm, Softmax, Embedding, MSELoss, CrossEntropyLoss, GELU, SiLU, ReLU, LeakyReLU, Tanh"
 
 
 def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
@@ -251,7 +251,10 @@ def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor |
 
 def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a module of ``torch.nn`` as a subject, at its own parameters."""
-    name, chapter, arrays, options, width = _chapter_of(module)
+    row = _chapter_of(module)
+    if row is None:
+        return of_trace(module, inputs)
+    name, chapter, arrays, options, width = row
     if parameters := dict(module.named_parameters()):
         one_kind("derive", module, parameters)
     if width is None:
@@ -293,8 +296,11 @@ def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
     return [int(token) for token in inputs.reshape(-1)]
 
 
-def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None]:
-    """Return the chapter's name and row, parameters by argument, options, and the width of its input where it has one."""
+def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None] | None:
+    """Return the chapter's name and row, parameters by argument, options, and the width of its input where it has one.
+
+    None for a module that is no chapter by itself.
+    """
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
         kind, groups, eps = norm_of(module, torch.float64 if module.weight is None else module.weight.dtype)
         shape = (groups * module.size,) if isinstance(module, GroupNorm) else tuple(module.normalized_shape)
@@ -332,7 +338,4 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         name = "cross_entropy" if module.reduction == "mean" and module.label_smoothing == 0 else ""
     if name:
         return name, CHAPTERS[name], {}, {}, None
-    raise InputError(
-        f"derive: {type(module).__name__} as it is set has no closed form by itself; pass a hessiankit.TransformerBlock, "
-        f"a module of torch.nn ({MODULES}) or the name of a chapter ({', '.join(CHAPTERS)})"
-    )
+    return None
