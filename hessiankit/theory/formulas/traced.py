@@ -107,8 +107,8 @@ def of_trace(module: nn.Module, inputs: Any) -> Subject:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:
         raise InputError(
-            f"derive: {type(module).__name__} has no chapter by itself, and its trace needs inputs; pass inputs=X, a tuple of "
-            "arguments, or a dict of keyword arguments"
+            f"derive: {type(module).__name__} as it is set has no closed form by itself, and its trace needs inputs; pass inputs=X, "
+            "a tuple of arguments or a dict of keyword arguments"
         )
     if isinstance(module, nn.MultiheadAttention) and len(args) == 1:
         args, kwargs = args * 3, {"need_weights": False}
@@ -125,7 +125,7 @@ def of_trace(module: nn.Module, inputs: Any) -> Subject:
     point = {**parameters, "X": X.reshape(-1, X.shape[-1])}
     stage, printed = partial(traced.stage, symbols), partial(traced.printed, symbols, point)
     title, numbers = f"of {type(module).__name__}", {symbol: value for (_, value), symbol in traced.numbers.items()}
-    return Subject(point, symbols, (next(iter(parameters)),), stage, printed, title=title, numbers=numbers)
+    return Subject(point, symbols, (next(iter(symbols)),), stage, printed, title=title, numbers=numbers)
 
 
 def letter_of(dotted: str, value: Tensor) -> str:
@@ -206,7 +206,7 @@ class _Stages:
             (top,) = makers[top].inputs  # type: ignore[assignment]
         for a in self.trace.applications:
             known = {id(value.stage) for value in self.values.values()}
-            self.symbol = "Z" if a.output == top else f"Y_{{{self.made + 1}}}"
+            self.symbol = "Z" if a.output == top else f"Y^{{({self.made + 1})}}"
             self.values[a.output] = self.apply(a, tuple(self.trace.values[a.output].shape))
             self.made += id(self.values[a.output].stage) not in known
         return self.matrix(self.values[self.trace.output], "Z")
@@ -284,7 +284,9 @@ class _Stages:
                 ]
                 reads = {f"X_{k}": X for k, X in enumerate(stages)}
                 return self.added(Total(*maps), reads, r"\text{side by side: }" + r",\ ".join(X.symbol for X in stages), shape)
-        raise InputError(f"derive: {a.name} is a {type(a.primitive).__name__}, which has no chapter as it is used here: {a.primitive}")
+        kind = getattr(a.primitive, "kind", type(a.primitive).__name__)
+        todo = "write it in operations that have one, or call eval() on a module with dropout"
+        raise InputError(f"derive: {a.name} ({kind}) has no chapter as it is used here; {todo}")
 
     def attention(self, attention: ScaledDotProductAttention, *parts: Taken, shape: Shape) -> Taken:
         """Return softmax(c Q K^T) V, head by head."""
@@ -302,9 +304,9 @@ class _Stages:
         usual = not self.exact and c == q.shape[-1] ** -0.5  # prints as the root
         each = r"\text{ for each head}" if heads > 1 else ""
         at = HeadProductAt(Q.value, K.value, heads, "scores", None if usual else self.number(SCALE.name, c))
-        self.symbol = f"T_{{{name}}}"
+        self.symbol = f"T^{{({self.made + 1})}}"
         T = self.matrix(self.added(at, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", (heads * L, S)))
-        self.symbol = f"A_{{{name}}}"
+        self.symbol = f"A^{{({self.made + 1})}}"
         softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.numpy() if self.exact else mask)
         A = self.matrix(self.added(softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", (heads * L, S)))
         self.symbol = name
@@ -339,7 +341,7 @@ class _Stages:
             matrix = Identity(n) if x.positions is None else Selection(x.positions.tolist(), n, f"P_{{{k}}}")
             rule = rf"\text{{entries of }}{x.stage.symbol}\text{{, vec}}_r = P_{{{k}}}\text{{vec}}_r"
             taken = LinearMapAt(x.stage.value, matrix, shape)
-            self.matrices[key] = Stage(symbol or f"X_{{{k}}}", taken, {"X": x.stage}, {"X": x.stage.symbol}, rule)
+            self.matrices[key] = Stage(symbol or f"X^{{({k})}}", taken, {"X": x.stage}, {"X": x.stage.symbol}, rule)
         return self.matrices[key]
 
     def turned(self, W: Stage) -> Stage:
@@ -358,7 +360,7 @@ class _Stages:
             array: Array = value.double().reshape(rows_of(value.shape))
             if self.exact:
                 array = np.vectorize(sympy.Float, otypes=[object])(array.numpy())
-            self.values[at] = Taken(leaf(f"C_{{{at}}}", array), tuple(value.shape))
+            self.values[at] = Taken(leaf(f"C^{{({at})}}", array), tuple(value.shape))
         return self.values[at]
 
     def number(self, kind: str, value: float) -> Any:
