@@ -1,21 +1,20 @@
 r"""``identical``: two formulas are equal, by their form or by exact arithmetic at random points, or a point shows that they are not.
 
 Both become one list of assignments in which equal expressions have one name. Where names do not settle it, the list is evaluated
-modulo the prime p = 2^61 - 1 at random numbers. Values of exp and other functions are drawn, one for each argument. Where r is no
-square modulo p, a root of r needs another point, which one of two is. With k roots the product of the difference over their signs
-is a rational function of the inputs alone, of 2^k times the degree D, so that two formulas that differ agree with a probability of
-at most 4^k D / ((p - 1) / 2), times 2 for each condition of a case distinction.
+modulo a prime P at random numbers. Numbers that are squares modulo P take the part of the positive ones: roots, absolute values and
+conditions then obey the rules that they obey for real numbers. Where a radicand is no square, another point is drawn. Values of exp
+and other functions are drawn too, one for each argument. With k roots the product of the difference over their signs is a rational
+function of the drawn numbers of degree 2^k h at most, for h the sum of the degrees of all that is added and multiplied. So two
+formulas that differ agree at a point with a probability of at most 4^k h / P, times 2 for each condition.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import reduce
-from operator import add, mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 from sympy.core.relational import Relational
@@ -24,16 +23,17 @@ from sympy.matrices.expressions.matexpr import MatrixElement
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, did_you_mean
 from hessiankit.support.tables import Piece, Printed
-from hessiankit.theory.exact.case import Draw
-from hessiankit.theory.exact.residues import VALUES, Residue
 from hessiankit.theory.formulas.assignments import Assignments, Recorder
 from hessiankit.theory.formulas.code import identifier
 from hessiankit.theory.formulas.result import Derivation
 
+P = 892371480 * (2**500 + 39) - 1
+"""A prime that is -1 modulo 8 and modulo 3, 5, ..., 23: these are squares modulo P, as positive numbers are, and -1 is none. Degrees
+of long lists are far below it."""
 TRIES = 4096
 """Points that are drawn until all roots exist: with eight independent roots one in 256 is enough, and fewer than 1 in 10^6 runs fail."""
 SMALL_MULTIPLES = (1, -1, 2, -2, 3, -3, 4, -4)
-"""Quotients of arguments of exp that products and squares of weights make."""
+"""Quotients of arguments of exp that products and powers of weights make."""
 DIGITS = 40
 """Digits of the numbers at a real point; a difference in the last quarter of them is rounding."""
 
@@ -76,19 +76,21 @@ class Equality(Printed):
     def __bool__(self) -> bool:
         return self.holds
 
-    def _parts(self) -> Iterator[Piece]:
+    def _headline(self) -> str:
         if self.counterexample is not None:
-            yield f"different: {self.counterexample}"
-        elif self.method == "form":
-            yield "identical: the same expression in every entry"
-        elif self.method == "digits":
-            yield f"identical in {DIGITS * 3 // 4} digits at a random point; the rules of powers and roots modulo a prime do not show it"
-        else:
-            yield f"identical at random points modulo 2^61 - 1; formulas that differ pass with a probability of at most {self.chance:.0e}"
+            return f"different: {self.counterexample}"
+        if self.method == "form":
+            return "identical: the same expression in every entry"
+        if self.method == "digits":
+            return f"identical in {DIGITS * 3 // 4} digits at a random point; arithmetic modulo a prime does not show it"
+        return f"identical at a random point modulo a prime; formulas that differ pass with a probability of at most {self.chance:.0e}"
+
+    def _parts(self) -> Iterator[Piece]:
+        yield self._headline()
 
 
 @checked("identical", leave=("a", "b"))
-def identical(a: Any, b: Any, *, points: int = 2, seed: int = 0) -> Equality:
+def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
     """Tell whether two formulas are equal at every point.
 
     Args:
@@ -96,8 +98,7 @@ def identical(a: Any, b: Any, *, points: int = 2, seed: int = 0) -> Equality:
             ``MatrixSymbol``s have the letters of the other formula's inputs (``X``, ``W_Q``, ``gamma``; a vector has one column).
             Symbols are those of parameters (``varepsilon`` or ``eps``, ``c``) and of sizes (``L``, ``d``).
         b: Another of these.
-        points: Random points of exact arithmetic.
-        seed: Of the points.
+        seed: Seed of the random points.
 
     Raises:
         InputError: If neither is a derivation, shapes differ, or a letter is not one of the derivation's.
@@ -106,7 +107,7 @@ def identical(a: Any, b: Any, *, points: int = 2, seed: int = 0) -> Equality:
     >>> from sympy import Identity, KroneckerProduct, MatrixSymbol
     >>> derived = hk.derive("linear", wrt="X", length=2)
     >>> W = MatrixSymbol("W", 4, 6)
-    >>> hk.identical(derived, KroneckerProduct(Identity(2), W.T))
+    >>> print(hk.identical(derived, KroneckerProduct(Identity(2), W.T)))
     identical: the same expression in every entry
     >>> bool(hk.identical(derived, 2 * KroneckerProduct(Identity(2), W.T)))
     False
@@ -116,50 +117,66 @@ def identical(a: Any, b: Any, *, points: int = 2, seed: int = 0) -> Equality:
         raise InputError(f"identical: got {type(a).__name__} and {type(b).__name__}; one of the two is a result of derive")
     sizes = derived.sizes if isinstance(derived, Derivation) else {}
     letters = derived.sympy() if isinstance(derived, Derivation) else derived
-    recorder, matrices = Recorder(), []
-    for one in (a, b):
-        listed = one.sympy() if isinstance(one, Derivation) else one if isinstance(one, Assignments) else _listed(one, letters, sizes)
-        matrices.append(recorder.included(listed))
-    left, right = matrices
+    recorder = Recorder()
+    left, right = (_included(recorder, one.sympy() if isinstance(one, Derivation) else one, letters, sizes) for one in (a, b))
     if left.shape != right.shape:
         raise InputError(f"identical: the shapes are {tuple(left.shape)} and {tuple(right.shape)}; pass formulas of one shape")
     if left == right:
         return Equality(True, "form")
     both = recorder.assignments(sympy.ImmutableDenseMatrix([left.flat(), right.flat()]), letters.inputs, letters.parameters)
-    chances = [_chance_at(both, f"{seed}/{k}") for k in range(points)]
-    if None not in chances:
-        return Equality(True, "prime field", float(reduce(mul, chances)))
+    chance = _chance(both, seed)
+    if chance is not None:
+        return Equality(True, "prime field", chance)
     counterexample = _counterexample(both, left.shape[1], seed)
     return Equality(counterexample is None, "digits", float("nan"), counterexample)
 
 
-def _listed(formula: Any, letters: Assignments, sizes: Mapping[str, int]) -> Assignments:
-    """Return a user's matrix as a list of no assignments in the symbols of a derivation."""
+def _included(recorder: Recorder, formula: Any, letters: Assignments, sizes: Mapping[str, int]) -> sympy.ImmutableDenseMatrix:
+    """Assign a formula, in a derivation's letters; return its matrix in names."""
+    if isinstance(formula, Assignments):
+        return recorder.included(formula)
     if not isinstance(formula, (sympy.MatrixBase, sympy.MatrixExpr)):
         raise InputError(f"identical: got {type(formula).__name__}; pass a result of derive or a matrix of SymPy")
-    numbers = {symbol: sizes[symbol.name] for symbol in formula.free_symbols if symbol.name in sizes}
-    sized = formula.subs(numbers)
-    matrix = sympy.ImmutableDenseMatrix(sized.doit().as_explicit() if isinstance(sized, sympy.MatrixExpr) else sized)
-    arrays = {name: symbols for letter, symbols in letters.inputs.items() for name in (letter, identifier(letter))}
-    known = {symbol.name: symbol for symbols in letters.inputs.values() for symbol in symbols}
-    for symbol in letters.parameters:
-        known |= dict.fromkeys((symbol.name, identifier(symbol.name).replace("varepsilon", "eps"), identifier(symbol.name)), symbol)
-    names: dict[Any, Any] = {}
-    for atom in matrix.atoms(MatrixElement, sympy.Symbol):
+    if isinstance(formula, sympy.MatrixExpr):
+        numbers = {symbol: sizes[symbol.name] for symbol in formula.free_symbols if symbol.name in sizes}
+        formula = formula.subs(numbers).doit().as_explicit()
+    letter, known = _letters(letters), dict[sympy.Basic, sympy.Basic]()
+
+    def renamed(expression: sympy.Basic) -> sympy.Basic:
+        if expression not in known:
+            if isinstance(expression, (sympy.Symbol, MatrixElement)):
+                known[expression] = letter(expression)
+            else:
+                known[expression] = expression.func(*map(renamed, expression.args)) if expression.args else expression
+        return known[expression]
+
+    matrix = sympy.ImmutableDenseMatrix(*formula.shape, [renamed(entry) for entry in formula])
+    return recorder.included(Assignments((), matrix, letters.inputs, letters.parameters))
+
+
+def _letters(listed: Assignments) -> Callable[[Any], sympy.Symbol]:
+    """Return the map from a user's symbols and entries of matrices to the symbols of a derivation."""
+    arrays = {name: symbols for letter, symbols in listed.inputs.items() for name in (letter, identifier(letter))}
+    known = {symbol.name: symbol for symbols in listed.inputs.values() for symbol in symbols}
+    for symbol in listed.parameters:
+        word = identifier(symbol.name)
+        known |= dict.fromkeys((symbol.name, word, word.replace("varepsilon", "eps")), symbol)
+
+    def letter(atom: Any) -> sympy.Symbol:
         if isinstance(atom, MatrixElement):
-            if str(atom.parent) not in arrays or atom.parent.shape != arrays[str(atom.parent)].shape:
-                shapes = ", ".join(f"{identifier(letter)} {symbols.shape}" for letter, symbols in letters.inputs.items())
-                raise InputError(f"identical: {atom.parent} {atom.parent.shape} is no input; the inputs are {shapes}")
-            names[atom] = arrays[str(atom.parent)][atom.i, atom.j]
-    free = {s for s in matrix.xreplace(names).free_symbols if isinstance(s, sympy.Symbol)}
-    for symbol in free - set(names.values()):
-        if symbol.name not in known:
-            raise InputError(f"identical: {symbol} is no letter of the derivation{did_you_mean(symbol.name, known)}")
-        names[symbol] = known[symbol.name]
-    return Assignments((), matrix.xreplace(names), letters.inputs, letters.parameters)
+            matrix = atom.parent
+            if matrix.name not in arrays or matrix.shape != arrays[matrix.name].shape:
+                shapes = ", ".join(f"{identifier(name)} {symbols.shape}" for name, symbols in listed.inputs.items())
+                raise InputError(f"identical: {matrix} {matrix.shape} is no input; the inputs are {shapes}")
+            return arrays[matrix.name][atom.i, atom.j]
+        if atom.name not in known:
+            raise InputError(f"identical: {atom} is no letter of the derivation{did_you_mean(atom.name, known)}")
+        return known[atom.name]
+
+    return letter
 
 
-def _chance_at(both: Assignments, seed: str) -> float | None:
+def _chance(both: Assignments, seed: int) -> float | None:
     """Return a bound on the probability that two rows that differ agree as these do at a point; None if they do not agree."""
     for attempt in range(TRIES):
         field = _Field(f"{seed}/{attempt}", dict(both.replacements))
@@ -167,86 +184,102 @@ def _chance_at(both: Assignments, seed: str) -> float | None:
             for name, meaning in both.replacements:
                 field.values[name] = field(meaning)
             pairs = [(field(u), field(v)) for u, v in zip(both.matrix.row(0), both.matrix.row(1), strict=True)]
-        except ValueError:  # a root that does not exist at this point
+        except ValueError:  # a root or a reciprocal that does not exist at this point
             continue
-        if any(u != v for u, v in pairs):
+        if any(u.number != v.number for u, v in pairs):
             return None
-        degree = max((difference.degree for difference in (u - v for u, v in pairs) if isinstance(difference, Residue)), default=0)
-        return min(1.0, float(degree * 4**field.roots * 2 ** len(field.conditions)) / VALUES)
+        degree = max(u.degree + v.degree for u, v in pairs)
+        return float(sympy.Rational(degree * 4**field.roots * 2 ** len(field.conditions), P))
     return None
 
 
+class _Value(NamedTuple):
+    """A number modulo P, with a bound on the degrees of numerator and denominator."""
+
+    number: int
+    degree: int = 0
+
+
 class _Field:
-    """Expressions modulo a prime at a random point."""
+    """Expressions modulo P at a random point."""
 
     def __init__(self, seed: str, meanings: Mapping[sympy.Basic, sympy.Expr]) -> None:
-        self.values: dict[sympy.Basic, Any] = {}
-        self._meanings = meanings
+        self.values: dict[sympy.Basic, _Value] = {}
         self.roots, self.conditions = 0, set[sympy.Basic]()
-        self._draw, self._functions = Draw(seed), dict[tuple[Any, ...], Residue]()
+        self._random, self._meanings, self._functions = random.Random(seed), meanings, dict[tuple[Any, int], _Value]()
 
-    def __call__(self, expression: sympy.Expr) -> Any:
-        """Return the value of an expression: an int, a fraction or a residue.
+    def __call__(self, expression: sympy.Expr) -> _Value:
+        """Return the value of an expression.
 
         Raises:
             ValueError: If a root does not exist, or something is divided by zero.
         """
         match expression:
             case sympy.Rational():
-                return Fraction(expression.p, expression.q)
-            case sympy.Add():
-                return reduce(add, map(self, expression.args))
-            case sympy.Mul():
-                return reduce(mul, map(self, expression.args))
+                return _Value(int(expression.p) * pow(int(expression.q), -1, P) % P)
+            case sympy.Add() | sympy.Mul():
+                parts = [self(part) for part in expression.args]
+                numbers = [part.number for part in parts]
+                number = sum(numbers) if expression.is_Add else reduce(lambda u, v: u * v % P, numbers)
+                return _Value(number % P, sum(part.degree for part in parts))
             case sympy.Pow(exp=sympy.Rational(q=1 | 2)):
-                return self._power(self(expression.base), int(expression.exp.p), int(expression.exp.q))
+                base, n = self(expression.base), int(expression.exp.p)
+                if expression.exp.q == 2:
+                    base = self._root(base)
+                return _Value(pow(base.number, n, P), abs(n) * base.degree)
             case sympy.Piecewise():
                 return next(self(value) for value, condition in expression.args if self._true(condition))
+            case sympy.Abs():
+                value = self(expression.args[0])
+                return value if _is_square(value.number) else _Value(-value.number % P, value.degree)
             case sympy.exp():
                 argument = expression.exp.xreplace(self._meanings)  # the difference of two logits, where these have a name
-                terms = [self._power_of_seen(self(term)) for term in sympy.Add.make_args(argument)]
-                return reduce(mul, terms) if None not in terms else self._exponential(self(expression.exp))
+                terms = [self._exp(self(term).number) for term in sympy.Add.make_args(argument)]
+                if None in terms:
+                    total = self(expression.exp).number
+                    return self._exp(total) or self._functions.setdefault((sympy.exp, total), self._drawn(positive=True))
+                return _Value(reduce(lambda u, v: u * v % P, (t.number for t in terms if t)), sum(t.degree for t in terms if t))
             case sympy.Function():
-                return self._odd_or_even(expression.func, *map(self, expression.args))
+                return self._odd_or_even(expression.func, self(expression.args[0]).number)
         if expression not in self.values:  # a symbol, or a number such as pi
-            self.values[expression] = self._draw.number()
+            self.values[expression] = self._drawn(positive=bool(expression.is_positive))
         return self.values[expression]
 
-    def _power(self, base: Any, n: int, root: int) -> Any:
-        base = base if isinstance(base, Residue) else Residue(0) + base
-        if root == 2:
-            self.roots += base.degree > 0
-            base = Residue(base.sqrt().value, base.degree + base.reciprocal().degree)
-        return base**n if n > 0 else (base**-n).reciprocal()
+    def _drawn(self, positive: bool) -> _Value:
+        number = self._random.randrange(1, P)
+        return _Value(number**2 % P, 2) if positive else _Value(number, 1)
 
-    def _power_of_seen(self, argument: Any) -> Residue | None:
+    def _root(self, value: _Value) -> _Value:
+        if not _is_square(value.number):
+            raise ValueError("the radicand is no square")
+        self.roots += value.degree > 0
+        return _Value(pow(value.number, (P + 1) // 4, P), value.degree)
+
+    def _exp(self, argument: int) -> _Value | None:
         """Return exp of a small multiple of an argument that has a value of exp, which is a power of this value."""
         for n in SMALL_MULTIPLES:
-            value = self._functions.get((sympy.exp, argument * Fraction(1, n)))
+            value = self._functions.get((sympy.exp, argument * pow(n, -1, P) % P))
             if value is not None:
-                return self._power(value, n, 1)  # type: ignore[no-any-return]
+                return _Value(pow(value.number, n, P), abs(n) * value.degree)
         return None
 
-    def _exponential(self, argument: Any) -> Residue:
-        value = self._power_of_seen(argument)
-        if value is None:
-            value = self._functions[sympy.exp, argument] = self._draw.number()
-        return value
-
-    def _odd_or_even(self, function: Any, argument: Any) -> Any:
+    def _odd_or_even(self, function: Any, argument: int) -> _Value:
         """Return a drawn value; those of x and -x are equal for cosh and cos, and opposite for erf, tanh and other functions."""
-        sign = argument > 0
-        value = self._functions.setdefault((function, argument if sign else -argument), self._draw.number())
-        return value if sign or function in (sympy.cos, sympy.cosh, sympy.Abs) else -value
+        sign = _is_square(argument)
+        value = self._functions.setdefault((function, argument if sign else -argument % P), self._drawn(positive=False))
+        return value if sign or function in (sympy.cos, sympy.cosh) else _Value(-value.number % P, value.degree)
 
     def _true(self, condition: Any) -> bool:
         if condition in (sympy.true, sympy.false):
             return bool(condition)
-        if not isinstance(condition, Relational):
-            raise InputError(f"identical: the condition {condition} is no comparison of two numbers")
+        if not isinstance(condition, Relational) or condition.rel_op not in (">", ">=", "<", "<="):
+            raise InputError(f"identical: the condition {condition} does not say which of two numbers is larger")
         self.conditions.add(condition)
-        difference = self(condition.gts - condition.lts) if condition.rel_op in (">", ">=", "<", "<=") else self(condition.lhs - condition.rhs)
-        return bool(difference > 0)
+        return _is_square(self(condition.gts - condition.lts).number)
+
+
+def _is_square(number: int) -> bool:
+    return pow(number, (P - 1) // 2, P) in (0, 1)
 
 
 def _counterexample(both: Assignments, columns: int, seed: int) -> Counterexample | None:

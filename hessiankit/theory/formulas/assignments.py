@@ -132,6 +132,7 @@ class Recorder:
     def __init__(self, replacements: Replacements = ()) -> None:
         self._rows = list(replacements)
         self._names = {meaning: name for name, meaning in replacements}
+        self._shortened: dict[sympy.Basic, sympy.Expr] = {}  # shared parts of a large expression once
         self._letters = sympy.numbered_symbols("x", start=1, exclude=[name for name, _ in replacements])
 
     def values(self, letter: str, array: Array) -> Array:
@@ -210,11 +211,15 @@ class Recorder:
         """Return an expression with names in place of what has one; powers, functions and what these are of get one."""
         if expression.is_Atom or expression in self._names:
             return self._names.get(expression, expression)
-        if isinstance(expression, (sympy.Function, sympy.Pow)):
-            arguments = [self._name(part) if isinstance(part, sympy.Expr) else self._short(part) for part in expression.args]
-            short = expression.func(*arguments)
-            return short if short.is_Atom else self._assign(short, None)
-        return expression.func(*map(self._short, expression.args))
+        if expression not in self._shortened:
+            if isinstance(expression, (sympy.Function, sympy.Pow)):
+                parts = [self._name(part) if isinstance(part, sympy.Expr) else self._short(part) for part in expression.args]
+                short = expression.func(*parts)
+                short = short if short.is_Atom else self._assign(short, None)
+            else:
+                short = expression.func(*map(self._short, expression.args))
+            self._shortened[expression] = short
+        return self._shortened[expression]
 
     def _assign(self, expression: sympy.Expr, label: str | None) -> sympy.Symbol:
         if expression not in self._names:
