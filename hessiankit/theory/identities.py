@@ -137,9 +137,9 @@ def _included(recorder: Recorder, formula: Any, letters: Assignments, sizes: Map
         return recorder.included(formula)
     if not isinstance(formula, (sympy.MatrixBase, sympy.MatrixExpr)):
         raise InputError(f"identical: got {type(formula).__name__}; pass a result of derive or a matrix of SymPy")
-    if isinstance(formula, sympy.MatrixExpr):
+    if not isinstance(formula, sympy.MatrixBase):
         numbers = {symbol: sizes[symbol.name] for symbol in formula.free_symbols if symbol.name in sizes}
-        formula = formula.subs(numbers).doit().as_explicit()
+        formula = formula.subs(numbers).as_explicit()
     letter, known = _letters(letters), dict[sympy.Basic, sympy.Basic]()
 
     def renamed(expression: sympy.Basic) -> sympy.Basic:
