@@ -18,7 +18,6 @@ from derivations.composition import Composite
 from derivations.matrix import Matrix, Named, Sum, Zero
 from derivations.operation import Lettered, Operation, Renamed, Shape, Total, Variable, expect_names
 
-
 Record = Callable[[str, Array], Array]
 """(symbol, value) -> the value in other words, such as names for its entries."""
 _RECORD: ContextVar[Record | None] = ContextVar("record", default=None)

@@ -6,7 +6,6 @@ import itertools
 import pickle
 import re
 
-import numpy as np
 import pytest
 import torch
 from second_order_reference import derivatives

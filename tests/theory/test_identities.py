@@ -15,7 +15,9 @@ N, D, D_K = 2, 3, 2  # tokens, features, features of a query; values have D feat
 TOKENS = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 X, T, W_V = (Matrix(MatrixSymbol(name, *shape)) for name, shape in (("X", (N, D)), ("T", (N, 4)), ("W_V", (D, D))))
 W_Q, W_K = (Matrix(MatrixSymbol(name, D, D_K)) for name in ("W_Q", "W_K"))
-W_O, Y, W_1, W_2 = (Matrix(MatrixSymbol(name, *shape)) for name, shape in (("W_O", (D, 6)), ("Y", (N, D)), ("W_1", (D, 5)), ("W_2", (5, 6))))
+W_O, Y, W_1, W_2 = (
+    Matrix(MatrixSymbol(name, *shape)) for name, shape in (("W_O", (D, 6)), ("Y", (N, D)), ("W_1", (D, 5)), ("W_2", (5, 6)))
+)
 c, eps = Symbol("c"), Symbol("eps")  # 1/sqrt(d_k), and the eps of a norm
 
 
@@ -77,7 +79,7 @@ def plain(name, **options):
     """A norm without eps and gain."""
     listed = derive(name, **options).sympy()
     (eps,) = listed.parameters
-    return listed.subs({eps: 0, **{gain: 1 for gain in listed.inputs[r"\gamma"]}})
+    return listed.subs({eps: 0, **dict.fromkeys(listed.inputs[r"\gamma"], 1)})
 
 
 def derived(name, wrt=None):
@@ -90,8 +92,16 @@ PRINTED = [
     ("hybridnorm/eq20-eps", lambda: derived("rmsnorm", "X"), lambda: rms_jacobian(0)),
     ("hybridnorm/eq17", lambda: derived("hybridnorm/eq17"), lambda: c * FRONT * kronecker_product(X, X * W_K)),
     ("hybridnorm/eq18", lambda: derived("hybridnorm/eq18"), lambda: c * FRONT * kronecker_product(X * W_Q, X) * K(D_K, D)),
-    ("sharpness-disparity/b2-wq", lambda: derived("sharpness-disparity/b2-wq"), lambda: c * FRONT * kronecker_product(X, X * W_K)),
-    ("sharpness-disparity/b2-wk", lambda: derived("sharpness-disparity/b2-wk"), lambda: c * FRONT * kronecker_product(X, X * W_Q)),
+    (
+        "sharpness-disparity/b2-wq",
+        lambda: derived("sharpness-disparity/b2-wq"),
+        lambda: c * FRONT * kronecker_product(X, X * W_K),
+    ),
+    (
+        "sharpness-disparity/b2-wk",
+        lambda: derived("sharpness-disparity/b2-wk"),
+        lambda: c * FRONT * kronecker_product(X, X * W_Q),
+    ),
     ("sharpness-disparity/thm4.1-w1", lambda: derived("sharpness-disparity/thm4.1-w1"), network),
     ("curvature-gap/thm2", lambda: derive("curvature-gap/thm2", inputs=TOKENS[:1]), theorem_2),
     ("curvature-gap/phi_vq", lambda: derived("curvature-gap/phi_vq"), lambda: phi_vq(sympy.Rational(2, N * D))),
@@ -159,7 +169,10 @@ REFUSED = [
     ((ones(2, 2), ones(2, 2)), "got MutableDenseMatrix and MutableDenseMatrix; one of the two is a result of derive"),
     ((derive("linear", wrt="X", length=2), "W"), "got str; pass a result of derive or a matrix of SymPy"),
     ((derive("linear", wrt="X", length=2), ones(2, 2)), r"the shapes are \(12, 8\) and \(2, 2\)"),
-    ((derive("linear", wrt="X", length=2), MatrixSymbol("V", 12, 8)), r"V \(12, 8\) is no input; the inputs are X \(2, 4\), W \(4, 6\)"),
+    (
+        (derive("linear", wrt="X", length=2), MatrixSymbol("V", 12, 8)),
+        r"V \(12, 8\) is no input; the inputs are X \(2, 4\), W \(4, 6\)",
+    ),
     ((derive("softmax", length=1), Symbol("gama") * ones(16, 4)), "gama is no letter of the derivation"),
 ]
 

@@ -186,9 +186,7 @@ class Recorder:
         """Return a result with the assignments that it depends on."""
         return Assignments(_needed(self._rows, matrix.flat()), matrix, inputs, parameters)
 
-    def _slopes(
-        self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]
-    ) -> Slopes:
+    def _slopes(self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]) -> Slopes:
         """Return the sums over a of f_a D a, with labels for those that get a name."""
         terms = defaultdict(list)
         for symbol in sorted(meaning.free_symbols & slopes.keys(), key=str):

@@ -37,8 +37,8 @@ from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.engine.problem.calling import one_kind
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
-from hessiankit.theory.formulas.traced import of_trace
 from hessiankit.theory.formulas.symbols import EPSILON, SCALE, SLOPE, SizeName, index_of
+from hessiankit.theory.formulas.traced import of_trace
 
 PRIMES = {
     "L": 17, "S": 13, "d": 5, "d_V": 5, "d_K": 7, "d_v": 11, r"d_{ff}": 19, r"d_o": 23, "g": 29, "d_g": 31, "C": 37, "V": 41,

@@ -77,7 +77,9 @@ def identifier(name: str) -> str:
 def _python(code: Program, name: str, modules: list[Any], stacked: Callable[..., Any]) -> Callable[..., Any]:
     """Return a Python function of the inputs, parameters by keyword, whose results ``stacked`` joins."""
     # lambdify takes the list in place of a search for common subexpressions
-    kernel = sympy.lambdify([*code.arrays, *code.parameters], list(code.results), modules, cse=lambda _: (code.rows, code.results))
+    kernel = sympy.lambdify(
+        [*code.arrays, *code.parameters], list(code.results), modules, cse=lambda _: (code.rows, code.results)
+    )
     kind = inspect.Parameter
     signature = inspect.Signature(
         [

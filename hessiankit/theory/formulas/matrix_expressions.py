@@ -208,8 +208,9 @@ def leaves(matrix: Matrix) -> dict[str, Array]:
         found[matrix.symbol] = matrix.values.reshape(-1, 1)
     elif isinstance(matrix, (RowBlocks, RowCovariance)):
         found[leaf(matrix)[0]] = matrix.rows.reshape(-1, 1)
-    elif not matrix.children() and not isinstance(matrix, (Identity, Zero, Ones, Commutation, DiagonalLift, DiagonalTake, Centring)):
+    elif not matrix.children() and not isinstance(
+        matrix, (Identity, Zero, Ones, Commutation, DiagonalLift, DiagonalTake, Centring)
+    ):
         letter, transposed = leaf(matrix)
         found[letter] = (matrix.T if transposed else matrix).dense()
     return found
-

@@ -84,7 +84,9 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     of, title = _OfBlock(block, branch, seed), "of a transformer block"
     known = [written[1]] if written else []
     default = ("attention.W_Q", "attention.W_V")
-    return Subject(point, symbols, default, of.stage, of.printed, known, title=title, numbers=of.numbers(), sizes=of.sizes(len(X)))
+    return Subject(
+        point, symbols, default, of.stage, of.printed, known, title=title, numbers=of.numbers(), sizes=of.sizes(len(X))
+    )
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -31,6 +31,7 @@ from derivations.operation import Operation, OperationAt, Renamed, Shape, Total,
 from derivations.selection import Selection
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Names, Stage, leaf, total
+from hessiankit.engine.problem.calling import one_kind
 from hessiankit.primitives.activation import Activation
 from hessiankit.primitives.cast import Cast
 from hessiankit.primitives.elementwise import KINDS, Elementwise
@@ -112,7 +113,10 @@ def of_trace(module: nn.Module, inputs: Any) -> Subject:
         )
     if isinstance(module, nn.MultiheadAttention) and len(args) == 1:
         args, kwargs = args * 3, {"need_weights": False}
-    X, parameters = tensors[0].detach(), {name: p.detach() for name, p in module.named_parameters()}
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    if parameters:
+        one_kind("derive", module, parameters)
+    X = tensors[0].detach().to(next(iter(parameters.values()), tensors[0]))
 
     def call(moving: Mapping[str, Tensor]) -> Tensor:
         own = {name: value for name, value in moving.items() if name != "X"}
@@ -158,7 +162,9 @@ class TracedModule:
     @cached_property
     def numbers(self) -> dict[tuple[str, float], sympy.Symbol]:
         """Letters of numbers by kind and value: eps of norms, factors of logits, slopes."""
-        roots = {a.inputs[0] for a in self.trace.applications if isinstance(a.primitive, Elementwise) and a.primitive.kind == "rsqrt"}
+        roots = {
+            a.inputs[0] for a in self.trace.applications if isinstance(a.primitive, Elementwise) and a.primitive.kind == "rsqrt"
+        }
         found: dict[str, dict[float, None]] = {}
         for a in self.trace.applications:
             match a.primitive:
@@ -191,7 +197,11 @@ class _Stages:
     """The stages of a trace, in the order in which they are made."""
 
     def __init__(
-        self, trace: Trace, numbers: Mapping[tuple[str, float], sympy.Symbol], symbols: Mapping[str, str], point: Mapping[str, Array]
+        self,
+        trace: Trace,
+        numbers: Mapping[tuple[str, float], sympy.Symbol],
+        symbols: Mapping[str, str],
+        point: Mapping[str, Array],
     ) -> None:
         self.trace, self.numbers, self.exact = trace, numbers, is_exact(point["X"])
         self.made, self.matrices = 0, dict[tuple[Any, ...], Stage]()
@@ -251,7 +261,9 @@ class _Stages:
                 return self.added(at, {"X": X}, rf"\mathrm{{{kind.replace('_', '-')}}}({X.symbol})", shape)
             case Elementwise(kind=kind, constants=constants) if kind in FUNCTIONS:
                 X = self.matrix(x)
-                return self.added(FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape)
+                return self.added(
+                    FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape
+                )
             case LayerNorm(dims=1, eps=eps) | RMSNorm(dims=1, eps=eps):
                 X, names = self.matrix(x), ("gamma", "beta")
                 reads = {name: t.stage for name, t in zip(names, others, strict=False)}
@@ -279,7 +291,12 @@ class _Stages:
                 places = torch.arange(prod(shape)).reshape(shape).split([t.shape[dim] for t in (x, *others)], dim)
                 stages = [self.matrix(t) for t in (x, *others)]
                 maps = [
-                    Renamed(LinearMapAt(X.value, Selection(at.reshape(-1).tolist(), prod(shape), f"P_{{{X.symbol}}}").T, rows_of(shape)), {"X": f"X_{k}"})
+                    Renamed(
+                        LinearMapAt(
+                            X.value, Selection(at.reshape(-1).tolist(), prod(shape), f"P_{{{X.symbol}}}").T, rows_of(shape)
+                        ),
+                        {"X": f"X_{k}"},
+                    )
                     for k, (X, at) in enumerate(zip(stages, places, strict=True))
                 ]
                 reads = {f"X_{k}": X for k, X in enumerate(stages)}
