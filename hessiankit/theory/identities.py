@@ -1,11 +1,11 @@
-r"""``identical``: two formulas are equal, by their form or by exact arithmetic at random points, or a point shows that they are not.
+r"""``identical``: two formulas are equal, by their form or by exact arithmetic at a random point, or a point shows a difference.
 
 Both become one list of assignments in which equal expressions have one name. Where names do not settle it, the list is evaluated
-modulo a prime P at random numbers. Numbers that are squares modulo P take the part of the positive ones: roots, absolute values and
-conditions then obey the rules that they obey for real numbers. Where a radicand is no square, another point is drawn. Values of exp
-and other functions are drawn too, one for each argument. With k roots the product of the difference over their signs is a rational
-function of the drawn numbers of degree 2^k h at most, for h the sum of the degrees of all that is added and multiplied. So two
-formulas that differ agree at a point with a probability of at most 4^k h / P, times 2 for each condition.
+modulo a prime P at random numbers. Squares modulo P take the part of positive numbers: roots, absolute values and conditions then
+obey the rules that they obey for real numbers. Where a radicand is no square, another point is drawn. Values of exp and other
+functions are drawn too, one for each argument. With k roots, the product of the difference over their signs is a rational
+function of the drawn numbers. Its degree is at most 2^k h, where h is the sum of the degrees of all that is added and multiplied.
+So two formulas that differ agree at a point with a probability of at most 4^k h / P, times 2 for each condition.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from hessiankit.theory.formulas.code import identifier
 from hessiankit.theory.formulas.result import Derivation
 
 P = 892371480 * (2**500 + 39) - 1
-"""A prime that is -1 modulo 8 and modulo 3, 5, ..., 23: these are squares modulo P, as positive numbers are, and -1 is none. Degrees
-of long lists are far below it."""
+"""A prime that is -1 modulo 8 and modulo 3, 5, ..., 23: these are squares modulo P, as positive numbers are, and -1 is none.
+
+It is far above the degrees of long lists."""
 TRIES = 4096
-"""Points that are drawn until all roots exist: with eight independent roots one in 256 is enough, and fewer than 1 in 10^6 runs fail."""
+"""Points that are drawn until all roots exist: with eight independent roots 1 point in 256 will do, and 1 run in 10^6 has none."""
 SMALL_MULTIPLES = (1, -1, 2, -2, 3, -3, 4, -4)
 """Quotients of arguments of exp that products and powers of weights make."""
 DIGITS = 40
@@ -83,7 +84,8 @@ class Equality(Printed):
             return "identical: the same expression in every entry"
         if self.method == "digits":
             return f"identical in {DIGITS * 3 // 4} digits at a random point; arithmetic modulo a prime does not show it"
-        return f"identical at a random point modulo a prime; formulas that differ pass with a probability of at most {self.chance:.0e}"
+        bound = f"formulas that differ pass with a probability of at most {self.chance:.0e}"
+        return f"identical at a random point modulo a prime; {bound}"
 
     def _parts(self) -> Iterator[Piece]:
         yield self._headline()
@@ -193,7 +195,7 @@ def _chance(both: Assignments, seed: int) -> float | None:
     return None
 
 
-class _Value(NamedTuple):
+class _FieldNumber(NamedTuple):
     """A number modulo P, with a bound on the degrees of numerator and denominator."""
 
     number: int
@@ -204,11 +206,11 @@ class _Field:
     """Expressions modulo P at a random point."""
 
     def __init__(self, seed: str, meanings: Mapping[sympy.Basic, sympy.Expr]) -> None:
-        self.values: dict[sympy.Basic, _Value] = {}
+        self.values: dict[sympy.Basic, _FieldNumber] = {}
         self.roots, self.conditions = 0, set[sympy.Basic]()
-        self._random, self._meanings, self._functions = random.Random(seed), meanings, dict[tuple[Any, int], _Value]()
+        self._random, self._meanings, self._functions = random.Random(seed), meanings, dict[tuple[Any, int], _FieldNumber]()
 
-    def __call__(self, expression: sympy.Expr) -> _Value:
+    def __call__(self, expression: sympy.Expr) -> _FieldNumber:
         """Return the value of an expression.
 
         Raises:
@@ -216,58 +218,60 @@ class _Field:
         """
         match expression:
             case sympy.Rational():
-                return _Value(int(expression.p) * pow(int(expression.q), -1, P) % P)
+                return _FieldNumber(int(expression.p) * pow(int(expression.q), -1, P) % P)
             case sympy.Add() | sympy.Mul():
                 parts = [self(part) for part in expression.args]
                 numbers = [part.number for part in parts]
                 number = sum(numbers) if expression.is_Add else reduce(lambda u, v: u * v % P, numbers)
-                return _Value(number % P, sum(part.degree for part in parts))
+                return _FieldNumber(number % P, sum(part.degree for part in parts))
             case sympy.Pow(exp=sympy.Rational(q=1 | 2)):
                 base, n = self(expression.base), int(expression.exp.p)
                 if expression.exp.q == 2:
                     base = self._root(base)
-                return _Value(pow(base.number, n, P), abs(n) * base.degree)
+                return _FieldNumber(pow(base.number, n, P), abs(n) * base.degree)
             case sympy.Piecewise():
                 return next(self(value) for value, condition in expression.args if self._true(condition))
             case sympy.Abs():
                 value = self(expression.args[0])
-                return value if _is_square(value.number) else _Value(-value.number % P, value.degree)
+                return value if _is_square(value.number) else _FieldNumber(-value.number % P, value.degree)
             case sympy.exp():
                 argument = expression.exp.xreplace(self._meanings)  # the difference of two logits, where these have a name
                 terms = [self._exp(self(term).number) for term in sympy.Add.make_args(argument)]
                 if None in terms:
                     total = self(expression.exp).number
                     return self._exp(total) or self._functions.setdefault((sympy.exp, total), self._drawn(positive=True))
-                return _Value(reduce(lambda u, v: u * v % P, (t.number for t in terms if t)), sum(t.degree for t in terms if t))
+                return _FieldNumber(
+                    reduce(lambda u, v: u * v % P, (t.number for t in terms if t)), sum(t.degree for t in terms if t)
+                )
             case sympy.Function():
                 return self._odd_or_even(expression.func, self(expression.args[0]).number)
         if expression not in self.values:  # a symbol, or a number such as pi
             self.values[expression] = self._drawn(positive=bool(expression.is_positive))
         return self.values[expression]
 
-    def _drawn(self, positive: bool) -> _Value:
+    def _drawn(self, positive: bool) -> _FieldNumber:
         number = self._random.randrange(1, P)
-        return _Value(number**2 % P, 2) if positive else _Value(number, 1)
+        return _FieldNumber(number**2 % P, 2) if positive else _FieldNumber(number, 1)
 
-    def _root(self, value: _Value) -> _Value:
+    def _root(self, value: _FieldNumber) -> _FieldNumber:
         if not _is_square(value.number):
             raise ValueError("the radicand is no square")
         self.roots += value.degree > 0
-        return _Value(pow(value.number, (P + 1) // 4, P), value.degree)
+        return _FieldNumber(pow(value.number, (P + 1) // 4, P), value.degree)
 
-    def _exp(self, argument: int) -> _Value | None:
+    def _exp(self, argument: int) -> _FieldNumber | None:
         """Return exp of a small multiple of an argument that has a value of exp, which is a power of this value."""
         for n in SMALL_MULTIPLES:
             value = self._functions.get((sympy.exp, argument * pow(n, -1, P) % P))
             if value is not None:
-                return _Value(pow(value.number, n, P), abs(n) * value.degree)
+                return _FieldNumber(pow(value.number, n, P), abs(n) * value.degree)
         return None
 
-    def _odd_or_even(self, function: Any, argument: int) -> _Value:
+    def _odd_or_even(self, function: Any, argument: int) -> _FieldNumber:
         """Return a drawn value; those of x and -x are equal for cosh and cos, and opposite for erf, tanh and other functions."""
         sign = _is_square(argument)
         value = self._functions.setdefault((function, argument if sign else -argument % P), self._drawn(positive=False))
-        return value if sign or function in (sympy.cos, sympy.cosh) else _Value(-value.number % P, value.degree)
+        return value if sign or function in (sympy.cos, sympy.cosh) else _FieldNumber(-value.number % P, value.degree)
 
     def _true(self, condition: Any) -> bool:
         if condition in (sympy.true, sympy.false):

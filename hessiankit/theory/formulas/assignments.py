@@ -6,7 +6,7 @@ Forward accumulation goes through the list: where a value z = f(a, b, ...) has d
 D z = \sum_a f_a\,D a ,
 ```
 
-and each f_a and each sum is a new assignment unless there is one like it. A second derivative is the same again, on the longer list.
+and each f_a and each sum is a new assignment unless there is one like it. A second derivative is the same on the longer list.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Assignments:
         return sum(int(sympy.count_ops(expression)) for expression in (*(e for _, e in self.replacements), *self.matrix))
 
     def function(self, lang: str = "numpy", name: str = "derivative") -> Any:
-        """Return the result as a function of the inputs: for "numpy" and "torch" a Python function, for "c" and "julia" its source.
+        """Return the result as a function of the inputs: a Python function for "numpy" and "torch", source for "c" and "julia".
 
         Args:
             lang: Language or library: "numpy", "torch", "c" or "julia".

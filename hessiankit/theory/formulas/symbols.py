@@ -32,7 +32,8 @@ ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"
 
 
 EPSILON, SCALE, SLOPE = sympy.symbols(r"\varepsilon c \alpha", positive=True)
-"""Numbers that stay letters: eps of a norm, the factor of attention's logits (1/sqrt(d_K) over the temperature), leaky ReLU's slope."""
+"""Numbers that stay letters: eps of a norm, the factor of attention's logits (1/sqrt(d_K) over the temperature), and the slope of
+leaky ReLU."""
 
 
 def sizes_for(block: TransformerBlock) -> dict[str, int]:

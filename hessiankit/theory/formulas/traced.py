@@ -1,7 +1,7 @@
 r"""A module of the user's as stages: its trace, each application of a primitive as the chapter that has its closed form.
 
-Values are matrices of rows, whatever their axes: vec_r does not see a reshape. Transpositions, slices and other choices of entries
-are kept as the positions that they take, and become one selection P_k where a chapter reads them.
+Values are matrices of rows, whatever their axes: vec_r does not see a reshape. Transpositions, slices and other choices of
+entries are kept as the positions that they take, and become one selection P_k where a chapter reads them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, partial
 from math import prod
 from typing import Any
@@ -108,8 +109,8 @@ def of_trace(module: nn.Module, inputs: Any) -> Subject:
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_floating_point()]
     if not tensors:
         raise InputError(
-            f"derive: {type(module).__name__} as it is set has no closed form by itself, and its trace needs inputs; pass inputs=X, "
-            "a tuple of arguments or a dict of keyword arguments"
+            f"derive: {type(module).__name__} as it is set has no closed form by itself, and its trace needs inputs; "
+            "pass inputs=X, a tuple of arguments or a dict of keyword arguments"
         )
     if isinstance(module, nn.MultiheadAttention) and len(args) == 1:
         args, kwargs = args * 3, {"need_weights": False}
@@ -168,7 +169,7 @@ class TracedModule:
         found: dict[str, dict[float, None]] = {}
         for a in self.trace.applications:
             match a.primitive:
-                case LayerNorm(eps=value) | RMSNorm(eps=value):
+                case LayerNorm(eps=float(value)) | RMSNorm(eps=float(value)):
                     found.setdefault(EPSILON.name, {})[value] = None
                 case Shift(c=value) if a.output in roots:
                     found.setdefault(EPSILON.name, {})[value] = None
@@ -264,46 +265,49 @@ class _Stages:
                 return self.added(
                     FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape
                 )
-            case LayerNorm(dims=1, eps=eps) | RMSNorm(dims=1, eps=eps):
-                X, names = self.matrix(x), ("gamma", "beta")
-                reads = {name: t.stage for name, t in zip(names, others, strict=False)}
-                chapter: Any = LayerNormAt if isinstance(a.primitive, LayerNorm) else RMSNormAt
-                arrays = {name: stage.value for name, stage in reads.items()}
-                at = chapter(X.value, **arrays, eps=self.number(EPSILON.name, eps))
-                gain = reads["gamma"].symbol if "gamma" in reads else r"\gamma"
-                letters, called = norm_alphabet(self.symbol, X.symbol, gain), norm_names(self.symbol, X.symbol)
-                rule = rf"\mathrm{{{type(a.primitive).__name__}}}({X.symbol})"
-                return self.added(at, {"X": X, **reads}, rule, shape, letters=letters, names=called)
+            case LayerNorm(dims=1, eps=float(eps)) | RMSNorm(dims=1, eps=float(eps)):
+                return self.norm(type(a.primitive), x, others, self.number(EPSILON.name, eps))
             case Softmax(dim=dim) if dim in (-1, len(shape) - 1):
                 T = self.matrix(x)
                 return self.added(SoftmaxAt(T.value), {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", shape)
             case ScaledDotProductAttention() if len(others) == 2:
                 return self.attention(a.primitive, x, *others, shape=shape)
             case Mean(dims=dims) | SumOver(dims=dims):
-                kept = [k for k in range(len(x.shape)) if k not in {d % len(x.shape) for d in dims}]
-                order = [*kept, *(k for k in range(len(x.shape)) if k not in kept)]
-                X, n = self.matrix(self.chosen(x, lambda entries: entries.permute(order))), prod(x.shape) // prod(shape)
-                summed = kron(Identity(prod(shape)), Ones(1, n))
-                matrix = scaled(sympy.Rational(1, n), summed) if isinstance(a.primitive, Mean) else summed
-                rule = rf"\text{{{'mean' if isinstance(a.primitive, Mean) else 'sum'} over features of }}{X.symbol}"
-                return self.added(LinearMapAt(X.value, matrix, rows_of(shape)), {"X": X}, rule, shape)
+                return self.summed(x, [dim % len(x.shape) for dim in dims], shape, mean=isinstance(a.primitive, Mean))
             case Concatenate(dim=dim):
-                places = torch.arange(prod(shape)).reshape(shape).split([t.shape[dim] for t in (x, *others)], dim)
-                stages = [self.matrix(t) for t in (x, *others)]
-                maps = [
-                    Renamed(
-                        LinearMapAt(
-                            X.value, Selection(at.reshape(-1).tolist(), prod(shape), f"P_{{{X.symbol}}}").T, rows_of(shape)
-                        ),
-                        {"X": f"X_{k}"},
-                    )
-                    for k, (X, at) in enumerate(zip(stages, places, strict=True))
-                ]
-                reads = {f"X_{k}": X for k, X in enumerate(stages)}
-                return self.added(Total(*maps), reads, r"\text{side by side: }" + r",\ ".join(X.symbol for X in stages), shape)
+                return self.side_by_side([x, *others], dim, shape)
         kind = getattr(a.primitive, "kind", type(a.primitive).__name__)
         todo = "write it in operations that have one, or call eval() on a module with dropout"
         raise InputError(f"derive: {a.name} ({kind}) has no chapter as it is used here; {todo}")
+
+    def norm(self, kind: type, x: Taken, parameters: Sequence[Taken], eps: Any) -> Taken:
+        """Return the rows of a matrix after LayerNorm or RMSNorm, with its gain and shift."""
+        X, chapter = self.matrix(x), LayerNormAt if kind is LayerNorm else RMSNormAt
+        reads = {name: t.stage for name, t in zip(("gamma", "beta"), parameters, strict=False)}
+        at = chapter(X.value, **{name: stage.value for name, stage in reads.items()}, eps=eps)
+        gain = reads["gamma"].symbol if "gamma" in reads else r"\gamma"
+        letters, names = norm_alphabet(self.symbol, X.symbol, gain), norm_names(self.symbol, X.symbol)
+        rule = rf"\mathrm{{{kind.__name__}}}({X.symbol})"
+        return self.added(at, {"X": X, **reads}, rule, x.shape, letters=letters, names=names)
+
+    def summed(self, x: Taken, dims: Sequence[int], shape: Shape, *, mean: bool) -> Taken:
+        """Return the sum or the mean over some axes."""
+        order = [*(k for k in range(len(x.shape)) if k not in dims), *dims]
+        X, n = self.matrix(self.chosen(x, lambda entries: entries.permute(order))), prod(x.shape) // prod(shape)
+        matrix = scaled(Fraction(1, n if mean else 1), kron(Identity(prod(shape)), Ones(1, n)))
+        rule = rf"\text{{{'mean' if mean else 'sum'} of entries of }}{X.symbol}"
+        return self.added(LinearMapAt(X.value, matrix, rows_of(shape)), {"X": X}, rule, shape)
+
+    def side_by_side(self, parts: Sequence[Taken], dim: int, shape: Shape) -> Taken:
+        """Return arrays joined along an axis: the sum of what each puts at its places."""
+        n, stages = prod(shape), [self.matrix(part) for part in parts]
+        places = torch.arange(n, device="cpu").reshape(shape).split([part.shape[dim] for part in parts], dim)
+        maps = []
+        for X, place in zip(stages, places, strict=True):
+            taken = Selection(place.reshape(-1).tolist(), n, f"P_{{{X.symbol}}}")
+            maps.append(Renamed(LinearMapAt(X.value, taken.T, rows_of(shape)), {"X": X.symbol}))
+        rule = r"\text{side by side: }" + r",\ ".join(X.symbol for X in stages)
+        return self.added(Total(*maps), {X.symbol: X for X in stages}, rule, shape)
 
     def attention(self, attention: ScaledDotProductAttention, *parts: Taken, shape: Shape) -> Taken:
         """Return softmax(c Q K^T) V, head by head."""
@@ -324,14 +328,21 @@ class _Stages:
         self.symbol = f"T^{{({self.made + 1})}}"
         T = self.matrix(self.added(at, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", (heads * L, S)))
         self.symbol = f"A^{{({self.made + 1})}}"
-        softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.numpy() if self.exact else mask)
+        softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.cpu().numpy() if self.exact else mask)
         A = self.matrix(self.added(softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", (heads * L, S)))
         self.symbol = name
         return self.added(HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}", shape)
 
     def added(
-        self, at: Operation, reads: Mapping[str, Stage], rule: str, shape: Shape, *, letters: Mapping[str, str] | None = None, names: Names | None = None
-    ) -> Taken:  # fmt: skip
+        self,
+        at: Operation,
+        reads: Mapping[str, Stage],
+        rule: str,
+        shape: Shape,
+        *,
+        letters: Mapping[str, str] | None = None,
+        names: Names | None = None,
+    ) -> Taken:
         """Return a new stage; parameters that it reads are arguments under their own letters."""
         symbols = [stage.symbol for stage in reads.values()]
         own = {name: s.symbol for name, s in reads.items() if isinstance(s.operation, Variable) and symbols.count(s.symbol) == 1}
@@ -342,9 +353,9 @@ class _Stages:
 
     def chosen(self, x: Taken, choice: Callable[[Tensor], Tensor]) -> Taken:
         """Return entries of an array as ``choice`` takes them from it."""
-        positions = torch.arange(prod(x.shape)) if x.positions is None else x.positions
+        positions = torch.arange(prod(x.shape), device="cpu") if x.positions is None else x.positions
         taken = choice(positions.double().reshape(x.shape))
-        chosen, every = taken.long().reshape(-1), torch.arange(size(shape_of(x.stage.value)))
+        chosen, every = taken.long().reshape(-1), torch.arange(size(shape_of(x.stage.value)), device="cpu")
         return Taken(x.stage, tuple(taken.shape), None if torch.equal(chosen, every) else chosen)
 
     def matrix(self, x: Taken, symbol: str | None = None) -> Stage:
@@ -376,7 +387,7 @@ class _Stages:
             value = self.trace.values[at]
             array: Array = value.double().reshape(rows_of(value.shape))
             if self.exact:
-                array = np.vectorize(sympy.Float, otypes=[object])(array.numpy())
+                array = np.vectorize(sympy.Float, otypes=[object])(array.cpu().numpy())
             self.values[at] = Taken(leaf(f"C^{{({at})}}", array), tuple(value.shape))
         return self.values[at]
 
