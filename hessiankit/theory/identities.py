@@ -5,15 +5,17 @@ modulo a prime P at random numbers. Squares modulo P take the part of positive n
 obey the rules that they obey for real numbers. Where a radicand is no square, another point is drawn. Values of exp and other
 functions are drawn too, one for each argument. With k roots, the product of the difference over their signs is a rational
 function of the drawn numbers. Its degree is at most 2^k h, where h is the sum of the degrees of all that is added and multiplied.
-So two formulas that differ agree at a point with a probability of at most 4^k h / P, times 2 for each condition.
+So two formulas that differ agree at a point with a probability of at most 4^k h / P. An entry that depends on n conditions is one
+of 2^n functions; more points are drawn then, and the probability that they all miss one of these functions is added.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import add, mul
 from typing import Any, NamedTuple
 
 import sympy
@@ -31,8 +33,11 @@ P = 892371480 * (2**500 + 39) - 1
 """A prime that is -1 modulo 8 and modulo 3, 5, ..., 23: these are squares modulo P, as positive numbers are, and -1 is none.
 
 It is far above the degrees of long lists."""
+MISSED = 1e-9
+"""Probability of missing a case for which points are drawn, up to ``POINTS`` of them."""
+POINTS = 256
 TRIES = 4096
-"""Points that are drawn until all roots exist: with eight independent roots 1 point in 256 will do, and 1 run in 10^6 has none."""
+"""Points that are drawn until all roots exist: with eight roots 1 point in 256 will do, and 1 run in 10^6 has none."""
 SMALL_MULTIPLES = (1, -1, 2, -2, 3, -3, 4, -4)
 """Quotients of arguments of exp that products and powers of weights make."""
 DIGITS = 40
@@ -179,7 +184,8 @@ def _letters(listed: Assignments) -> Callable[[Any], sympy.Symbol]:
 
 
 def _chance(both: Assignments, seed: int) -> float | None:
-    """Return a bound on the probability that two rows that differ agree as these do at a point; None if they do not agree."""
+    """Return a bound on the probability that two rows that differ agree as these do at random points; None if they do not."""
+    agreements = 0
     for attempt in range(TRIES):
         field = _Field(f"{seed}/{attempt}", dict(both.replacements))
         try:
@@ -190,16 +196,32 @@ def _chance(both: Assignments, seed: int) -> float | None:
             continue
         if any(u.number != v.number for u, v in pairs):
             return None
-        degree = max(u.degree + v.degree for u, v in pairs)
-        return float(sympy.Rational(degree * 4**field.roots * 2 ** len(field.conditions), P))
+        agreements += 1
+        degree, cases = max(u.degree + v.degree for u, v in pairs), max(len(u.conditions | v.conditions) for u, v in pairs)
+        missed = (1 - 0.5**cases) ** agreements
+        if missed <= MISSED or agreements == POINTS:
+            return float(sympy.Rational(degree * 4**field.roots, P)) + missed
     return None
 
 
 class _FieldNumber(NamedTuple):
-    """A number modulo P, with a bound on the degrees of numerator and denominator."""
+    """A number modulo P, with a bound on the degrees of numerator and denominator, and the conditions that it depends on."""
 
     number: int
     degree: int = 0
+    conditions: frozenset[sympy.Basic] = frozenset()
+
+    def __neg__(self) -> _FieldNumber:
+        return self._replace(number=-self.number % P)
+
+    def __pow__(self, n: int) -> _FieldNumber:
+        return self._replace(number=pow(self.number, n, P), degree=abs(n) * self.degree)
+
+
+def _combined(operation: Callable[[int, int], int], parts: Sequence[_FieldNumber]) -> _FieldNumber:
+    """Return a sum or a product."""
+    number = reduce(lambda u, v: operation(u, v) % P, (part.number for part in parts))
+    return _FieldNumber(number, sum(part.degree for part in parts), frozenset().union(*(part.conditions for part in parts)))
 
 
 class _Field:
@@ -207,7 +229,7 @@ class _Field:
 
     def __init__(self, seed: str, meanings: Mapping[sympy.Basic, sympy.Expr]) -> None:
         self.values: dict[sympy.Basic, _FieldNumber] = {}
-        self.roots, self.conditions = 0, set[sympy.Basic]()
+        self.roots = 0
         self._random, self._meanings, self._functions = random.Random(seed), meanings, dict[tuple[Any, int], _FieldNumber]()
 
     def __call__(self, expression: sympy.Expr) -> _FieldNumber:
@@ -219,66 +241,71 @@ class _Field:
         match expression:
             case sympy.Rational():
                 return _FieldNumber(int(expression.p) * pow(int(expression.q), -1, P) % P)
-            case sympy.Add() | sympy.Mul():
-                parts = [self(part) for part in expression.args]
-                numbers = [part.number for part in parts]
-                number = sum(numbers) if expression.is_Add else reduce(lambda u, v: u * v % P, numbers)
-                return _FieldNumber(number % P, sum(part.degree for part in parts))
+            case sympy.Add():
+                return _combined(add, [self(part) for part in expression.args])
+            case sympy.Mul():
+                return _combined(mul, [self(part) for part in expression.args])
             case sympy.Pow(exp=sympy.Rational(q=1 | 2)):
-                base, n = self(expression.base), int(expression.exp.p)
-                if expression.exp.q == 2:
-                    base = self._root(base)
-                return _FieldNumber(pow(base.number, n, P), abs(n) * base.degree)
+                base = self(expression.base)
+                return (self._root(base) if expression.exp.q == 2 else base) ** int(expression.exp.p)
             case sympy.Piecewise():
-                return next(self(value) for value, condition in expression.args if self._true(condition))
+                return self._case(expression.args)
             case sympy.Abs():
                 value = self(expression.args[0])
-                return value if _is_square(value.number) else _FieldNumber(-value.number % P, value.degree)
+                return (value if _is_square(value.number) else -value)._replace(conditions=value.conditions | {expression})
             case sympy.exp():
                 argument = expression.exp.xreplace(self._meanings)  # the difference of two logits, where these have a name
-                terms = [self._exp(self(term).number) for term in sympy.Add.make_args(argument)]
-                if None in terms:
-                    total = self(expression.exp).number
-                    return self._exp(total) or self._functions.setdefault((sympy.exp, total), self._drawn(positive=True))
-                return _FieldNumber(
-                    reduce(lambda u, v: u * v % P, (t.number for t in terms if t)), sum(t.degree for t in terms if t)
-                )
+                terms = [self._exp(self(term)) for term in sympy.Add.make_args(argument)]
+                return _combined(mul, terms) if None not in terms else self._exp(self(expression.exp), new=True)
             case sympy.Function():
-                return self._odd_or_even(expression.func, self(expression.args[0]).number)
+                return self._odd_or_even(expression.func, self(expression.args[0]))
         if expression not in self.values:  # a symbol, or a number such as pi
             self.values[expression] = self._drawn(positive=bool(expression.is_positive))
         return self.values[expression]
 
-    def _drawn(self, positive: bool) -> _FieldNumber:
-        number = self._random.randrange(1, P)
-        return _FieldNumber(number**2 % P, 2) if positive else _FieldNumber(number, 1)
+    def _drawn(self, *, positive: bool) -> _FieldNumber:
+        number = _FieldNumber(self._random.randrange(1, P), 1)
+        return number**2 if positive else number
 
     def _root(self, value: _FieldNumber) -> _FieldNumber:
         if not _is_square(value.number):
             raise ValueError("the radicand is no square")
         self.roots += value.degree > 0
-        return _FieldNumber(pow(value.number, (P + 1) // 4, P), value.degree)
+        return value._replace(number=pow(value.number, (P + 1) // 4, P))
 
-    def _exp(self, argument: int) -> _FieldNumber | None:
-        """Return exp of a small multiple of an argument that has a value of exp, which is a power of this value."""
+    def _exp(self, argument: _FieldNumber, *, new: bool = False) -> Any:
+        """Return exp of a small multiple of an argument that has a value, as a power of this value; else None, or a new one."""
         for n in SMALL_MULTIPLES:
-            value = self._functions.get((sympy.exp, argument * pow(n, -1, P) % P))
+            value = self._functions.get((sympy.exp, argument.number * pow(n, -1, P) % P))
             if value is not None:
-                return _FieldNumber(pow(value.number, n, P), abs(n) * value.degree)
-        return None
+                return (value**n)._replace(conditions=argument.conditions)
+        if new:
+            self._functions[sympy.exp, argument.number] = self._drawn(positive=True)
+        return self._exp(argument) if new else None
 
-    def _odd_or_even(self, function: Any, argument: int) -> _FieldNumber:
+    def _odd_or_even(self, function: Any, argument: _FieldNumber) -> _FieldNumber:
         """Return a drawn value; those of x and -x are equal for cosh and cos, and opposite for erf, tanh and other functions."""
-        sign = _is_square(argument)
-        value = self._functions.setdefault((function, argument if sign else -argument % P), self._drawn(positive=False))
-        return value if sign or function in (sympy.cos, sympy.cosh) else _FieldNumber(-value.number % P, value.degree)
+        sign = _is_square(argument.number)
+        key = function, (argument if sign else -argument).number
+        value = self._functions.setdefault(key, self._drawn(positive=False))._replace(conditions=argument.conditions)
+        return value if sign or function in (sympy.cos, sympy.cosh) else -value
+
+    def _case(self, pieces: Sequence[Any]) -> _FieldNumber:
+        """Return the value of the first piece whose condition holds; it depends on the conditions up to this one."""
+        conditions = set[sympy.Basic]()
+        for value, condition in pieces:
+            if condition != sympy.true:
+                conditions.add(condition)
+            if self._true(condition):
+                result = self(value)
+                return result._replace(conditions=result.conditions | conditions)
+        raise InputError(f"identical: no condition of a case distinction holds: {pieces}")
 
     def _true(self, condition: Any) -> bool:
         if condition in (sympy.true, sympy.false):
             return bool(condition)
         if not isinstance(condition, Relational) or condition.rel_op not in (">", ">=", "<", "<="):
             raise InputError(f"identical: the condition {condition} does not say which of two numbers is larger")
-        self.conditions.add(condition)
         return _is_square(self(condition.gts - condition.lts).number)
 
 
@@ -287,16 +314,21 @@ def _is_square(number: int) -> bool:
 
 
 def _counterexample(both: Assignments, columns: int, seed: int) -> Counterexample | None:
-    """Return a real point at which two rows differ, with the entry that differs most, or None if they agree in all digits."""
+    """Return a real point at which two rows differ, with the entry that differs most, or None if they agree in all digits.
+
+    Where cases are distinguished, several points are tried.
+    """
     drawn = random.Random(seed)
-    symbols = [*dict.fromkeys(s for letters in both.inputs.values() for s in letters), *both.parameters]
-    occurring = {s for e in (*(m for _, m in both.replacements), *both.matrix) for s in e.free_symbols}
-    point = {s: sympy.Rational(drawn.randint(-96, 96), 64) for s in symbols if s in occurring}
-    point |= {s: sympy.Rational(drawn.randint(16, 96), 64) for s in both.parameters if s in occurring}
-    values = both.evalf(DIGITS, subs=point)
-    gaps = [abs(u - v) for u, v in zip(values.row(0), values.row(1), strict=True)]
-    largest = max(range(len(gaps)), key=lambda k: gaps[k])
-    if gaps[largest] <= sympy.Float(10, DIGITS) ** (-DIGITS * 3 // 4) * max(1, *map(abs, values)):
-        return None
-    pair = float(values[0, largest]), float(values[1, largest])
-    return Counterexample(divmod(largest, columns), pair, {str(s): float(value) for s, value in point.items()})
+    expressions = [*(meaning for _, meaning in both.replacements), *both.matrix]
+    occurring = {symbol for expression in expressions for symbol in expression.free_symbols}
+    symbols = [*dict.fromkeys(s for letters in both.inputs.values() for s in letters if s in occurring)]
+    for _ in range(32 if any(e.has(sympy.Piecewise, sympy.Abs) for e in expressions) else 1):
+        point = {s: sympy.Rational(drawn.randint(-96, 96), 64) for s in symbols}
+        point |= {s: sympy.Rational(drawn.randint(16, 96), 64) for s in both.parameters if s in occurring}
+        values = both.evalf(DIGITS, subs=point)
+        gaps = [abs(u - v) for u, v in zip(values.row(0), values.row(1), strict=True)]
+        largest = max(range(len(gaps)), key=lambda k: gaps[k])
+        if gaps[largest] > sympy.Float(10, DIGITS) ** (-DIGITS * 3 // 4) * max(1, *map(abs, values)):
+            pair = float(values[0, largest]), float(values[1, largest])
+            return Counterexample(divmod(largest, columns), pair, {str(s): float(value) for s, value in point.items()})
+    return None
