@@ -249,7 +249,7 @@ def of_chapter(name: str, asked: object, inputs: Tensor | None, target: Tensor |
     return _at(name, chapter, point, point[first].shape[1], inputs, target, length, seed, f"of the chapter {name}")
 
 
-def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
+def of_module(module: nn.Module, inputs: Any, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a module of ``torch.nn`` as a subject, at its own parameters."""
     row = _chapter_of(module)
     if row is None:

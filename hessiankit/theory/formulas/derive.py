@@ -31,7 +31,7 @@ from hessiankit.theory.formulas.typesetting import Story, story_of
 
 
 def subject_of(
-    what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, target: Tensor | None, length: int, seed: int
+    what: object, wrt: str | Sequence[str] | None, inputs: Any, target: Tensor | None, length: int, seed: int
 ) -> Subject:
     """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number."""
     if isinstance(what, nn.Module):
@@ -64,7 +64,7 @@ def derive(
     what: nn.Module | str,
     *,
     wrt: str | Sequence[str] | None = None,
-    inputs: Tensor | None = None,
+    inputs: Any = None,
     target: Tensor | None = None,
     loss: str | None = None,
     length: int = 3,
@@ -74,13 +74,16 @@ def derive(
 
     Args:
         what: A ``hessiankit.TransformerBlock`` of any placement, in float64 or float32; a module of ``torch.nn`` (``Linear``,
-            ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``Embedding``, an activation, ``MSELoss``, ``CrossEntropyLoss``); the name of
-            a chapter ("layernorm", "attention", "feedforward", ...); or a statement of a paper by number or by its id in the
-            ledger ("curvature-gap/thm3"), corrected where it is wrong in print.
+            ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``Embedding``, an activation, ``MSELoss``, ``CrossEntropyLoss``); a module of
+            your own made of operations that have chapters, which is traced; the name of a chapter ("layernorm", "attention",
+            "feedforward", ...); or a statement of a paper by number or by its id in the ledger ("curvature-gap/thm3"), corrected
+            where it is wrong in print.
         wrt: One or two arguments: dotted names, the letters of the papers ("W_Q", "Q", "1", "b_2"), or "query", "key",
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
             theorem differentiates; of a block ("query", "value").
-        inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
+        inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens. For a
+            module of your own: its argument, a tuple of arguments or a dict of keyword arguments; X is their first tensor of
+            floating point.
         target: For a loss: the values or labels that the output is compared with. By default drawn; of a loss itself zero,
             and label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
