@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add, mul
 from typing import Any, NamedTuple
@@ -119,11 +119,16 @@ def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
     >>> bool(hk.identical(derived, 2 * KroneckerProduct(Identity(2), W.T)))
     False
     """
-    derived = next((one for one in (a, b) if isinstance(one, (Derivation, Assignments))), None)
-    if derived is None:
+    derived = [one for one in (a, b) if isinstance(one, (Derivation, Assignments))]
+    if not derived:
         raise InputError(f"identical: got {type(a).__name__} and {type(b).__name__}; one of the two is a result of derive")
-    sizes = derived.sizes if isinstance(derived, Derivation) else {}
-    letters = derived.sympy() if isinstance(derived, Derivation) else derived
+    lists = [one.sympy() if isinstance(one, Derivation) else one for one in derived]
+    sizes = derived[0].sizes if isinstance(derived[0], Derivation) else {}
+    letters = Assignments((), lists[0].matrix, {}, {})
+    for listed in lists:
+        letters = replace(
+            letters, inputs={**letters.inputs, **listed.inputs}, parameters={**letters.parameters, **listed.parameters}
+        )
     recorder = Recorder()
     left, right = (_included(recorder, one.sympy() if isinstance(one, Derivation) else one, letters, sizes) for one in (a, b))
     if left.shape != right.shape:

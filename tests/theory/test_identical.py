@@ -167,6 +167,15 @@ def test_ways_of_being_equal():
     assert not identical(derive("gain", wrt="X", inputs=torch.zeros(1, 1)), sympy.Abs(Symbol("v_{1}")) * ones(1, 1))
 
 
+def test_two_derivations():
+    """The LayerNorm of Theorem 3, of which the chapter with a gain and eps is a generalisation."""
+    printed, chapter = derive("curvature-gap/thm3", inputs=TOKENS[:1]), derive("layernorm", wrt=("X", "X"), inputs=TOKENS[:1])
+    assert identical(printed, plain("layernorm", wrt=("X", "X"), inputs=TOKENS[:1]))
+    verdict = identical(printed, chapter)
+    assert not verdict
+    assert r"\varepsilon" in verdict.counterexample.point
+
+
 REFUSED = [
     ((ones(2, 2), ones(2, 2)), "got MutableDenseMatrix and MutableDenseMatrix; one of the two is a result of derive"),
     ((derive("linear", wrt="X", length=2), "W"), "got str; pass a result of derive or a matrix of SymPy"),
