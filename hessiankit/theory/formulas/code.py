@@ -38,8 +38,13 @@ class Program:
 
     def in_floats(self) -> Program:
         """Return the list with numbers of 17 digits in place of roots and pi: torch's functions take tensors alone."""
-        rows = tuple((name, sympy.N(meaning, 17)) for name, meaning in self.rows)
-        return replace(self, rows=rows, results=tuple(sympy.N(entry, 17) for entry in self.results))
+        rows = tuple((name, _in_floats(meaning)) for name, meaning in self.rows)
+        return replace(self, rows=rows, results=tuple(map(_in_floats, self.results)))
+
+
+def _in_floats(expression: sympy.Expr) -> sympy.Expr:
+    constants = expression.atoms(sympy.Pow, sympy.Function, sympy.NumberSymbol)
+    return expression.xreplace({part: sympy.N(part, 17) for part in constants if part.is_number})
 
 
 def program(
