@@ -28,7 +28,7 @@ class Residual(nn.Module):
 
 
 class Gated(nn.Module):
-    """A mean over tokens, a product of two branches, a number and a power."""
+    """A mean over tokens, a product of two branches, a difference, a number and a power."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Gated(nn.Module):
 
     def forward(self, x):
         y = self.norm(self.one(x).sigmoid() * self.two(x))
-        return 0.5 * y.mean(1, keepdim=True) + torch.softmax(y, -1).pow(2)
+        return 0.5 * y.mean(1, keepdim=True) - torch.softmax(y, -1).pow(2)
 
 
 class Call(NamedTuple):

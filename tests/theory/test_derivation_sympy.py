@@ -105,6 +105,12 @@ def letters(block):
     return [symbols[name] for name, _ in block.named_parameters()]
 
 
+def test_the_target_of_a_loss_has_letters_of_its_own():
+    T, target = X3, X3.flip(0)
+    derivation = derive("softmax", wrt=("T", "T"), inputs=T, loss="mse", target=target)
+    assert_agree(derivation.function("torch")(T=T, Target=target), derivation.dense())
+
+
 def test_torch_differentiates_the_function():
     """Along X, the derivative of the Jacobian with respect to gamma is the second derivative."""
     first, second = derive("rmsnorm", wrt="gamma", length=2), derive("rmsnorm", wrt=("gamma", "X"), length=2)

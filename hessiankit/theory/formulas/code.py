@@ -57,13 +57,22 @@ def program(
     expressions = [*(meaning for _, meaning in replacements), *matrix]
     occurring = {symbol for expression in expressions for symbol in expression.free_symbols}
     names: dict[sympy.Basic, sympy.Expr] = {}
-    arrays = []
+    words, arrays = set[str](), []
+
+    def word_of(name: str) -> str:
+        word = identifier(name)
+        while word in words:
+            word += "_"
+        words.add(word)
+        return word
+
     for letter, symbols in inputs.items():
         if not occurring.isdisjoint(symbols.free_symbols):
-            array = sympy.MatrixSymbol(identifier(letter), *symbols.shape)
+            array = sympy.MatrixSymbol(word_of(letter), *symbols.shape)
             arrays.append(array)
             names |= {symbols[index]: array[index] for index in np.ndindex(*symbols.shape)}
-    names |= {symbol: sympy.Symbol(identifier(symbol.name), real=True) for symbol in (*parameters, *(s for s, _ in replacements))}
+    scalars = (*parameters, *(name for name, _ in replacements))
+    names |= {symbol: sympy.Symbol(word_of(symbol.name), real=True) for symbol in scalars}
     numbers = {names[symbol]: value for symbol, value in parameters.items() if symbol in occurring}
     rows = tuple((names[name], meaning.xreplace(names)) for name, meaning in replacements)
     return Program(tuple(arrays), numbers, rows, tuple(entry.xreplace(names) for entry in matrix), matrix.shape)
@@ -72,10 +81,10 @@ def program(
 def identifier(name: str) -> str:
     r"""Return the letters and digits of a name in LaTeX.
 
-    >>> identifier("W_Q"), identifier(r"\gamma_1"), identifier(r"\hat{X}_{1,2}"), identifier(r"\lambda")
-    ('W_Q', 'gamma_1', 'hat_X_1_2', 'lambda_')
+    >>> [identifier(name) for name in ("W_Q", r"\gamma_1", r"\hat{X}_{1,2}", r"\lambda", r"b_{\mathrm{a}}")]
+    ['W_Q', 'gamma_1', 'hat_X_1_2', 'lambda_', 'b_a']
     """
-    word = re.sub(r"[\W_]+", "_", name).strip("_")
+    word = re.sub(r"[\W_]+", "_", name.replace(r"\mathrm", "")).strip("_")
     return f"{word}_" if keyword.iskeyword(word) else word
 
 

@@ -154,7 +154,8 @@ def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal:
         Z = subject.stage(inputs)
         value = Z.value
         if loss == "mse":
-            letters["T"] = goal = _symbols_for("T", shape_of(value))
+            letter = "T" if "T" not in letters else "Target"
+            letters[letter] = goal = _symbols_for(letter, shape_of(value))
         if loss is not None:
             value = recorder.values(LOSS, _loss_at(loss, Z, goal).value)
     if subject.frozen is not None:  # its letters are those of no variable

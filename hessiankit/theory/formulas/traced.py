@@ -243,8 +243,12 @@ class _Stages:
                     return self.added(AffineAt(P.value, R.value), {"X": P, "W": R}, rf"{P.symbol}\,{R.symbol}", shape)
                 at = HeadProductAt(P.value, R.value, prod(x.shape[:-2]), "mix")
                 return self.added(at, {"P": P, "R": R}, rf"{P.symbol}{R.symbol}\text{{ for each head}}", shape)
-            case Add(alpha=alpha) if alpha == 1:
+            case Add(alpha=alpha):
                 left, right = (self.matrix(self.chosen(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
+                if alpha != 1:
+                    rule = rf"{alpha:.6g}\,{right.symbol}"
+                    factor = FactorAt(right.value, alpha)
+                    right = self.matrix(self.added(factor, {"X": right}, rule, shape, symbol=f"B^{{({self.made + 1})}}"))
                 return Taken(total(self.symbol, left, right), shape)
             case Multiple(c=c):
                 X = self.matrix(x)
@@ -315,7 +319,7 @@ class _Stages:
         if attention.enable_gqa and q.shape[-3] != k.shape[-3]:
             repeat = q.shape[-3] // k.shape[-3]
             k, v = (self.chosen(t, lambda entries: entries.repeat_interleave(repeat, -3)) for t in (k, v))
-        heads, (L, S), name = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2]), self.symbol
+        heads, (L, S) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
         mask = attention.mask
         if attention.is_causal:
             mask = causal_mask(max(L, S), 1)[:L, :S]
@@ -325,12 +329,11 @@ class _Stages:
         usual = not self.exact and c == q.shape[-1] ** -0.5  # prints as the root
         each = r"\text{ for each head}" if heads > 1 else ""
         at = HeadProductAt(Q.value, K.value, heads, "scores", None if usual else self.number(SCALE.name, c))
-        self.symbol = f"T^{{({self.made + 1})}}"
-        T = self.matrix(self.added(at, {"P": Q, "R": K}, rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", (heads * L, S)))
-        self.symbol = f"A^{{({self.made + 1})}}"
+        rule, number = rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", self.made + 1
+        T = self.matrix(self.added(at, {"P": Q, "R": K}, rule, (heads * L, S), symbol=f"T^{{({number})}}"))
         softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.cpu().numpy() if self.exact else mask)
-        A = self.matrix(self.added(softmax, {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", (heads * L, S)))
-        self.symbol = name
+        rule = rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}"
+        A = self.matrix(self.added(softmax, {"T": T}, rule, (heads * L, S), symbol=f"A^{{({number})}}"))
         return self.added(HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}", shape)
 
     def added(
@@ -342,6 +345,7 @@ class _Stages:
         *,
         letters: Mapping[str, str] | None = None,
         names: Names | None = None,
+        symbol: str | None = None,
     ) -> Taken:
         """Return a new stage; parameters that it reads are arguments under their own letters."""
         symbols = [stage.symbol for stage in reads.values()]
@@ -349,7 +353,7 @@ class _Stages:
         operation = Renamed(at, own) if own else at
         alphabet = {**{name: stage.symbol for name, stage in reads.items()}, **(letters or {})}
         inner = {name: stage for name, stage in reads.items() if name not in own}
-        return Taken(Stage(self.symbol, operation, inner, alphabet, rule, names), shape)
+        return Taken(Stage(symbol or self.symbol, operation, inner, alphabet, rule, names), shape)
 
     def chosen(self, x: Taken, choice: Callable[[Tensor], Tensor]) -> Taken:
         """Return entries of an array as ``choice`` takes them from it."""
