@@ -119,18 +119,18 @@ def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
     >>> bool(hk.identical(derived, 2 * KroneckerProduct(Identity(2), W.T)))
     False
     """
-    derived = [one for one in (a, b) if isinstance(one, (Derivation, Assignments))]
-    if not derived:
+    derivations = [one for one in (a, b) if isinstance(one, (Derivation, Assignments))]
+    if not derivations:
         raise InputError(f"identical: got {type(a).__name__} and {type(b).__name__}; one of the two is a result of derive")
-    lists = [one.sympy() if isinstance(one, Derivation) else one for one in derived]
-    sizes = derived[0].sizes if isinstance(derived[0], Derivation) else {}
+    lists = [one.sympy() if isinstance(one, Derivation) else one for one in derivations]
+    sizes = derivations[0].sizes if isinstance(derivations[0], Derivation) else {}
     letters = Assignments((), lists[0].matrix, {}, {})
     for listed in lists:
         letters = replace(
             letters, inputs={**letters.inputs, **listed.inputs}, parameters={**letters.parameters, **listed.parameters}
         )
     recorder = Recorder()
-    left, right = (_included(recorder, one.sympy() if isinstance(one, Derivation) else one, letters, sizes) for one in (a, b))
+    left, right = (_merge(recorder, one.sympy() if isinstance(one, Derivation) else one, letters, sizes) for one in (a, b))
     if left.shape != right.shape:
         raise InputError(f"identical: the shapes are {tuple(left.shape)} and {tuple(right.shape)}; pass formulas of one shape")
     if left == right:
@@ -143,10 +143,10 @@ def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
     return Equality(counterexample is None, "digits", float("nan"), counterexample)
 
 
-def _included(recorder: Recorder, formula: Any, letters: Assignments, sizes: Mapping[str, int]) -> sympy.ImmutableDenseMatrix:
+def _merge(recorder: Recorder, formula: Any, letters: Assignments, sizes: Mapping[str, int]) -> sympy.ImmutableDenseMatrix:
     """Assign a formula, in a derivation's letters; return its matrix in names."""
     if isinstance(formula, Assignments):
-        return recorder.included(formula)
+        return recorder.merge(formula)
     if not isinstance(formula, (sympy.MatrixBase, sympy.MatrixExpr)):
         raise InputError(f"identical: got {type(formula).__name__}; pass a result of derive or a matrix of SymPy")
     if not isinstance(formula, sympy.MatrixBase):
@@ -154,16 +154,16 @@ def _included(recorder: Recorder, formula: Any, letters: Assignments, sizes: Map
         formula = formula.subs(numbers).as_explicit()
     letter, known = _letters(letters), dict[sympy.Basic, sympy.Basic]()
 
-    def renamed(expression: sympy.Basic) -> sympy.Basic:
+    def translate(expression: sympy.Basic) -> sympy.Basic:
         if expression not in known:
             if isinstance(expression, (sympy.Symbol, MatrixElement)):
                 known[expression] = letter(expression)
             else:
-                known[expression] = expression.func(*map(renamed, expression.args)) if expression.args else expression
+                known[expression] = expression.func(*map(translate, expression.args)) if expression.args else expression
         return known[expression]
 
-    matrix = sympy.ImmutableDenseMatrix(*formula.shape, [renamed(entry) for entry in formula])
-    return recorder.included(Assignments((), matrix, letters.inputs, letters.parameters))
+    matrix = sympy.ImmutableDenseMatrix(*formula.shape, [translate(entry) for entry in formula])
+    return recorder.merge(Assignments((), matrix, letters.inputs, letters.parameters))
 
 
 def _letters(listed: Assignments) -> Callable[[Any], sympy.Symbol]:
@@ -265,10 +265,10 @@ class _Field:
             case sympy.Function():
                 return self._odd_or_even(expression.func, self(expression.args[0]))
         if expression not in self.values:  # a symbol, or a number such as pi
-            self.values[expression] = self._drawn(positive=bool(expression.is_positive))
+            self.values[expression] = self._random_number(positive=bool(expression.is_positive))
         return self.values[expression]
 
-    def _drawn(self, *, positive: bool) -> _FieldNumber:
+    def _random_number(self, *, positive: bool) -> _FieldNumber:
         number = _FieldNumber(self._random.randrange(1, P), 1)
         return number**2 if positive else number
 
@@ -285,14 +285,14 @@ class _Field:
             if value is not None:
                 return (value**n)._replace(conditions=argument.conditions)
         if new:
-            self._functions[sympy.exp, argument.number] = self._drawn(positive=True)
+            self._functions[sympy.exp, argument.number] = self._random_number(positive=True)
         return self._exp(argument) if new else None
 
     def _odd_or_even(self, function: Any, argument: _FieldNumber) -> _FieldNumber:
         """Return a drawn value; those of x and -x are equal for cosh and cos, and opposite for erf, tanh and other functions."""
         sign = _is_square(argument.number)
         key = function, (argument if sign else -argument).number
-        value = self._functions.setdefault(key, self._drawn(positive=False))._replace(conditions=argument.conditions)
+        value = self._functions.setdefault(key, self._random_number(positive=False))._replace(conditions=argument.conditions)
         return value if sign or function in (sympy.cos, sympy.cosh) else -value
 
     def _case(self, pieces: Sequence[Any]) -> _FieldNumber:
@@ -323,13 +323,13 @@ def _counterexample(both: Assignments, columns: int, seed: int) -> Counterexampl
 
     Where cases are distinguished, several points are tried.
     """
-    drawn = random.Random(seed)
+    generator = random.Random(seed)
     expressions = [*(meaning for _, meaning in both.replacements), *both.matrix]
-    occurring = {symbol for expression in expressions for symbol in expression.free_symbols}
-    symbols = [*dict.fromkeys(s for letters in both.inputs.values() for s in letters if s in occurring)]
+    present = {symbol for expression in expressions for symbol in expression.free_symbols}
+    symbols = [*dict.fromkeys(s for letters in both.inputs.values() for s in letters if s in present)]
     for _ in range(32 if any(e.has(sympy.Piecewise, sympy.Abs) for e in expressions) else 1):
-        point = {s: sympy.Rational(drawn.randint(-96, 96), 64) for s in symbols}
-        point |= {s: sympy.Rational(drawn.randint(16, 96), 64) for s in both.parameters if s in occurring}
+        point = {s: sympy.Rational(generator.randint(-96, 96), 64) for s in symbols}
+        point |= {s: sympy.Rational(generator.randint(16, 96), 64) for s in both.parameters if s in present}
         values = both.evalf(DIGITS, subs=point)
         gaps = [abs(u - v) for u, v in zip(values.row(0), values.row(1), strict=True)]
         largest = max(range(len(gaps)), key=lambda k: gaps[k])

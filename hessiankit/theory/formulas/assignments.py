@@ -60,7 +60,7 @@ class Assignments:
     def expanded(self, row: int, column: int = 0) -> sympy.Expr:
         """Return one entry in the symbols of the inputs alone."""
         expression = self.matrix[row, column]
-        for name, meaning in reversed(self._needed(expression)):
+        for name, meaning in reversed(self._dependencies(expression)):
             expression = expression.xreplace({name: meaning})
         return expression
 
@@ -107,23 +107,23 @@ class Assignments:
             raise unknown("function", "lang", lang, LANGUAGES)
         return LANGUAGES[lang](program(self.replacements, self.matrix, self.inputs, self.parameters), name)
 
-    def _needed(self, *results: sympy.Expr) -> Replacements:
-        return _needed(self.replacements, results)
+    def _dependencies(self, *results: sympy.Expr) -> Replacements:
+        return _dependencies(self.replacements, results)
 
 
 def _numbers(values: Mapping[Any, Any], expression: sympy.Expr) -> dict[Any, sympy.Expr]:
     return {symbol: sympy.sympify(values[symbol]) for symbol in expression.free_symbols if symbol in values}
 
 
-def _needed(replacements: Sequence[tuple[sympy.Symbol, sympy.Expr]], results: Sequence[sympy.Expr]) -> Replacements:
+def _dependencies(replacements: Sequence[tuple[sympy.Symbol, sympy.Expr]], results: Sequence[sympy.Expr]) -> Replacements:
     """Return the assignments that the results depend on."""
     symbols = {symbol for result in results for symbol in result.free_symbols}
-    kept = []
+    rows = []
     for name, meaning in reversed(replacements):
         if name in symbols:
-            kept.append((name, meaning))
+            rows.append((name, meaning))
             symbols |= meaning.free_symbols
-    return tuple(reversed(kept))
+    return tuple(reversed(rows))
 
 
 class Recorder:
@@ -132,7 +132,7 @@ class Recorder:
     def __init__(self, replacements: Replacements = ()) -> None:
         self._rows = list(replacements)
         self._names = {meaning: name for name, meaning in replacements}
-        self._shortened: dict[sympy.Basic, sympy.Expr] = {}  # shared parts of a large expression once
+        self._short_forms: dict[sympy.Basic, sympy.Expr] = {}  # shared parts of a large expression once
         self._letters = sympy.numbered_symbols("x", start=1, exclude=[name for name, _ in replacements])
 
     def values(self, letter: str, array: Array) -> Array:
@@ -146,7 +146,7 @@ class Recorder:
             result[index] = self._name(entry.xreplace(names), indexed(letter, index))
         return result
 
-    def included(self, listed: Assignments) -> sympy.ImmutableDenseMatrix:
+    def merge(self, listed: Assignments) -> sympy.ImmutableDenseMatrix:
         """Take the assignments of another list over; return its matrix in the names of this one."""
         names: dict[sympy.Basic, sympy.Expr] = {}
         for name, meaning in listed.replacements:
@@ -156,7 +156,7 @@ class Recorder:
     def derivatives(self, results: Sequence[sympy.Expr], symbols: Sequence[sympy.Symbol]) -> list[Slopes]:
         """Return the derivatives of expressions with respect to symbols."""
         slopes: dict[sympy.Symbol, Slopes] = {symbol: {k: sympy.Integer(1)} for k, symbol in enumerate(symbols)}
-        for name, meaning in _needed(self._rows, results):
+        for name, meaning in _dependencies(self._rows, results):
             slopes[name] = self._slopes(meaning, slopes, [f"D_{{{symbol}}} {name}" for symbol in symbols])
         return [self._slopes(result, slopes, [None] * len(symbols)) for result in results]
 
@@ -184,7 +184,7 @@ class Recorder:
         self, matrix: sympy.ImmutableDenseMatrix, inputs: Mapping[str, Any], parameters: Mapping[sympy.Symbol, float]
     ) -> Assignments:
         """Return a result with the assignments that it depends on."""
-        return Assignments(_needed(self._rows, matrix.flat()), matrix, inputs, parameters)
+        return Assignments(_dependencies(self._rows, matrix.flat()), matrix, inputs, parameters)
 
     def _slopes(self, meaning: sympy.Expr, slopes: Mapping[sympy.Symbol, Slopes], labels: Sequence[str | None]) -> Slopes:
         """Return the sums over a of f_a D a, with labels for those that get a name."""
@@ -209,15 +209,15 @@ class Recorder:
         """Return an expression with names in place of what has one; powers, functions and what these are of get one."""
         if expression.is_Atom or expression in self._names:
             return self._names.get(expression, expression)
-        if expression not in self._shortened:
+        if expression not in self._short_forms:
             if isinstance(expression, (sympy.Function, sympy.Pow)):
                 parts = [self._name(part) if isinstance(part, sympy.Expr) else self._short(part) for part in expression.args]
                 short = expression.func(*parts)
                 short = short if short.is_Atom else self._assign(short, None)
             else:
                 short = expression.func(*map(self._short, expression.args))
-            self._shortened[expression] = short
-        return self._shortened[expression]
+            self._short_forms[expression] = short
+        return self._short_forms[expression]
 
     def _assign(self, expression: sympy.Expr, label: str | None) -> sympy.Symbol:
         if expression not in self._names:

@@ -55,7 +55,7 @@ def program(
 ) -> Program:
     """Return assignments with identifiers; inputs that do not occur are left out."""
     expressions = [*(meaning for _, meaning in replacements), *matrix]
-    occurring = {symbol for expression in expressions for symbol in expression.free_symbols}
+    present = {symbol for expression in expressions for symbol in expression.free_symbols}
     names: dict[sympy.Basic, sympy.Expr] = {}
     words, arrays = set[str](), []
 
@@ -67,13 +67,13 @@ def program(
         return word
 
     for letter, symbols in inputs.items():
-        if not occurring.isdisjoint(symbols.free_symbols):
+        if not present.isdisjoint(symbols.free_symbols):
             array = sympy.MatrixSymbol(word_of(letter), *symbols.shape)
             arrays.append(array)
             names |= {symbols[index]: array[index] for index in np.ndindex(*symbols.shape)}
     scalars = (*parameters, *(name for name, _ in replacements))
     names |= {symbol: sympy.Symbol(word_of(symbol.name), real=True) for symbol in scalars}
-    numbers = {names[symbol]: value for symbol, value in parameters.items() if symbol in occurring}
+    numbers = {names[symbol]: value for symbol, value in parameters.items() if symbol in present}
     rows = tuple((names[name], meaning.xreplace(names)) for name, meaning in replacements)
     return Program(tuple(arrays), numbers, rows, tuple(entry.xreplace(names) for entry in matrix), matrix.shape)
 
@@ -88,8 +88,8 @@ def identifier(name: str) -> str:
     return f"{word}_" if keyword.iskeyword(word) else word
 
 
-def _python(code: Program, name: str, modules: list[Any], stacked: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Python function of the inputs, parameters by keyword, whose results ``stacked`` joins."""
+def _python(code: Program, name: str, modules: list[Any], join: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Python function of the inputs, parameters by keyword, whose results ``join`` joins."""
     # lambdify takes the list in place of a search for common subexpressions
     kernel = sympy.lambdify(
         [*code.arrays, *code.parameters], list(code.results), modules, cse=lambda _: (code.rows, code.results)
@@ -107,7 +107,7 @@ def _python(code: Program, name: str, modules: list[Any], stacked: Callable[...,
         bound.apply_defaults()
         values = bound.arguments
         arrays = [values[array.name].reshape(array.shape) for array in code.arrays]
-        return stacked(kernel, arrays, [values[symbol.name] for symbol in code.parameters]).reshape(code.shape)
+        return join(kernel, arrays, [values[symbol.name] for symbol in code.parameters]).reshape(code.shape)
 
     derivative.__signature__ = signature  # type: ignore[attr-defined]
     derivative.__name__ = derivative.__qualname__ = name

@@ -126,7 +126,7 @@ class RowVectorization(MatrixExpr):  # type: ignore[misc]
 def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
     """Return a formula in vec_r as a SymPy expression whose sizes are letters; a named part is a ``MatrixSymbol``."""
 
-    def of(part: Matrix) -> MatrixExpr:
+    def convert(part: Matrix) -> MatrixExpr:
         return matrix_expression(part, names)
 
     m, n = map(names.size, matrix.shape)
@@ -136,13 +136,13 @@ def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
             symbol = sympy.MatrixSymbol(matrix.symbol, *map(names.size, matrix.matrix.shape))
             result = symbol.T if matrix.transposed else symbol
         case Product():
-            result = sympy.MatMul(*map(of, matrix.factors))
+            result = sympy.MatMul(*map(convert, matrix.factors))
         case Sum():
-            result = sympy.MatAdd(*map(of, matrix.terms))
+            result = sympy.MatAdd(*map(convert, matrix.terms))
         case Scaled():
-            result = sympy.MatMul(names.number(matrix.c), of(matrix.matrix))
+            result = sympy.MatMul(names.number(matrix.c), convert(matrix.matrix))
         case Kronecker():
-            left, right = of(matrix.left), of(matrix.right)
+            left, right = convert(matrix.left), convert(matrix.right)
             result = KroneckerProduct(*(left.args if isinstance(left, KroneckerProduct) else (left,)), right)
         case Identity():
             result = sympy.Identity(m)
@@ -159,7 +159,7 @@ def matrix_expression(matrix: Matrix, names: SizeName) -> MatrixExpr:
         case Centring():
             result = sympy.Identity(m) - sympy.OneMatrix(m, m) / m
         case Vec() | VecIdentity():
-            result = RowVectorization(of(matrix.matrix) if isinstance(matrix, Vec) else sympy.Identity(names.size(matrix.n)))
+            result = RowVectorization(convert(matrix.matrix) if isinstance(matrix, Vec) else sympy.Identity(names.size(matrix.n)))
             result = result.T if matrix.transposed else result
         case Diagonal():
             result = DiagMatrix(sympy.MatrixSymbol(matrix.symbol, m, 1))
@@ -199,18 +199,18 @@ def leaf(matrix: Matrix) -> tuple[str, bool]:
 
 def leaves(matrix: Matrix) -> dict[str, Array]:
     """Return the arrays of a formula's leaves, vectors as columns, by their letters."""
-    found: dict[str, Array] = {}
+    arrays: dict[str, Array] = {}
     if isinstance(matrix, BlockDiagonal):
         return {leaf(matrix)[0]: matrix.dense()}
     for child in matrix.children():
-        found |= leaves(child)
+        arrays |= leaves(child)
     if isinstance(matrix, Diagonal):
-        found[matrix.symbol] = matrix.values.reshape(-1, 1)
+        arrays[matrix.symbol] = matrix.values.reshape(-1, 1)
     elif isinstance(matrix, (RowBlocks, RowCovariance)):
-        found[leaf(matrix)[0]] = matrix.rows.reshape(-1, 1)
+        arrays[leaf(matrix)[0]] = matrix.rows.reshape(-1, 1)
     elif not matrix.children() and not isinstance(
         matrix, (Identity, Zero, Ones, Commutation, DiagonalLift, DiagonalTake, Centring)
     ):
         letter, transposed = leaf(matrix)
-        found[letter] = (matrix.T if transposed else matrix).dense()
-    return found
+        arrays[letter] = (matrix.T if transposed else matrix).dense()
+    return arrays

@@ -95,7 +95,7 @@ class ShiftAt(OperationAt):
 
 
 @dataclass(frozen=True)
-class Taken:
+class Entries:
     """Entries of a stage, as an array of some shape."""
 
     stage: Stage
@@ -166,21 +166,21 @@ class TracedModule:
         roots = {
             a.inputs[0] for a in self.trace.applications if isinstance(a.primitive, Elementwise) and a.primitive.kind == "rsqrt"
         }
-        found: dict[str, dict[float, None]] = {}
+        values: dict[str, dict[float, None]] = {}
         for a in self.trace.applications:
             match a.primitive:
                 case LayerNorm(eps=float(value)) | RMSNorm(eps=float(value)):
-                    found.setdefault(EPSILON.name, {})[value] = None
+                    values.setdefault(EPSILON.name, {})[value] = None
                 case Shift(c=value) if a.output in roots:
-                    found.setdefault(EPSILON.name, {})[value] = None
+                    values.setdefault(EPSILON.name, {})[value] = None
                 case ScaledDotProductAttention():
-                    found.setdefault(SCALE.name, {})[logits_factor(a.primitive, self.trace.values[a.inputs[0] or 0])] = None
+                    values.setdefault(SCALE.name, {})[logits_factor(a.primitive, self.trace.values[a.inputs[0] or 0])] = None
                 case Activation(kind="leaky_relu", negative_slope=value):
-                    found.setdefault(SLOPE.name, {})[value] = None
+                    values.setdefault(SLOPE.name, {})[value] = None
         letters = {}
-        for kind, values in found.items():
-            for k, value in enumerate(values):
-                letters[kind, value] = sympy.Symbol(kind if len(values) == 1 else f"{kind}_{k + 1}", positive=True)
+        for kind, numbers in values.items():
+            for k, value in enumerate(numbers):
+                letters[kind, value] = sympy.Symbol(kind if len(numbers) == 1 else f"{kind}_{k + 1}", positive=True)
         return letters
 
 
@@ -205,9 +205,9 @@ class _Stages:
         point: Mapping[str, Array],
     ) -> None:
         self.trace, self.numbers, self.exact = trace, numbers, is_exact(point["X"])
-        self.made, self.matrices = 0, dict[tuple[Any, ...], Stage]()
+        self.count, self.matrices = 0, dict[tuple[Any, ...], Stage]()
         leaves = {at: leaf(symbols[name], point[name]) for name, at in trace.parameters.items()}
-        self.values = {at: Taken(stage, tuple(trace.values[at].shape)) for at, stage in leaves.items()}
+        self.values = {at: Entries(stage, tuple(trace.values[at].shape)) for at, stage in leaves.items()}
 
     def output(self) -> Stage:
         """Return the output as a stage called Z."""
@@ -217,74 +217,74 @@ class _Stages:
             (top,) = makers[top].inputs  # type: ignore[assignment]
         for a in self.trace.applications:
             known = {id(value.stage) for value in self.values.values()}
-            self.symbol = "Z" if a.output == top else f"Y^{{({self.made + 1})}}"
+            self.symbol = "Z" if a.output == top else f"Y^{{({self.count + 1})}}"
             self.values[a.output] = self.apply(a, tuple(self.trace.values[a.output].shape))
-            self.made += id(self.values[a.output].stage) not in known
+            self.count += id(self.values[a.output].stage) not in known
         return self.matrix(self.values[self.trace.output], "Z")
 
-    def apply(self, a: Application, shape: Shape) -> Taken:
+    def apply(self, a: Application, shape: Shape) -> Entries:
         """Return the output of one application."""
-        x, *others = (self.taken(at) for at in a.inputs if at is not None)
+        x, *others = (self.value(at) for at in a.inputs if at is not None)
         match a.primitive:
             case Reshape() | Cast():
-                return Taken(x.stage, shape, x.positions)
+                return Entries(x.stage, shape, x.positions)
             case Permute() | Select() | Slice() | Expand():
-                return self.chosen(x, a.primitive.value)
+                return self.selection(x, a.primitive.value)
             case Linear():
                 X, W = self.matrix(x), self.matrix(others[0])
                 bias = {"b": others[1].stage} if len(others) == 2 else {}
-                transposed = self.turned(W)
+                transposed = self.transpose(W)
                 at: Operation = AffineAt(X.value, transposed.value, *(b.value for b in bias.values()))
                 rule = rf"{X.symbol}\,{transposed.symbol}" + "".join(rf" + \mathbf{{1}}\,{b.symbol}^\top" for b in bias.values())
-                return self.added(at, {"X": X, "W": transposed, **bias}, rule, shape)
+                return self.stage(at, {"X": X, "W": transposed, **bias}, rule, shape)
             case MatMul():
                 P, R = self.matrix(x), self.matrix(others[0])
                 if len(others[0].shape) == 2:
-                    return self.added(AffineAt(P.value, R.value), {"X": P, "W": R}, rf"{P.symbol}\,{R.symbol}", shape)
+                    return self.stage(AffineAt(P.value, R.value), {"X": P, "W": R}, rf"{P.symbol}\,{R.symbol}", shape)
                 at = HeadProductAt(P.value, R.value, prod(x.shape[:-2]), "mix")
-                return self.added(at, {"P": P, "R": R}, rf"{P.symbol}{R.symbol}\text{{ for each head}}", shape)
+                return self.stage(at, {"P": P, "R": R}, rf"{P.symbol}{R.symbol}\text{{ for each head}}", shape)
             case Add(alpha=alpha):
-                left, right = (self.matrix(self.chosen(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
+                left, right = (self.matrix(self.selection(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
                 if alpha != 1:
                     rule = rf"{alpha:.6g}\,{right.symbol}"
                     factor = FactorAt(right.value, alpha)
-                    right = self.matrix(self.added(factor, {"X": right}, rule, shape, symbol=f"B^{{({self.made + 1})}}"))
-                return Taken(total(self.symbol, left, right), shape)
+                    right = self.matrix(self.stage(factor, {"X": right}, rule, shape, symbol=f"B^{{({self.count + 1})}}"))
+                return Entries(total(self.symbol, left, right), shape)
             case Multiple(c=c):
                 X = self.matrix(x)
-                return self.added(FactorAt(X.value, c), {"X": X}, rf"{c:.6g}\,{X.symbol}", shape)
+                return self.stage(FactorAt(X.value, c), {"X": X}, rf"{c:.6g}\,{X.symbol}", shape)
             case Shift(c=c):
                 X = self.matrix(x)
                 number = self.number(EPSILON.name, c)
-                return self.added(ShiftAt(X.value, number), {"X": X}, rf"{X.symbol} + {sympy.latex(number)}", shape)
+                return self.stage(ShiftAt(X.value, number), {"X": X}, rf"{X.symbol} + {sympy.latex(number)}", shape)
             case Multiply():
-                X, Y = (self.matrix(self.chosen(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
-                return self.added(HadamardAt(X.value, Y.value), {"X": X, "Y": Y}, rf"{X.symbol}\odot {Y.symbol}", shape)
+                X, Y = (self.matrix(self.selection(t, lambda entries: entries.expand(shape))) for t in (x, others[0]))
+                return self.stage(HadamardAt(X.value, Y.value), {"X": X, "Y": Y}, rf"{X.symbol}\odot {Y.symbol}", shape)
             case Activation(kind=kind, negative_slope=slope):
                 X = self.matrix(x)
                 at = ActivationAt(kind, X.value, self.number(SLOPE.name, slope))
-                return self.added(at, {"X": X}, rf"\mathrm{{{kind.replace('_', '-')}}}({X.symbol})", shape)
+                return self.stage(at, {"X": X}, rf"\mathrm{{{kind.replace('_', '-')}}}({X.symbol})", shape)
             case Elementwise(kind=kind, constants=constants) if kind in FUNCTIONS:
                 X = self.matrix(x)
-                return self.added(
+                return self.stage(
                     FunctionAt(kind, X.value, constants=constants), {"X": X}, rf"\mathrm{{{kind}}}({X.symbol})", shape
                 )
             case LayerNorm(dims=1, eps=float(eps)) | RMSNorm(dims=1, eps=float(eps)):
                 return self.norm(type(a.primitive), x, others, self.number(EPSILON.name, eps))
             case Softmax(dim=dim) if dim in (-1, len(shape) - 1):
                 T = self.matrix(x)
-                return self.added(SoftmaxAt(T.value), {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", shape)
+                return self.stage(SoftmaxAt(T.value), {"T": T}, rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}", shape)
             case ScaledDotProductAttention() if len(others) == 2:
                 return self.attention(a.primitive, x, *others, shape=shape)
             case Mean(dims=dims) | SumOver(dims=dims):
-                return self.summed(x, [dim % len(x.shape) for dim in dims], shape, mean=isinstance(a.primitive, Mean))
+                return self.sum_over(x, [dim % len(x.shape) for dim in dims], shape, mean=isinstance(a.primitive, Mean))
             case Concatenate(dim=dim):
-                return self.side_by_side([x, *others], dim, shape)
+                return self.concatenation([x, *others], dim, shape)
         kind = getattr(a.primitive, "kind", type(a.primitive).__name__)
         todo = "write it in operations that have one, or call eval() on a module with dropout"
         raise InputError(f"derive: {a.name} ({kind}) has no chapter as it is used here; {todo}")
 
-    def norm(self, kind: type, x: Taken, parameters: Sequence[Taken], eps: Any) -> Taken:
+    def norm(self, kind: type, x: Entries, parameters: Sequence[Entries], eps: Any) -> Entries:
         """Return the rows of a matrix after LayerNorm or RMSNorm, with its gain and shift."""
         X, chapter = self.matrix(x), LayerNormAt if kind is LayerNorm else RMSNormAt
         reads = {name: t.stage for name, t in zip(("gamma", "beta"), parameters, strict=False)}
@@ -292,17 +292,17 @@ class _Stages:
         gain = reads["gamma"].symbol if "gamma" in reads else r"\gamma"
         letters, names = norm_alphabet(self.symbol, X.symbol, gain), norm_names(self.symbol, X.symbol)
         rule = rf"\mathrm{{{kind.__name__}}}({X.symbol})"
-        return self.added(at, {"X": X, **reads}, rule, x.shape, letters=letters, names=names)
+        return self.stage(at, {"X": X, **reads}, rule, x.shape, letters=letters, names=names)
 
-    def summed(self, x: Taken, dims: Sequence[int], shape: Shape, *, mean: bool) -> Taken:
+    def sum_over(self, x: Entries, dims: Sequence[int], shape: Shape, *, mean: bool) -> Entries:
         """Return the sum or the mean over some axes."""
         order = [*(k for k in range(len(x.shape)) if k not in dims), *dims]
-        X, n = self.matrix(self.chosen(x, lambda entries: entries.permute(order))), prod(x.shape) // prod(shape)
+        X, n = self.matrix(self.selection(x, lambda entries: entries.permute(order))), prod(x.shape) // prod(shape)
         matrix = scaled(Fraction(1, n if mean else 1), kron(Identity(prod(shape)), Ones(1, n)))
         rule = rf"\text{{{'mean' if mean else 'sum'} of entries of }}{X.symbol}"
-        return self.added(LinearMapAt(X.value, matrix, rows_of(shape)), {"X": X}, rule, shape)
+        return self.stage(LinearMapAt(X.value, matrix, rows_of(shape)), {"X": X}, rule, shape)
 
-    def side_by_side(self, parts: Sequence[Taken], dim: int, shape: Shape) -> Taken:
+    def concatenation(self, parts: Sequence[Entries], dim: int, shape: Shape) -> Entries:
         """Return arrays joined along an axis: the sum of what each puts at its places."""
         n, stages = prod(shape), [self.matrix(part) for part in parts]
         places = torch.arange(n, device="cpu").reshape(shape).split([part.shape[dim] for part in parts], dim)
@@ -311,14 +311,14 @@ class _Stages:
             taken = Selection(place.reshape(-1).tolist(), n, f"P_{{{X.symbol}}}")
             maps.append(Renamed(LinearMapAt(X.value, taken.T, rows_of(shape)), {"X": X.symbol}))
         rule = r"\text{side by side: }" + r",\ ".join(X.symbol for X in stages)
-        return self.added(Total(*maps), {X.symbol: X for X in stages}, rule, shape)
+        return self.stage(Total(*maps), {X.symbol: X for X in stages}, rule, shape)
 
-    def attention(self, attention: ScaledDotProductAttention, *parts: Taken, shape: Shape) -> Taken:
+    def attention(self, attention: ScaledDotProductAttention, *parts: Entries, shape: Shape) -> Entries:
         """Return softmax(c Q K^T) V, head by head."""
         q, k, v = parts
         if attention.enable_gqa and q.shape[-3] != k.shape[-3]:
             repeat = q.shape[-3] // k.shape[-3]
-            k, v = (self.chosen(t, lambda entries: entries.repeat_interleave(repeat, -3)) for t in (k, v))
+            k, v = (self.selection(t, lambda entries: entries.repeat_interleave(repeat, -3)) for t in (k, v))
         heads, (L, S) = prod(q.shape[:-2]), (q.shape[-2], k.shape[-2])
         mask = attention.mask
         if attention.is_causal:
@@ -329,14 +329,14 @@ class _Stages:
         usual = not self.exact and c == q.shape[-1] ** -0.5  # prints as the root
         each = r"\text{ for each head}" if heads > 1 else ""
         at = HeadProductAt(Q.value, K.value, heads, "scores", None if usual else self.number(SCALE.name, c))
-        rule, number = rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", self.made + 1
-        T = self.matrix(self.added(at, {"P": Q, "R": K}, rule, (heads * L, S), symbol=f"T^{{({number})}}"))
+        rule, number = rf"{Q.symbol}{K.symbol}^\top/\sqrt{{d_K}}{each}", self.count + 1
+        T = self.matrix(self.stage(at, {"P": Q, "R": K}, rule, (heads * L, S), symbol=f"T^{{({number})}}"))
         softmax = SoftmaxAt(T.value, mask=None if mask is None else mask.cpu().numpy() if self.exact else mask)
         rule = rf"\mathrm{{softmax}}({T.symbol})\text{{ by rows}}"
-        A = self.matrix(self.added(softmax, {"T": T}, rule, (heads * L, S), symbol=f"A^{{({number})}}"))
-        return self.added(HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}", shape)
+        A = self.matrix(self.stage(softmax, {"T": T}, rule, (heads * L, S), symbol=f"A^{{({number})}}"))
+        return self.stage(HeadProductAt(A.value, V.value, heads, "mix"), {"P": A, "R": V}, f"{A.symbol}{V.symbol}{each}", shape)
 
-    def added(
+    def stage(
         self,
         at: Operation,
         reads: Mapping[str, Stage],
@@ -346,23 +346,23 @@ class _Stages:
         letters: Mapping[str, str] | None = None,
         names: Names | None = None,
         symbol: str | None = None,
-    ) -> Taken:
+    ) -> Entries:
         """Return a new stage; parameters that it reads are arguments under their own letters."""
         symbols = [stage.symbol for stage in reads.values()]
         own = {name: s.symbol for name, s in reads.items() if isinstance(s.operation, Variable) and symbols.count(s.symbol) == 1}
         operation = Renamed(at, own) if own else at
         alphabet = {**{name: stage.symbol for name, stage in reads.items()}, **(letters or {})}
         inner = {name: stage for name, stage in reads.items() if name not in own}
-        return Taken(Stage(symbol or self.symbol, operation, inner, alphabet, rule, names), shape)
+        return Entries(Stage(symbol or self.symbol, operation, inner, alphabet, rule, names), shape)
 
-    def chosen(self, x: Taken, choice: Callable[[Tensor], Tensor]) -> Taken:
+    def selection(self, x: Entries, choice: Callable[[Tensor], Tensor]) -> Entries:
         """Return entries of an array as ``choice`` takes them from it."""
         positions = torch.arange(prod(x.shape), device="cpu") if x.positions is None else x.positions
         taken = choice(positions.double().reshape(x.shape))
         chosen, every = taken.long().reshape(-1), torch.arange(size(shape_of(x.stage.value)), device="cpu")
-        return Taken(x.stage, tuple(taken.shape), None if torch.equal(chosen, every) else chosen)
+        return Entries(x.stage, tuple(taken.shape), None if torch.equal(chosen, every) else chosen)
 
-    def matrix(self, x: Taken, symbol: str | None = None) -> Stage:
+    def matrix(self, x: Entries, symbol: str | None = None) -> Stage:
         """Return entries as a stage whose value is a matrix of rows, under a symbol of its own where it is a new one."""
         shape = shape_of(x.stage.value) if x.positions is None and len(x.shape) < 2 else rows_of(x.shape)
         if x.positions is None and shape_of(x.stage.value) == shape:
@@ -376,7 +376,7 @@ class _Stages:
             self.matrices[key] = Stage(symbol or f"X^{{({k})}}", taken, {"X": x.stage}, {"X": x.stage.symbol}, rule)
         return self.matrices[key]
 
-    def turned(self, W: Stage) -> Stage:
+    def transpose(self, W: Stage) -> Stage:
         """Return the transpose of a matrix."""
         key = (id(W), "transposed")
         if key not in self.matrices:
@@ -385,14 +385,14 @@ class _Stages:
             self.matrices[key] = Stage(rf"{W.symbol}^\top", taken, {"X": W}, {"X": W.symbol})
         return self.matrices[key]
 
-    def taken(self, at: int) -> Taken:
+    def value(self, at: int) -> Entries:
         """Return a value of the trace; one that does not move is a constant."""
         if at not in self.values:
             value = self.trace.values[at]
             array: Array = value.double().reshape(rows_of(value.shape))
             if self.exact:
                 array = np.vectorize(sympy.Float, otypes=[object])(array.cpu().numpy())
-            self.values[at] = Taken(leaf(f"C^{{({at})}}", array), tuple(value.shape))
+            self.values[at] = Entries(leaf(f"C^{{({at})}}", array), tuple(value.shape))
         return self.values[at]
 
     def number(self, kind: str, value: float) -> Any:
