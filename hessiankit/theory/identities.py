@@ -129,7 +129,7 @@ def identical(a: Any, b: Any, *, seed: int = 0) -> Equality:
         letters = replace(
             letters, inputs={**letters.inputs, **listed.inputs}, parameters={**letters.parameters, **listed.parameters}
         )
-    recorder = Recorder()
+    recorder = Recorder(reserved={s for symbols in letters.inputs.values() for s in symbols} | {*letters.parameters})
     left, right = (_merge(recorder, one.sympy() if isinstance(one, Derivation) else one, letters, sizes) for one in (a, b))
     if left.shape != right.shape:
         raise InputError(f"identical: the shapes are {tuple(left.shape)} and {tuple(right.shape)}; pass formulas of one shape")

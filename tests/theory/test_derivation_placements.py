@@ -114,7 +114,7 @@ def test_against_the_hessian_and_autograd(case):
 def assert_numbers(block, X, derivation, target=None):
     """Put the block's numbers in for the symbols, by SymPy and by the function of the list."""
     arrays = {identifier(symbol_of(name)): p.detach() for name, p in block.named_parameters()} | {"X": X}
-    arrays |= {} if target is None else {"T": target}
+    arrays |= {} if target is None else {"Target": target}
     function = derivation.function("torch")
     found = function(**{name: arrays[name] for name in inspect.signature(function).parameters if name in arrays})
     assert_agree(found, derivation.dense())

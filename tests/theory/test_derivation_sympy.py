@@ -87,14 +87,20 @@ def test_functions_have_the_numbers_of_the_formula(name):
             assert_agree(torch.as_tensor(function(*values)), derivation.dense())
 
 
-def test_functions_have_the_numbers_of_the_hessian():
+@pytest.mark.parametrize("heads", [1, 2])
+def test_functions_have_the_numbers_of_the_hessian(heads):
+    """With two heads the block has logits T, which are no input."""
     torch.manual_seed(0)
-    block = generic(TransformerBlock(2, 1, d_k=1, placement="pre", norm="rmsnorm", activation="gelu").double())
+    block = generic(TransformerBlock(2, 1, heads, d_k=1, placement="pre", norm="rmsnorm", activation="gelu").double())
     target = torch.randn(2, 2).double()
     names = ("attention.W_K", "attention.W_V")
-    function = derive(block, wrt=names, inputs=X, target=target, loss="mse").function("torch")
+    derivation = derive(block, wrt=names, inputs=X, target=target, loss="mse")
+    assigned = [name for name, _ in derivation.sympy().replacements]
+    assert len(set(assigned)) == len(assigned)  # a name has one meaning
+    assert not {symbol for symbols in derivation.sympy().inputs.values() for symbol in symbols} & set(assigned)
+    function = derivation.function("torch")
     arrays = {identifier(symbol): p.detach() for (_, p), symbol in zip(block.named_parameters(), letters(block), strict=True)}
-    arrays |= {"X": X, "T": target}
+    arrays |= {"X": X, "Target": target}
     found = function(**{name: arrays[name] for name in inspect.signature(function).parameters if name in arrays})
     expected = hessian(block, X[None], target[None], loss="mse").block(*names)
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()

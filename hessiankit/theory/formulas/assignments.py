@@ -12,7 +12,7 @@ and each f_a and each sum is a new assignment unless there is one like it. A sec
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class Assignments:
 
     def diff(self, symbol: sympy.Symbol) -> Assignments:
         """Return the derivative of each entry with respect to a symbol: an entry of an input, or a parameter such as eps."""
-        recorder = Recorder(self.replacements)
+        recorder = Recorder(self.replacements, {s for symbols in self.inputs.values() for s in symbols} | {*self.parameters})
         matrix = recorder.jacobian(self.matrix.flat(), [symbol]).reshape(*self.shape)
         return recorder.assignments(matrix, self.inputs, self.parameters)
 
@@ -129,11 +129,13 @@ def _dependencies(replacements: Sequence[tuple[sympy.Symbol, sympy.Expr]], resul
 class Recorder:
     """A list of assignments that grows, in which equal expressions have one name."""
 
-    def __init__(self, replacements: Replacements = ()) -> None:
+    def __init__(self, replacements: Replacements = (), reserved: Iterable[sympy.Symbol] = ()) -> None:
+        """Begin with a list; ``reserved`` symbols, such as those of inputs, are names of nothing else."""
         self._rows = list(replacements)
         self._names = {meaning: name for name, meaning in replacements}
         self._short_forms: dict[sympy.Basic, sympy.Expr] = {}  # shared parts of a large expression once
-        self._letters = sympy.numbered_symbols("x", start=1, exclude=[name for name, _ in replacements])
+        self._used = {*reserved, *(name for name, _ in replacements)}
+        self._letters = sympy.numbered_symbols("x", start=1, exclude=self._used)
 
     def values(self, letter: str, array: Array) -> Array:
         """Assign the entries of an array of expressions to a letter with their indices; return the array of names."""
@@ -221,8 +223,11 @@ class Recorder:
 
     def _assign(self, expression: sympy.Expr, label: str | None) -> sympy.Symbol:
         if expression not in self._names:
-            self._names[expression] = next(self._letters) if label is None else sympy.Symbol(label, real=True)
-            self._rows.append((self._names[expression], expression))
+            name = None if label is None else sympy.Symbol(label, real=True)
+            name = next(self._letters) if name is None or name in self._used else name
+            self._used.add(name)
+            self._names[expression] = name
+            self._rows.append((name, expression))
         return self._names[expression]
 
 

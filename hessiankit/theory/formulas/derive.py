@@ -149,13 +149,13 @@ def _matrix_expr(subject: Subject, symbols: Sequence[str], loss: str | None, see
 def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal: Any) -> Assignments:
     """Return the derivative as a list of assignments in the letters of the subject."""
     inputs = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
-    recorder, letters = Recorder(), {subject.symbols[name]: array for name, array in inputs.items()}
+    letters = {subject.symbols[name]: array for name, array in inputs.items()}
+    recorder = Recorder(reserved={symbol for array in letters.values() for symbol in array.reshape(-1)} | {*subject.numbers})
     with recorded(recorder.values):
         Z = subject.stage(inputs)
         value = Z.value
         if loss == "mse":
-            letter = "T" if "T" not in letters else "Target"
-            letters[letter] = goal = _symbols_for(letter, shape_of(value))
+            letters["Target"] = goal = _symbols_for("Target", shape_of(value))
         if loss is not None:
             value = recorder.values(LOSS, _loss_at(loss, Z, goal).value)
     if subject.frozen is not None:  # its letters are those of no variable
