@@ -77,9 +77,9 @@ class Derivation(Printed):
         """Return the derivative in SymPy: ``replacements, (matrix,) = derivation.sympy()``, in the form of ``sympy.cse``.
 
         Each replacement is a short assignment to a name; the matrix is in the names. The entry of W_Q in row 1 and column 2 is
-        the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``. The eps of a norm, the factor c of attention's logits, gains and the
-        factor of a placement are symbols too. The result has ``expanded(row, column)``, ``subs``, ``diff``, ``evalf``,
-        ``count_ops`` and ``function``.
+        the symbol ``W_Q^{1,2}``, that of X ``X_{1,2}``, that of the target of a loss ``Target_{1,2}``. The eps of a norm, the
+        factor c of attention's logits, gains and the factor of a placement are symbols too. The result has
+        ``expanded(row, column)``, ``subs``, ``diff``, ``evalf``, ``count_ops`` and ``function``.
 
         Raises:
             InputError: If the matrix has more than ``SYMBOLIC_ENTRIES`` entries.
