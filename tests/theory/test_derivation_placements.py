@@ -164,6 +164,26 @@ def test_numbers_for_symbols_on_both_sides_of_a_kink(activation):
         assert_numbers(block, X, derive(block, wrt=names, inputs=X))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("placement", sample(PLACEMENTS, 4))
+def test_the_function_of_a_placement(placement):
+    chance = random.Random(placement)
+    torch.manual_seed(chance.randrange(1000))
+    heads, kv_heads = chance.choice([(1, 1), (2, 1), (2, 2)])
+    options = {name: chance.random() < 0.5 for name in ("bias", "attention_bias", "causal", "rotary")}
+    activation = chance.choice(["relu", "gelu", "swiglu", "leaky_relu"])
+    block = generic(
+        TransformerBlock(
+            2, 1, heads, placement, "rmsnorm", activation, n_kv_heads=kv_heads, d_k=2, layer=2, n_layers=3, **options
+        ).double()
+    )
+    names, loss = [name for name, _ in block.named_parameters()], chance.choice([None, "mse"])
+    X, T = torch.randn(2, 2).double(), torch.randn(2, 2).double()
+    target = None if loss is None else T
+    found = derive(block, wrt=(chance.choice(names), chance.choice(names)), inputs=X, loss=loss, target=target)
+    assert_numbers(block, X, found, target)
+
+
 @pytest.mark.parametrize("options", [{"placement": "lns", "layer": 4}, {"placement": "lns", "layer": 7}])
 def test_the_letter_of_a_factor_has_its_value(options):
     block = TransformerBlock(2, 1, **options)
