@@ -60,21 +60,21 @@ class Assignments:
     def expanded(self, row: int, column: int = 0) -> sympy.Expr:
         """Return one entry in the symbols of the inputs alone."""
         expression = self.matrix[row, column]
-        for name, meaning in reversed(self._dependencies(expression)):
+        for name, meaning in reversed(_dependencies(self.replacements, [expression])):
             expression = expression.xreplace({name: meaning})
         return expression
 
     def subs(self, values: Mapping[Any, Any]) -> Assignments:
         """Return the list with numbers or expressions in place of symbols."""
-        known, rows = dict(values), []
+        images, rows = dict(values), []
         for name, meaning in self.replacements:
-            expression = meaning.subs(known)
+            expression = meaning.subs(images)
             if expression.is_Atom:
-                known[name] = expression
+                images[name] = expression
             else:
                 rows.append((name, expression))
-        rest = {symbol: number for symbol, number in self.parameters.items() if symbol not in known}
-        return replace(self, replacements=tuple(rows), matrix=self.matrix.subs(known), parameters=rest)
+        parameters = {symbol: number for symbol, number in self.parameters.items() if symbol not in images}
+        return replace(self, replacements=tuple(rows), matrix=self.matrix.subs(images), parameters=parameters)
 
     def diff(self, symbol: sympy.Symbol) -> Assignments:
         """Return the derivative of each entry with respect to a symbol: an entry of an input, or a parameter such as eps."""
@@ -106,9 +106,6 @@ class Assignments:
         if lang not in LANGUAGES:
             raise unknown("function", "lang", lang, LANGUAGES)
         return LANGUAGES[lang](program(self.replacements, self.matrix, self.inputs, self.parameters), name)
-
-    def _dependencies(self, *results: sympy.Expr) -> Replacements:
-        return _dependencies(self.replacements, results)
 
 
 def _numbers(values: Mapping[Any, Any], expression: sympy.Expr) -> dict[Any, sympy.Expr]:
