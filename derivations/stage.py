@@ -7,7 +7,9 @@ xi_ij and Phi_kl. ``definitions`` lists the names in a formula.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,6 +17,20 @@ from derivations.arrays import Array
 from derivations.composition import Composite
 from derivations.matrix import Matrix, Named, Sum, Zero
 from derivations.operation import Lettered, Operation, Renamed, Shape, Total, Variable, expect_names
+
+Record = Callable[[str, Array], Array]
+"""(symbol, value) -> the value in other words, such as names for its entries."""
+_RECORD: ContextVar[Record | None] = ContextVar("record", default=None)
+
+
+@contextmanager
+def recorded(record: Record) -> Iterator[None]:
+    """Pass the value of each stage that is computed inside through ``record``: what reads it reads names, not expressions."""
+    token = _RECORD.set(record)
+    try:
+        yield
+    finally:
+        _RECORD.reset(token)
 
 
 @dataclass(frozen=True)
@@ -95,10 +111,11 @@ class Stage:
     index: Callable[[str], str] = str
     inside: tuple[Stage, ...] = ()
 
-    @property
+    @cached_property
     def value(self) -> Array:
-        """The value at the point."""
-        return self.operation.value
+        """The value at the point, in the names that ``recorded`` gives to its entries."""
+        record = _RECORD.get()
+        return self.operation.value if record is None else record(self.symbol, self.operation.value)
 
     @cached_property
     def arguments(self) -> dict[str, Shape]:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers; at run time ``_NAMES`` imports them
     from hessiankit.support.errors import ConvergenceError, HessiankitError, InputError, OutOfMemoryError, TraceError
     from hessiankit.theory.bounding.bounds import bounds
     from hessiankit.theory.formulas.derive import derive
+    from hessiankit.theory.identities import identical
     from hessiankit.tracing.trace import trace_module
     from hessiankit.training.by_partition.approximating import approximations
     from hessiankit.training.by_partition.landscape import critical_sharpness, spectrum
@@ -55,6 +56,7 @@ _NAMES = {
     "training.monitoring": "Monitor",
     "training.sharpness": "sharpness",
     "theory.formulas.derive": "derive",
+    "theory.identities": "identical",
     "functions.attention": "scaled_dot_product_attention twice_differentiable_attention",
     "functions.cross_entropy": "linear_cross_entropy",
     "landscape": "loss_slices",
@@ -84,7 +86,7 @@ __all__ = [
     "ConvergenceError", "Hessian", "HessianOperator", "HessiankitError", "InputError", "JacobianOperator", "Monitor",
     "OutOfMemoryError", "TraceError", "Transformer", "TransformerBlock", "VisionTransformer", "approximations", "block_types",
     "blockwise_lr", "blockwise_schedule", "bounds", "check", "critical_sharpness", "depth_diagnostics", "derive",
-    "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator",
+    "frobenius_norms", "from_function", "hessian", "hessian_diagonal", "hessian_function", "hessian_operator", "identical",
     "jacobian_operator",
     "linear_cross_entropy", "loss_slices", "named_slices", "scalar_estimates", "scaled_dot_product_attention", "sharpness",
     "spectrum", "trace_module", "twice_differentiable_attention",

@@ -82,7 +82,7 @@ REFUSED = [
     (
         nn.Sequential(nn.Linear(4, 4)),
         {},
-        "Sequential as it is set has no closed form by itself; pass a hessiankit.TransformerBlock",
+        "Sequential as it is set has no closed form by itself, and its trace needs inputs; pass inputs=X",
     ),
     (nn.Softmax(dim=0), {}, "Softmax as it is set has no closed form"),
     (nn.MSELoss(reduction="sum"), {}, "MSELoss as it is set has no closed form"),

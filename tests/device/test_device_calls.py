@@ -63,6 +63,25 @@ def test_formulas_and_bounds_equal_the_cpu(placement: str, default: str | None) 
     assert moved == pytest.approx(bounds, rel=1e-9)
 
 
+@DEFAULT
+def test_functions_of_formulas_equal_the_cpu(default: str | None) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(0.1), nn.LayerNorm(3)).double()
+    x, names = torch.randn(2, 4).double(), ("0.weight", "2.weight")
+
+    def numbers(device: str) -> list[Tensor]:
+        with default_device(default if device == DEVICE else None):
+            moved = module.to(device)
+            derived = hk.derive(moved, wrt=names, inputs=x.to(device))
+            W, b, *_ = (p.detach() for p in moved.parameters())
+            result = derived.function("torch")(W, b, x.to(device))  # of the gain the second derivative is independent
+            assert result.device.type == W.device.type
+            return [derived.dense(), result]
+
+    for here, there in zip(numbers("cpu"), numbers(DEVICE), strict=True):
+        compare(here, there, 1e-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_functions_of_torch_equal_the_cpu(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

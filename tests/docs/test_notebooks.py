@@ -15,9 +15,9 @@ from notebooks._execution import MAX_BYTES  # noqa: E402
 from notebooks._paired import drift, notebook_of, scripts  # noqa: E402
 
 
-def test_there_are_six() -> None:
+def test_there_are_seven() -> None:
     assert [path.stem for path in scripts()] == [
-        "analytic_against_automatic", "bounds_and_slack", "check_in_a_test", "spectrum_and_approximations", "tour_of_derive", "your_own_model",
+        "analytic_against_automatic", "bounds_and_slack", "check_in_a_test", "formula_to_code", "spectrum_and_approximations", "tour_of_derive", "your_own_model",
     ]  # fmt: skip
 
 

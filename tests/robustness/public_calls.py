@@ -159,6 +159,7 @@ CALLS = {
     ),
     "bounds": Call(hk.bounds, on_block("block"), ("bounds",)),
     "derive": Call(hk.derive, lambda: {"what": block(), "wrt": ("query",), "length": 2}, ("derive",), {"length": COUNTS}),
+    "identical": Call(hk.identical, lambda: dict.fromkeys("ab", hk.derive("gain", wrt="X", length=1)), ("identical",)),
     "spectrum": Call(
         hk.spectrum,
         on_block(k=2, bottom=1, kind="ggn", directions=2, steps=4, method="lanczos", tol=1e-3, max_products=40),

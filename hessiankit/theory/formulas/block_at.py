@@ -141,26 +141,28 @@ class BlockAt:
             chapter, title = {"layernorm": (LayerNormAt, "LayerNorm"), "rmsnorm": (RMSNormAt, "RMSNorm")}[kind]
             at = chapter(X.value, **arrays, eps=eps)
         rule = rf"\mathrm{{{title}}}({X.symbol})"
-        alphabet, names_of_norm = self._norm_alphabet(name, X.symbol, renamed), self._norm_names(name, X.symbol)
-        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=names_of_norm)
+        alphabet, called = norm_alphabet(name, X.symbol, renamed.get("gamma", r"\gamma")), norm_names(name, X.symbol)
+        return self.stage(name, Renamed(at, renamed), {"X": X}, rule, alphabet=alphabet, names=called)
 
-    def _norm_alphabet(self, name: str, X: str, renamed: Mapping[str, str]) -> dict[str, str]:
-        """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm.
 
-        The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
-        """
-        rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
-        letters = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": renamed.get("gamma", r"\gamma")}
-        return {**rows, **letters, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
+def norm_alphabet(name: str, X: str, gain: str = r"\gamma") -> dict[str, str]:
+    """Letters for the row scales (rho), the normalised rows and their block diagonal V, one set for each norm.
 
-    def _norm_names(self, name: str, X: str) -> Names:
-        """J_Z and H_Z for the norm; H_tr for second derivatives of the block's output, as in the paper."""
-        plain = names_after(name)
-        return replace(
-            plain,
-            slope=lambda a: f"J_{{{name}}}",
-            curvature=lambda a, b: f"H_{{{name}}}" if a == b == X else plain.curvature(a, b),
-        )
+    The chapter's hat, for rows before the gain, is a ring here: a hat is on what a norm returns.
+    """
+    rows = {r"\hat X": ring(X), r"\operatorname{vec}_r(\hat X)": rf"\operatorname{{vec}}_r({ring(X)})"}
+    own = {"s": rf"\rho_{{{name}}}", "V": f"V_{{{name}}}", r"\gamma": gain}
+    return {**rows, **own, r"\hat x_i": rf"\mathring{{{row_of(X)[0]}}}_i", "x_i": row_of(X)}
+
+
+def norm_names(name: str, X: str) -> Names:
+    """J_Z and H_Z for the norm; H_tr for second derivatives of the block's output, as in the paper."""
+    plain = names_after(name)
+    return replace(
+        plain,
+        slope=lambda a: f"J_{{{name}}}",
+        curvature=lambda a, b: f"H_{{{name}}}" if a == b == X else plain.curvature(a, b),
+    )
 
 
 def attention_stage(parts: BlockAt, name: str, X: Stage) -> Stage:

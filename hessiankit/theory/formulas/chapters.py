@@ -29,7 +29,7 @@ from derivations.layernorm_theorems import LayerNormTheorems
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
 from derivations.matrix import Matrix
 from derivations.normalization import LayerNormAt, RMSNormAt
-from derivations.operation import Operation, OperationAt, Renamed
+from derivations.operation import Operation, OperationAt, Renamed, shape_of
 from derivations.pooling import MeanPoolHeadAt
 from derivations.softmax import SoftmaxAt
 from derivations.stage import Stage
@@ -37,7 +37,8 @@ from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.request.checks import check_tensors
 from hessiankit.support.errors import InputError
 from hessiankit.theory.formulas.subject import LOSS, LOSSES, Subject, sequence, target_of
-from hessiankit.theory.formulas.symbols import SizeName, index_of
+from hessiankit.theory.formulas.symbols import EPSILON, SCALE, SLOPE, SizeName, index_of
+from hessiankit.theory.formulas.traced import of_trace
 
 PRIMES = {
     "L": 17, "S": 13, "d": 5, "d_V": 5, "d_K": 7, "d_v": 11, r"d_{ff}": 19, r"d_o": 23, "g": 29, "d_g": 31, "C": 37, "V": 41,
@@ -45,6 +46,9 @@ PRIMES = {
 """Sizes of the printed copy, by their letters; a formula holds two of one number only where they are one size."""
 SMALL = {"S": 4, "d": 4, "d_V": 4, "d_K": 2, "d_v": 3, r"d_{ff}": 5, r"d_o": 6, "g": 2, "d_g": 3, "C": 5, "V": 7}
 """Sizes of a chapter that is asked for by its name."""
+
+LETTERED = {"eps": EPSILON, "scale": SCALE, "negative_slope": SLOPE}
+"""Options of operations that are letters where the arguments are."""
 
 Make = Callable[..., Operation]
 
@@ -71,10 +75,19 @@ class Chapter:
         shapes = {name: axes for name, axes in {**self.shapes, **self.extra}.items() if name in point}
         symbols = {name: self.letters.get(name, name) for name in shapes}
         stage, printed = partial(self._stage, symbols), partial(self._printed, symbols, shapes, seed)
-        return Subject(point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words)
+        numbers = {LETTERED[name]: value for name, value in self.options.items() if name in LETTERED}
+        if SCALE in numbers:
+            numbers[SCALE] = shape_of(point["W_Q"])[1] ** -0.5
+        return Subject(
+            point, symbols, self.wrt, stage, printed, values=self.values, title=title, words=self.words, numbers=numbers,
+            sizes=_sizes(shapes, point, self.options), frozen=self.options.get("frozen"),
+        )  # fmt: skip
 
     def _stage(self, symbols: Mapping[str, str], arrays: Mapping[str, Array], options: Mapping[str, Any] | None = None) -> Stage:
-        operation = Renamed(self.make(**arrays, **(self.options if options is None else options)), symbols)
+        options = dict(self.options) if options is None else options
+        if is_exact(next(iter(arrays.values()))):
+            options = {name: LETTERED.get(name, value) for name, value in options.items()}
+        operation = Renamed(self.make(**arrays, **options), symbols)
         return Stage(self.symbol, operation, {}, symbols, self.rule, index=index_of)
 
     def _printed(self, symbols: Mapping[str, str], shapes: Mapping[str, tuple[str, ...]], seed: int) -> tuple[Stage, SizeName]:
@@ -82,6 +95,14 @@ class Chapter:
         options |= {"groups": PRIMES["g"]} if "groups" in options else {}
         sizes = {letter: PRIMES[letter] for letter in ["L", *" ".join(sum(shapes.values(), ())).split()]}
         return self._stage(symbols, drawn(shapes, PRIMES, seed), options), SizeName(sizes)
+
+
+def _sizes(shapes: Mapping[str, tuple[str, ...]], point: Mapping[str, Array], options: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of a point by their letters; those of an axis such as "g d_g" from the number of groups."""
+    found = {axis: n for name, axes in shapes.items() for axis, n in zip(axes, shape_of(point[name]), strict=True)}
+    if "groups" in options:
+        found |= {"g": options["groups"], "d_g": found.pop("g d_g") // options["groups"]}
+    return {"L": len(options.get("tokens") or ()), **found}
 
 
 def drawn(shapes: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int], seed: int) -> dict[str, Tensor]:
@@ -111,10 +132,6 @@ class LayerNormOfThePaper(OperationAt):
         return self._objects.hessian
 
 
-def _norm(chapter: Make, *, eps: float, X: Array, **options: Any) -> Operation:
-    return chapter(X, **options, eps=Fraction(repr(eps)) if is_exact(X) else eps)
-
-
 def _mean_squared_error(Z: Array, target: Any = None) -> Operation:
     if is_exact(Z) and isinstance(target, Tensor):
         target = np.vectorize(Fraction, otypes=[object])(target.double().numpy())
@@ -141,7 +158,7 @@ CHAPTERS: dict[str, Chapter] = {
         AffineAt, ("X", "W"), words={"weight": "W", "bias": "b"},
     ),
     "layernorm": Chapter(
-        "Y", _SHIFT, _GAINS, partial(_norm, LayerNormAt), ("X", "X"), _GREEK,
+        "Y", _SHIFT, _GAINS, LayerNormAt, ("X", "X"), _GREEK,
         values=(
             ("s_i", r"\sqrt{\tfrac{1}{d}\|C_{d}\,x_i\|^2 + \varepsilon}"),
             (r"\hat X", r"\operatorname{diag}(s^{-1})\,X\,C_{d}"),
@@ -150,7 +167,7 @@ CHAPTERS: dict[str, Chapter] = {
     ),
     "rmsnorm": Chapter(
         "Y", r"\hat X\operatorname{diag}(\gamma)", {"X": ("L", "d"), "gamma": ("d",)},
-        partial(_norm, RMSNormAt), ("X", "X"), _GREEK,
+        RMSNormAt, ("X", "X"), _GREEK,
         values=(
             ("s_i", r"\sqrt{\tfrac{1}{d}\|x_i\|^2 + \varepsilon}"),
             (r"\hat X", r"\operatorname{diag}(s^{-1})\,X"),
@@ -159,7 +176,7 @@ CHAPTERS: dict[str, Chapter] = {
     ),
     "groupnorm": Chapter(
         "Y", r"\hat X\operatorname{diag}(\gamma) + \mathbf{1}\,\beta^\top,\quad \hat X = X\text{ normalised in groups of }d_g",
-        {"X": ("L", "g d_g"), "gamma": ("g d_g",), "beta": ("g d_g",)}, partial(_norm, GroupNormRowsAt), ("X", "X"), _GREEK,
+        {"X": ("L", "g d_g"), "gamma": ("g d_g",), "beta": ("g d_g",)}, GroupNormRowsAt, ("X", "X"), _GREEK,
         values=(("s_i", r"\sqrt{\tfrac{1}{d_g}\|C_{d_g}\,x_i\|^2 + \varepsilon}\text{ for each group }x_i"),),
         options={"groups": 2, "kind": "layernorm", "eps": 1e-5},
     ),
@@ -177,6 +194,7 @@ CHAPTERS: dict[str, Chapter] = {
             ("T", r"X\,W_Q\,W_K^\top X^\top/\sqrt{d_K}"),
             ("A", r"\mathrm{softmax}(T)\text{ by rows}"),
         ),
+        options={"scale": None},
     ),
     "feedforward": Chapter(
         "M", r"\sigma(U)\,W_2", {"Y": ("L", "d_V"), "W_1": ("d_V", r"d_{ff}"), "W_2": (r"d_{ff}", r"d_o")},
@@ -212,7 +230,6 @@ CHAPTERS: dict[str, Chapter] = {
 ACTIVATIONS: dict[type[nn.Module], str] = {
     nn.Identity: "identity", nn.ReLU: "relu", nn.LeakyReLU: "leaky_relu", nn.SiLU: "silu", nn.Tanh: "tanh",
 }  # fmt: skip
-MODULES = "Linear, LayerNorm, RMSNorm, Softmax, Embedding, MSELoss, CrossEntropyLoss, GELU, SiLU, ReLU, LeakyReLU, Tanh"
 
 
 def of_chapter(name: str, wrt: object, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
@@ -232,9 +249,12 @@ def of_chapter(name: str, wrt: object, inputs: Tensor | None, target: Tensor | N
     return _at(name, chapter, point, point[first].shape[1], inputs, target, length, seed, f"of the chapter {name}")
 
 
-def of_module(module: nn.Module, inputs: Tensor | None, target: Tensor | None, length: int, seed: int) -> Subject:
+def of_module(module: nn.Module, inputs: Any, target: Tensor | None, length: int, seed: int) -> Subject:
     """Return a module of ``torch.nn`` as a subject, at its own parameters."""
-    name, chapter, arrays, options, width = _chapter_of(module)
+    row = _chapter_of(module)
+    if row is None:
+        return of_trace(module, inputs)
+    name, chapter, arrays, options, width = row
     if parameters := dict(module.named_parameters()):
         check_tensors(module, parameters, one_dtype=True)
     if width is None:
@@ -276,8 +296,11 @@ def _tokens(inputs: object, length: int, vocabulary: int) -> list[int]:
     return [int(token) for token in inputs.reshape(-1)]
 
 
-def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None]:
-    """Return the chapter's name and row, parameters by argument, options, and the width of its input where it has one."""
+def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[str, Any], int | None] | None:
+    """Return the chapter's name and row, parameters by argument, options, and the width of its input where it has one.
+
+    None for a module that is no chapter by itself.
+    """
     if isinstance(module, (nn.LayerNorm, nn.RMSNorm, GroupNorm)):
         kind, groups, eps = norm_of(module, torch.float64 if module.weight is None else module.weight.dtype)
         shape = (groups * module.size,) if isinstance(module, GroupNorm) else tuple(module.normalized_shape)
@@ -315,7 +338,4 @@ def _chapter_of(module: nn.Module) -> tuple[str, Chapter, dict[str, Any], dict[s
         name = "cross_entropy" if module.reduction == "mean" and module.label_smoothing == 0 else ""
     if name:
         return name, CHAPTERS[name], {}, {}, None
-    raise InputError(
-        f"derive: {type(module).__name__} as it is set has no closed form by itself; pass a hessiankit.TransformerBlock, "
-        f"a module of torch.nn ({MODULES}) or the name of a chapter ({', '.join(CHAPTERS)})"
-    )
+    return None

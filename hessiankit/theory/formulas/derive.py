@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from derivations.arrays import Array
 from derivations.composition import gauss_newton
 from derivations.loss import CrossEntropyAt, MeanSquaredErrorAt
-from derivations.matrix import Matrix, add
+from derivations.matrix import Matrix, Named, add
 from derivations.operation import Lettered, Operation, shape_of
-from derivations.stage import Stage, Term
+from derivations.stage import Stage, Term, recorded
 from hessiankit.blocks import TransformerBlock
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError
+from hessiankit.theory.formulas.assignments import Assignments, Recorder, indexed
 from hessiankit.theory.formulas.chapters import CHAPTERS, of_chapter, of_module
+from hessiankit.theory.formulas.matrix_expressions import matrix_assignments
 from hessiankit.theory.formulas.result import Derivation
 from hessiankit.theory.formulas.subject import LOSS, Subject, of_block, target_of
 from hessiankit.theory.formulas.theorems import BLOCKS, PAPERS, statement
@@ -29,7 +31,7 @@ from hessiankit.theory.formulas.typesetting import Story, story_of
 
 
 def subject_of(
-    what: object, wrt: str | Sequence[str] | None, inputs: Tensor | None, target: Tensor | None, length: int, seed: int
+    what: object, wrt: str | Sequence[str] | None, inputs: Any, target: Tensor | None, length: int, seed: int
 ) -> Subject:
     """Return what is to be derived: of a module, of a chapter by name, or of a paper's statement by number."""
     if isinstance(what, nn.Module):
@@ -62,7 +64,7 @@ def derive(
     what: nn.Module | str,
     *,
     wrt: str | Sequence[str] | None = None,
-    inputs: Tensor | None = None,
+    inputs: Any = None,
     target: Tensor | None = None,
     loss: str | None = None,
     length: int = 3,
@@ -72,13 +74,16 @@ def derive(
 
     Args:
         what: A ``hessiankit.TransformerBlock`` of any placement, in float64 or float32; a module of ``torch.nn`` (``Linear``,
-            ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``Embedding``, an activation, ``MSELoss``, ``CrossEntropyLoss``); the name of
-            a chapter ("layernorm", "attention", "feedforward", ...); or a statement of a paper by number or by its id in the
-            ledger ("curvature-gap/thm3"), corrected where it is wrong in print.
+            ``LayerNorm``, ``RMSNorm``, ``Softmax``, ``Embedding``, an activation, ``MSELoss``, ``CrossEntropyLoss``); a module of
+            your own made of operations that have chapters, which is traced; the name of a chapter ("layernorm", "attention",
+            "feedforward", ...); or a statement of a paper by number or by its id in the ledger ("curvature-gap/thm3"), corrected
+            where it is wrong in print.
         wrt: One or two arguments: dotted names, the letters of the papers ("W_Q", "Q", "1", "b_2"), or "query", "key",
             "value", "output", "up", "down", "gate", "input". A name alone, or one name: the Jacobian. By default what the
             theorem differentiates; of a block ("query", "value").
-        inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens.
+        inputs: One sequence, ``(L, d)`` or ``(1, L, d)``. By default one is drawn. For ``Embedding``: integer tokens. For a
+            module of your own: its argument, a tuple of arguments or a dict of keyword arguments; X is their first tensor of
+            floating point.
         target: Values or labels that a loss compares the output with. By default drawn; of a loss itself zero,
             and label i in row i.
         loss: ``"mse"`` (the mean of the squared differences), ``"cross_entropy"`` (of each token's output with a label)
@@ -117,8 +122,9 @@ def derive(
     goal = target_of(loss, None if Z.symbol == LOSS else target, output, seed)
 
     story = partial(_story, subject, symbols, loss, seed)
-    symbolic = partial(_symbolic, subject, output, symbols, loss, goal)
-    return Derivation(names, loss, _sum(_terms(Z, symbols, loss, goal)), story, symbolic, subject.title, subject.claims)
+    listed, formula = partial(_assignments, subject, names, loss, goal), partial(_matrix_expr, subject, symbols, loss, seed)
+    matrix = _sum(_terms(Z, symbols, loss, goal))
+    return Derivation(names, loss, matrix, story, listed, formula, subject.sizes, subject.title, subject.claims)
 
 
 def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int) -> Story:
@@ -128,10 +134,40 @@ def _story(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int
     return story_of(_left(Z, loss, symbols), _sum(terms), terms, _rule(Z, symbols, loss), printed, values, sizes)
 
 
-def _symbolic(subject: Subject, output: Any, symbols: Sequence[str], loss: str | None, goal: Any) -> Matrix:
-    exact = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
-    answer = _symbols_for("T", shape_of(output)) if loss == "mse" else goal
-    return _sum(_terms(subject.stage(exact), symbols, loss, answer))
+def _matrix_expr(subject: Subject, symbols: Sequence[str], loss: str | None, seed: int, named: bool) -> Any:
+    """Return the derivative as a SymPy matrix expression, or with ``named`` its named parts and the result in their names."""
+    printed, sizes = subject.printed()
+    matrix = _sum(_terms(printed, symbols, loss, target_of(loss, None, printed.value, seed)))
+    rows, result = matrix_assignments(matrix.matrix if isinstance(matrix, Named) else matrix, sizes)
+    if named:
+        return rows, result
+    for symbol, meaning in reversed(rows):
+        result = result.xreplace({symbol: meaning})
+    return result
+
+
+def _assignments(subject: Subject, names: Sequence[str], loss: str | None, goal: Any) -> Assignments:
+    """Return the derivative as a list of assignments in the letters of the subject."""
+    inputs = {name: _symbols_for(subject.symbols[name], shape_of(array)) for name, array in subject.point.items()}
+    letters = {subject.symbols[name]: array for name, array in inputs.items()}
+    recorder = Recorder(reserved={symbol for array in letters.values() for symbol in array.reshape(-1)} | {*subject.numbers})
+    with recorded(recorder.values):
+        Z = subject.stage(inputs)
+        value = Z.value
+        if loss == "mse":
+            letters["Target"] = goal = _symbols_for("Target", shape_of(value))
+        if loss is not None:
+            value = recorder.values(LOSS, _loss_at(loss, Z, goal).value)
+    if subject.frozen is not None:  # its letters are those of no variable
+        inputs = {name: array.copy() for name, array in inputs.items()}
+        inputs[names[0]][subject.frozen] = sympy.Dummy()
+    results, columns = value.reshape(-1).tolist(), [inputs[name].reshape(-1).tolist() for name in names]
+    if len(names) == 2:
+        matrix = recorder.hessian(results, columns[0], columns[0] if names[0] == names[1] else columns[1])
+    else:
+        matrix = recorder.jacobian(results, *columns)
+    matrices = {letter: sympy.ImmutableDenseMatrix(array.reshape(len(array), -1)) for letter, array in letters.items()}
+    return recorder.assignments(matrix, matrices, subject.numbers)
 
 
 def _sum(terms: Sequence[Term]) -> Matrix:
@@ -143,7 +179,7 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
     if loss is None:
         zero = Term(Z.jacobian(*names) if len(names) == 1 else Z.hessian(*names), "zero at every point")
         return Z.terms(*names) or [zero]
-    outer: Operation = MeanSquaredErrorAt(Z.value, answer) if loss == "mse" else CrossEntropyAt(Z.value, answer)
+    outer = _loss_at(loss, Z, answer)
     if loss == "cross_entropy":
         outer = Lettered(outer, _PROBABILITIES)
     if len(names) == 1:
@@ -156,6 +192,10 @@ def _terms(Z: Stage, names: Sequence[str], loss: str | None, answer: Any) -> lis
         Term(parts.outer, f"Gauss-Newton (outer-product) term: {first}"),
         Term(parts.functional, f"residual (functional) term: {second}"),
     ]
+
+
+def _loss_at(loss: str, Z: Stage, answer: Any) -> Operation:
+    return MeanSquaredErrorAt(Z.value, answer) if loss == "mse" else CrossEntropyAt(Z.value, answer)
 
 
 def _rule(Z: Stage, names: Sequence[str], loss: str | None) -> str:
@@ -174,6 +214,5 @@ def _symbols_for(letter: str, shape: tuple[int, ...]) -> Array:
     """Return an array of real symbols with indices from 1."""
     entries = np.empty(shape, dtype=object)
     for where in np.ndindex(shape):
-        index = ",".join(str(i + 1) for i in where)
-        entries[where] = sympy.Symbol(f"{letter}_{{{index}}}" if "_" not in letter else f"{letter}^{{{index}}}", real=True)
+        entries[where] = sympy.Symbol(indexed(letter, where), real=True)
     return entries

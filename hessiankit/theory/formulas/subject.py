@@ -7,15 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from sympy import Symbol, solve, symbols
 from torch import Tensor, nn
 
 from derivations.arrays import Array
 from derivations.stage import Stage, leaf
 from hessiankit.blocks import TransformerBlock
+from hessiankit.blocks.norms import GroupNorm, norm_of
 from hessiankit.request.checks import check_labels, check_same_shape, check_tensor, check_tensors
 from hessiankit.support.errors import InputError, unknown
-from hessiankit.theory.formulas.block_at import BlockAt, attention_stage, block_stage
-from hessiankit.theory.formulas.symbols import SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
+from hessiankit.theory.formulas.block_at import BlockAt, Exact, attention_stage, block_stage
+from hessiankit.theory.formulas.symbols import EPSILON, SCALE, SizeName, index_of, prime_copy, sizes_for, spelling, symbol_of
 
 WORDS = {
     "query": "W_Q", "key": "W_K", "value": "W_V", "output": "W_O", "up": "W_1", "down": "W_2", "gate": "W_G", "input": "X",
@@ -42,6 +44,9 @@ class Subject:
     words: Mapping[str, str] = field(default_factory=dict)  # other names of arguments
     claims: tuple[str, ...] = ()  # ids of the ledger, for a theorem
     loss: str | None = None  # the loss that a theorem takes the derivative of
+    numbers: Mapping[Symbol, float] = field(default_factory=dict)  # symbols of numbers such as eps, with their values
+    sizes: Mapping[str, int] = field(default_factory=dict)  # numbers of the sizes that print as letters
+    frozen: int | None = None  # row of the argument that has no gradient: the padding of an embedding
 
     def names(self, wrt: object) -> tuple[str, ...]:
         """Return the arguments that were asked for."""
@@ -78,7 +83,10 @@ def of_block(block: nn.Module, inputs: Tensor | None, length: int, seed: int, *,
     factor = spelling(block)
     of, title = _OfBlock(block, branch, seed), "of a transformer block"
     values = [factor[1]] if factor else []
-    return Subject(point, symbols, ("attention.W_Q", "attention.W_V"), of.stage, of.printed, values, title=title)
+    default = ("attention.W_Q", "attention.W_V")
+    return Subject(
+        point, symbols, default, of.stage, of.printed, values, title=title, numbers=of.numbers(), sizes=of.sizes(len(X))
+    )
 
 
 @dataclass(frozen=True)
@@ -95,8 +103,36 @@ class _OfBlock:
         return self._output(BlockAt(self.block, parameters, sizes=sizes, spelt=True), tokens), SizeName(sizes)
 
     def stage(self, point: Mapping[str, Array]) -> Stage:
-        parameters = {name: value for name, value in point.items() if name != "X"}
-        return self._output(BlockAt(self.block, parameters, spelt=not isinstance(point["X"], Tensor)), point["X"])
+        parameters, X = {name: value for name, value in point.items() if name != "X"}, point["X"]
+        if isinstance(X, Tensor):
+            return self._output(BlockAt(self.block, parameters), X)
+        letters = Exact(eps=lambda name, rows, norm: self._epsilons()[norm][0], scale=SCALE)
+        return self._output(BlockAt(self.block, parameters, exact=letters, spelt=True), X)
+
+    def numbers(self) -> dict[Symbol, float]:
+        """The values of the letters of numbers: eps, the factor of the logits, and the block's factor."""
+        written, numbers = spelling(self.block), dict(self._epsilons().values())
+        if written is not None:
+            (letter,) = written[0].free_symbols
+            numbers[letter] = float(solve(written[0] - self.block.factor, letter)[0])
+        return numbers | {SCALE: self.block.attention.d_k**-0.5}
+
+    def sizes(self, length: int) -> dict[str, int]:
+        """The block's own sizes by their letters."""
+        block, part = self.block, self.block.attention
+        groups = max((norm_of(norm)[1] for norm in self._epsilons()), default=1)
+        widths = {"d": block.d_model, "d_K": part.d_k, "d_v": part.d_v, r"d_{ff}": block.feedforward.W_2.shape[0]}
+        heads = {"H": part.n_heads, r"H_{KV}": part.n_kv_heads, "r": part.n_heads // part.n_kv_heads}
+        return {"L": length, **widths, **heads, "g": groups, "d_g": block.d_model // groups}
+
+    def _epsilons(self) -> dict[nn.Module, tuple[Symbol, float]]:
+        """Letter and value of the eps of each norm: one letter for equal values."""
+        dtype = next(iter(self.block.parameters())).dtype
+        norms = [norm for norm in self.block.modules() if isinstance(norm, (nn.LayerNorm, nn.RMSNorm, GroupNorm))]
+        values = {norm: norm_of(norm, dtype)[2] for norm in norms}
+        distinct = list(dict.fromkeys(values.values()))
+        letters = [EPSILON] if len(distinct) == 1 else symbols(rf"\varepsilon_1:{len(distinct) + 1}", positive=True)
+        return {norm: (letters[distinct.index(value)], value) for norm, value in values.items()}
 
     def _output(self, parts: BlockAt, tokens: Array) -> Stage:
         X = leaf("X", tokens)

@@ -31,6 +31,11 @@ LENGTH, WIDTH, QUERY, HIDDEN, HEADS, SHARED, GROUPS = 17, 5, 7, 19, 11, 13, 23
 ORDER = ("L", "S", "H", r"H_{KV}", "r", "g", "d", "d_V", "d_g", "d_v", "d_K", r"d_{ff}", r"d_o", "C", "V")
 
 
+EPSILON, SCALE, SLOPE = sympy.symbols(r"\varepsilon c \alpha", positive=True)
+"""Numbers that stay letters: eps of a norm, the factor of attention's logits (1/sqrt(d_K) over the temperature), and the slope of
+leaky ReLU."""
+
+
 def sizes_for(block: TransformerBlock) -> dict[str, int]:
     """Return primes for the sizes of a block's structure by their letters: one head or several, shared keys, rotation, groups.
 
@@ -75,6 +80,20 @@ class SizeName:
                 count[letter] += 1
                 n //= number
         return count, n
+
+    def size(self, n: int) -> sympy.Expr:
+        """Return a size as a SymPy expression in its letters."""
+        count, rest = self._factors(n)
+        return sympy.Mul(rest, *(sympy.Symbol(letter, integer=True, positive=True) ** k for letter, k in count.items()))
+
+    def number(self, c: Any) -> sympy.Expr:
+        """Return a factor whose denominator is a size, or the root of one, as a SymPy expression in its letters."""
+        c = sympy.sympify(c)
+        number, rest = c.as_independent(*c.free_symbols, as_Add=False)
+        if number.is_Rational:
+            return rest * number.p / self.size(int(number.q))
+        square = number**2
+        return rest * sympy.sign(number) * sympy.sqrt(square.p / self.size(int(square.q))) if square.is_Rational else c
 
     def scalar(self, c: Any) -> str | None:
         """Return the name of a rational number, or of the root of one, whose denominator is a size; None for others."""
