@@ -188,8 +188,8 @@ def exp(x: Array) -> Array:
 def symbolic(name: str, x: Array) -> Array:
     """Return the function of SymPy of this name, of each entry of an exact array.
 
-    >>> symbolic("log", np.array([Fraction(1, 2)], dtype=object))
-    array([log(1/2)], dtype=object)
+    >>> symbolic("exp", np.array([Fraction(1, 2)], dtype=object))
+    array([exp(1/2)], dtype=object)
     """
     import sympy
 
