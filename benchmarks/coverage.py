@@ -140,7 +140,7 @@ def of_spectrum(k: int, directions: int, seeds: int) -> dict[str, Shares]:
         truth["stable_rank"] = square / float(values.abs().max()) ** 2
         counts = dict.fromkeys(truth, 0)
         for seed in range(seeds):
-            one = hk.spectrum(operator, k=k, bottom=0, method="lanczos", directions=directions, steps=40, seed=seed)
+            one = hk.spectrum(operator, k=k, method="lanczos", directions=directions, steps=40, seed=seed)
             for what, value in truth.items():
                 estimate = getattr(one, what)
                 counts[what] += abs(estimate.value - value) <= estimate.half_width + 1e-9 * abs(value)  # of the residuals

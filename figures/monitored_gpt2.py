@@ -64,7 +64,7 @@ def model_of(settings: Settings) -> nn.Module:
 
 def eigenvalues(model: nn.Module, batches: list[Any], step: int) -> dict[str, Any]:
     """Return the two largest and the two smallest eigenvalues of the loss's Hessian, and whether they have converged."""
-    ends = hk.spectrum(model, batches, loss="cross_entropy", k=2, directions=4, steps=30)
+    ends = hk.spectrum(model, batches, loss="cross_entropy", k=2, bottom=2)
     return {"eigenvalues": ends.eigenvalues.tolist(), "residuals": ends.residuals.tolist(), "converged": ends.converged}
 
 

@@ -186,8 +186,7 @@ def by_type(settings: Settings) -> dict[str, Any]:
         if step % at and step != 1:
             continue
         spectrum = hk.spectrum(
-            model, x, y, loss="cross_entropy", k=1, bottom=0, preconditioner=optimizer, by="type", method="lanczos",
-            directions=2, steps=2, tol=1e-3,
+            model, x, y, loss="cross_entropy", k=1, preconditioner=optimizer, by="type", method="lanczos", tol=1e-3,
         )  # fmt: skip
         steps.append(step)
         for name, one in {"whole": spectrum, **spectrum.groups}.items():

@@ -121,7 +121,7 @@ def measure(settings: Settings) -> tuple[list[Measured], Spectrum, Spectrum, Los
                 for kind in KINDS:
                     operator = hk.hessian_operator(model, x, y, loss="cross_entropy", kind=kind)
                     here = seed == settings.seeds[0] and step == settings.shown and kind == "hessian"
-                    own = (settings.directions, settings.lanczos_steps) if here else (2, 2)
+                    own = (settings.directions, settings.lanczos_steps) if here else (0, 2)
                     options: dict[str, Any] = {"k": settings.k, "bottom": 5 if here else 0, "method": "lanczos"}
                     found[kind] = hk.spectrum(operator, directions=own[0], steps=own[1], **options)
                     if here:

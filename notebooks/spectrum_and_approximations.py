@@ -39,7 +39,7 @@ print(f"loss {loss.item():.4f}, {float((model(images).argmax(1) == labels).doubl
 # The residual of an eigenpair bounds its error: some eigenvalue is within $\|Hu - \lambda u\|$ of $\lambda$.
 
 # %%
-S = hk.spectrum(model, images, labels, loss="cross_entropy", k=12)
+S = hk.spectrum(model, images, labels, loss="cross_entropy", k=12, bottom=12)
 S
 
 # %%

@@ -22,6 +22,13 @@ not depend on omega_j, nor x_ji on omega_i. So of the four products of deviation
 
 With s^2 the sample variance of the x_i, the variance of their mean is E s^2 / k + cov. All of it is arithmetic in the basis and
 takes no further products.
+
+The sketch pays where H is near a matrix of rank k. The first k products show that: y_i = H omega_i and its part outside the span of
+the others have mean squares |H|_F^2 and |(I - P_i) H|_F^2. Where the share of the latter is above :data:`FLAT`, the other k
+products are of k more signs, and the estimates are means over all 2 k: Girard, "A fast 'Monte-Carlo cross-validation' procedure",
+Numer. Math. 56, 1989; Hutchinson, Commun. Statist. Simul. 19, 1990; Bekas, Kokiopoulou and Saad, Appl. Numer. Math. 57, 2007:
+
+    trace      omega^T H omega          diagonal   omega o H omega          |H|_F^2    |H omega|^2
 """
 
 from __future__ import annotations
@@ -46,11 +53,14 @@ LEAST = 6  # products
 SMALL = 32  # rows up to which the whole matrix is taken: k vectors of few signs may be linearly dependent
 SUM_ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
 PAIRED = 64  # vectors of which all pairs are taken for the covariance of two values
+FLAT = 0.25
+"""Share of |H|_F^2 outside the span of k - 1 products from which 2 k signs have the narrower interval. A sketch's half width grows
+with the root of the share: with 20 signs it is Student's t_19 (1.5 2 share / 20)^(1/2), that of 40 signs t_39 (2 / 40)^(1/2)."""
 SHARED = 0.5  # share of s^2 / k that the covariance is at least: its estimate is noisy, and small where s^2 is too small
 WIDER = 1.25
 """Of an entry of the diagonal, whose covariances would take k^2 numbers each: its errors are 1.0 to 1.25 times what s^2 / k says,
 and sqrt(P / (P - k)) times more where k is not far below P."""
-FEW, HELD = 20, (75, 90)
+FEW, HELD = 20, (77, 91)
 """Products, and the least share in % of intervals of 95 % that held with fewer and with as many, of docs/intervals.md."""
 
 
@@ -129,8 +139,9 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
     """Return trace, diagonal and squared Frobenius norm of an operator with intervals, from some products with it.
 
     Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
-    them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. Those of 95 % held 90 to 100 % of the time on
-    the matrices of ``docs/intervals.md``, with 10 products 75 % for entries of a diagonal of which three are nearly all. Where
+    them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. From 20 products on those of 95 % held 91 to 100 %
+    of the time on the matrices of ``docs/intervals.md``; with 10, those of |H|_F^2 87 %, and 77 % those of entries of a diagonal of
+    which three are nearly all. Of a matrix with a flat spectrum the intervals are those of plain random signs. Where
     ``products`` is P or more, or P at most 32, P products with the unit vectors give everything exactly. Memory: about four times
     as many vectors (P,) in float64 as products.
 
@@ -165,7 +176,7 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
 
     def product(vectors: Tensor) -> Tensor:
         products: Tensor = operator @ vectors
-        if not bool(torch.isfinite(products).all()):
+        if not math.isfinite(float(products.sum())) and not bool(torch.isfinite(products).all()):
             raise InputError(f"{who}: a product with the operator is NaN or infinite, so that nothing can be estimated")
         return products
 
@@ -175,10 +186,17 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
         trace, squares, *blocks = (Sample(x.reshape(1)) for x in exact)
         D, taken = H.diagonal().unsqueeze(1), size
     else:
-        signs = random_signs(size, products // 2, torch.Generator().manual_seed(seed))
-        sketch = Sketch(product, signs.to(operator.device), dtype)
-        trace, squares, D, taken = sketch.trace(), sketch.squares(), sketch.diagonal(), 2 * (products // 2)
-        blocks = [sketch.block(rows) for rows in slices.values()]
+        generator, half = torch.Generator().manual_seed(seed), products // 2
+        signs = random_signs(size, half, generator).to(operator.device, dtype)
+        Y = product(signs)
+        drawn: Sketch | Means
+        if share_outside(Y) <= FLAT:
+            drawn = Sketch(product, signs, Y)
+        else:
+            others = random_signs(size, half, generator).to(signs)
+            drawn = Means((signs, Y), (others, product(others)))
+        trace, squares, D, taken = drawn.trace(), drawn.squares(), drawn.diagonal(), 2 * half
+        blocks = [drawn.block(rows) for rows in slices.values()]
     norm = math.sqrt(max(0.0, squares.mean))
 
     def estimate(sample: Sample, scale: float) -> Estimate:
@@ -199,16 +217,30 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
 
 
 def random_signs(size: int, count: int, generator: torch.Generator) -> Tensor:
-    """Return vectors of random signs, (size, count), in float64."""
-    return torch.randint(2, (size, count), generator=generator, device="cpu").double() * 2 - 1
+    """Return vectors of random signs, (size, count), in float64, each contiguous, as those of products are."""
+    return torch.randint(2, (count, size), generator=generator, dtype=torch.float64, device="cpu").mul_(2).sub_(1).T
+
+
+def share_outside(Y: Tensor) -> float:
+    """Return the share of the squared norms of the columns (P, k) that lies outside the span of the other columns.
+
+    From the Gram matrix G: that of a column is 1 / (G^-1)_ii. G gets a ridge of its rounding, so that dependent columns have none.
+
+    >>> share_outside(torch.eye(3)[:, :2]), round(share_outside(torch.ones(3, 2)), 5)
+    (1.0, 0.0)
+    """
+    G = (Y.T @ Y).double()
+    ridge = len(G) * torch.finfo(Y.dtype).eps * float(G.trace())
+    outside = 1 / torch.linalg.inv(G + ridge * torch.eye(len(G)).to(G)).diagonal() - ridge
+    return float(outside.sum() / G.trace()) if ridge else 0.0
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Leave-one-out values of one number, whose mean is its estimate."""
+    """Values of one number, whose mean is its estimate."""
 
     values: Tensor  # (k,); one for an exact number
-    covariance: float = 0.0  # estimate of that of two of them
+    covariance: float | None = None  # estimate of that of two of them; None where they are independent
     varying: float = 0.0  # the mean of what random vectors give of a number of skewed values, all positive; 0 of others
 
     @property
@@ -218,10 +250,10 @@ class Sample:
 
     @property
     def variance(self) -> float:
-        """Of the mean: s^2 / k and the covariance, which counts for half of s^2 / k at least; 0 of an exact number."""
+        """Variance of the mean: s^2 / k and the covariance, if any, which counts for half of s^2 / k at least; 0 if exact."""
         k = len(self.values)
         own = float(self.values.var()) / k if k > 1 else 0.0
-        return own + max(self.covariance, SHARED * own)
+        return own if self.covariance is None else own + max(self.covariance, SHARED * own)
 
     def half_width(self, level: float) -> float:
         """Return that of the interval of the mean: Student's with k - 1 degrees of freedom.
@@ -239,16 +271,42 @@ class Sample:
         return float(stdtrit(1 / lost, (1 + level) / 2)) * math.sqrt(variance)
 
 
+class Means:
+    """Values of the trace, norm and diagonal of a symmetric matrix H by each of n vectors of signs.
+
+    ``draws`` are signs Omega (P, k), which are written over, with H Omega.
+    """
+
+    def __init__(self, *draws: tuple[Tensor, Tensor]) -> None:
+        self.lengths = torch.cat([Y.square().sum(0).double() for _, Y in draws])
+        self.values = torch.cat([signs.mul_(Y).T for signs, Y in draws]).T
+
+    def trace(self) -> Sample:
+        """Return values of tr H."""
+        return self.block(slice(None))
+
+    def squares(self) -> Sample:
+        """Return values of |H|_F^2."""
+        return Sample(self.lengths, varying=float(self.lengths.mean()))
+
+    def diagonal(self) -> Tensor:
+        """Return values of every entry of the diagonal, (P, n)."""
+        return self.values
+
+    def block(self, rows: slice) -> Sample:
+        """Return values of the sum of the diagonal's entries in some rows."""
+        return Sample(self.values[rows].sum(0).double())
+
+
 class Sketch:
     """What k vectors of signs and 2 k products show of a symmetric matrix H: leave-one-out values of its trace, norm, diagonal.
 
-    Omega (P, k), k < P, are the signs; ``product`` maps V (P, k) to H V in a type ``dtype``, twice, and all else is in float64.
+    Omega (P, k), k < P, are the signs, Y is H Omega; ``product`` maps V (P, k) to H V in their type, and all else is in float64.
     """
 
-    def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, dtype: torch.dtype) -> None:
-        self.signs = signs
+    def __init__(self, product: Callable[[Tensor], Tensor], signs: Tensor, Y: Tensor) -> None:
+        self.signs, Y, dtype = signs.double(), Y.double(), signs.dtype
         k = signs.shape[1]
-        Y = product(signs.to(dtype)).double()
         self.Q, self.R = torch.linalg.qr(Y)
         self.Z = product(self.Q.to(dtype)).double()
         spread = torch.linalg.svdvals(self.R)
@@ -258,7 +316,7 @@ class Sketch:
             eye = torch.eye(k, dtype=self.R.dtype, device=self.R.device)
             S = torch.linalg.solve_triangular(self.R, eye, upper=True).T
             self.S = S / S.norm(dim=0)
-        self.W, self.H = self.Q.T @ signs, self.Q.T @ self.Z
+        self.W, self.H = self.Q.T @ self.signs, self.Q.T @ self.Z
         self.ZZ, self.ZY, self.YY = self.Z.T @ self.Z, self.Z.T @ Y, Y.square().sum(0)
 
     def trace(self) -> Sample:
@@ -314,7 +372,7 @@ class Sketch:
         every = torch.arange(k, device=self.R.device)
         x, S = values([self.S], every), self.S
         if k == 1 or not bool(S.any()):
-            return Sample(x)
+            return Sample(x, 0.0)
         paired = every[:PAIRED]
         changes = x.new_zeros(len(paired), len(paired))
         for j in range(len(paired)):
@@ -339,4 +397,5 @@ def entry_half_widths(values: Tensor, level: float) -> Tensor:
     if k == 1:
         return torch.zeros_like(values[:, 0])
     wider = WIDER * math.sqrt(size / (size - k)) * float(stdtrit(k - 1, (1 + level) / 2))
-    return wider * values.std(1) / math.sqrt(k)
+    squares = (values - values.mean(1, keepdim=True)).square_().sum(1)  # in half the time of std
+    return wider * (squares / (k - 1)).sqrt() / math.sqrt(k)

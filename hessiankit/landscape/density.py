@@ -26,6 +26,8 @@ from hessiankit.support.errors import InputError, check_name
 from hessiankit.support.files import WithDict
 
 LEVEL = 0.95
+DIRECTIONS, STEPS = 10, 80
+COST = f"{DIRECTIONS} directions x {STEPS} steps = {DIRECTIONS * STEPS} more products"
 SCALES = ("linear", "log")
 EIGENVALUE_ROUNDING = (
     64  # times eps and the largest |eigenvalue|: smaller ones count as zero; of a sum, times eps and that of magnitudes
@@ -38,10 +40,15 @@ class SpectralMeasure:
     """Point masses for the eigenvalues of a symmetric matrix: located ones exactly, the rest by nodes of random directions."""
 
     size: int  # P, the number of all eigenvalues
-    located: Tensor  # eigenvalues that count once each, (n,)
+    located: Tensor  # eigenvalues that count once each, (n,); fewer than P without nodes: the others are unknown
     eps: float  # relative rounding error of a product
-    nodes: Tensor = NONE  # of each direction, (s, m), float64; s = 0 where all eigenvalues are located
+    nodes: Tensor = NONE  # of each direction, (s, m), float64; s = 0 where only the located eigenvalues are known
     weights: Tensor = NONE  # theirs, 0 where there is no node; every row sums to 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has a mass for all eigenvalues, exact or estimated."""
+        return bool(len(self.nodes)) or len(self.located) == self.size
 
     @property
     def scale(self) -> float:
@@ -50,6 +57,9 @@ class SpectralMeasure:
 
     def sums(self, f: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the value of tr f(H) by each direction, (max(s, 1), ...), for f: (n,) -> (..., n)."""
+        if not self.is_whole:
+            known = f"{len(self.located):,} of {self.size:,} eigenvalues are known"
+            raise InputError(f"Spectrum: {known}, and trace, density and ranks need all; pass density=True, which takes {COST}")
         exact = f(self.located).sum(-1)
         if not len(self.nodes):
             return exact.unsqueeze(0)

@@ -242,9 +242,7 @@ def loss_slices(
     if not bool(torch.isfinite(D).all()) or not bool(D.norm(dim=0).all()):
         raise InputError(f"{WHO}: a direction is zero, NaN or infinite; pass finite ones that move something")
     if plane and len(names) != 2:
-        raise InputError(
-            f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2, bottom=0"
-        )
+        raise InputError(f"{WHO}: plane=True needs two directions, and along has {len(names)}; pass two, or a spectrum with k=2")
     operator = HessianOperator.of(batches, "hessian")
     HD = operator @ D
     steps = torch.linspace(low, high, points, dtype=torch.float64, device="cpu")

@@ -1,4 +1,4 @@
-"""The eigenvalues of a Hessian as :func:`hessiankit.spectrum` returns them: extreme pairs, density, trace, ranks, outliers."""
+"""The eigenvalues of a Hessian as :func:`hessiankit.spectrum` returns them: extreme pairs, outliers; density, trace, ranks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ import torch
 from torch import Tensor
 
 from hessiankit.curvature.estimators import Estimate
-from hessiankit.landscape.density import Density, SpectralMeasure, density
+from hessiankit.landscape.density import COST, Density, SpectralMeasure, density
 from hessiankit.landscape.preconditioner import Preconditioner
-from hessiankit.support.files import WithDict
+from hessiankit.support.files import WithDict, plain
 from hessiankit.support.tables import Detail, Piece, Printed, table
 
 if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
 
+SUMS = ("trace", "frobenius_squared", "effective_rank", "stable_rank")
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Spectrum(Printed, WithDict):
-    """Extreme eigenpairs and the spectral density of a symmetric matrix; made by :func:`hessiankit.spectrum`.
+    """Extreme eigenpairs of a symmetric matrix, and its spectral density; made by :func:`hessiankit.spectrum`.
+
+    Trace, norm, ranks and density need ``density=True``, or a method that takes all eigenvalues; without, an InputError says what
+    they cost.
 
     Attributes:
         eigenvalues: The ``top`` largest, then the smallest, in descending order, (k,), float64.
@@ -33,7 +39,7 @@ class Spectrum(Printed, WithDict):
         size: P.
         kind: Of the operator: ``"hessian"``, ``"ggn"``, ...
         loss: At this point; NaN for an operator without one.
-        measure: All eigenvalues, or the located ones with the nodes and weights of random directions.
+        measure: Located eigenvalues, with the nodes and weights of random directions where a density was asked.
         method: ``"full"``: all eigenvalues, from the P x P matrix; ``"lanczos"``.
         tol: Tolerance of the residuals, relative to the largest |eigenvalue|.
         converged: Whether all residuals are within it.
@@ -59,7 +65,7 @@ class Spectrum(Printed, WithDict):
     groups: dict[str, Spectrum] = field(default_factory=dict)
     preconditioner: Preconditioner | None = None
 
-    _derived = ("threshold_ratio", "outliers", "gap", "trace", "frobenius_squared", "effective_rank", "stable_rank")
+    _derived = ("threshold_ratio", "outliers", "gap")
     _hidden = ("eigenvectors", "measure")
 
     @property
@@ -144,8 +150,9 @@ class Spectrum(Printed, WithDict):
         return plot_spectrum(self, self.density(width=width), self.density(scale="log"), path, title or self._headline())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but vectors and nodes as plain Python data."""
-        return {**super().to_dict(), "directions": len(self.measure.nodes)}
+        """Return everything but vectors and nodes as plain Python data; trace, norm and ranks as None where they are unknown."""
+        sums = {name: plain(getattr(self, name), float) if self.measure.is_whole else None for name in SUMS}
+        return {**super().to_dict(), **sums, "directions": len(self.measure.nodes)}
 
     def _headline(self) -> str:
         what = "Hessian" if self.kind == "hessian" else f"operator of kind {self.kind!r}"
@@ -165,8 +172,12 @@ class Spectrum(Printed, WithDict):
             for k, (x, r) in enumerate(zip(self.eigenvalues.tolist(), self.residuals.tolist(), strict=True))
         ]
         yield table(("number", "eigenvalue", "residual"), rows, spread=True)
-        ranks = f"trace {self.trace:.4g}, effective rank {self.effective_rank:.4g}, stable rank {self.stable_rank:.4g}"
-        yield ranks + (f"; {self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else "")
+        sums = ""
+        if self.measure.is_whole:
+            sums = f"trace {self.trace:.4g}, effective rank {self.effective_rank:.4g}, stable rank {self.stable_rank:.4g}"
+        gap = f"{self.outliers} above the widest gap, a factor of {self.gap:.3g}" if self.outliers else ""
+        if sums or gap:
+            yield "; ".join(filter(None, (sums, gap)))
         if self.groups:
             limit = ("over the threshold",) if self.preconditioner is not None and self.preconditioner.rule else ()
             lines = [(*_row(name, one), *(f"{one.threshold_ratio:.4g}" for _ in limit)) for name, one in self.groups.items()]
@@ -177,9 +188,11 @@ class Spectrum(Printed, WithDict):
                 rank=[float(g.measure.scale) for g in self.groups.values()],
                 ranked="largest |eigenvalue|",
             )
-        if self.method == "lanczos":
+        if len(self.measure.nodes):
             wide = "wider where one eigenvalue is most of a sum (docs/intervals.md)"
             yield Detail(f"intervals of 95 % over {len(self.measure.nodes)} random directions, {wide}")
+        elif not self.measure.is_whole:
+            yield Detail(f"trace, density and ranks: density=True, {COST}, which also look for multiple eigenvalues")
 
 
 _GROUP = ("group", "parameters", "largest", "smallest", "trace", "effective rank")
@@ -191,4 +204,5 @@ def _row(name: str, one: Spectrum) -> tuple[str, ...]:
         f"{float(one.eigenvalues[0]):.4g}{mark}",
         f"{float(one.eigenvalues[-1]):.4g}{mark}" if one.top < len(one.eigenvalues) else "",
     )
-    return name, f"{one.size:,}", *ends, f"{one.trace:.4g}", f"{one.effective_rank:.4g}"
+    sums = (f"{one.trace:.4g}", f"{one.effective_rank:.4g}") if one.measure.is_whole else ("", "")
+    return name, f"{one.size:,}", *ends, *sums

@@ -153,8 +153,8 @@ class RitzPairs:
     Attributes:
         values: Ritz values of the upper end, then those of the lower, in descending order, (k,), float64 on the CPU.
         vectors: Unit Ritz vectors, as rows (k, P).
-        residuals: |H v - value v| of each, from one more product: some eigenvalue lies within it, and to second order in
-            it where the residual is small beside the distance to the others, (k,).
+        residuals: |H v - value v| of each, by the recurrence, with its rounding by a product: some eigenvalue lies within it,
+            and to second order in it where the residual is small beside the distance to the others, (k,).
         products: Products with H that they took.
         converged: Whether all residuals are within the tolerance.
     """
@@ -194,14 +194,15 @@ def extreme_eigenpairs(
     to them; if that changes one of the wanted values, the search continues.
 
     Args:
-        product: v (P,) -> H v; for the residuals V (P, k) -> H V too where ``top + bottom`` is more than 1.
+        product: v (P,) -> H v; for the residuals V (P, k) -> H V too with ``again``, where ``top + bottom`` is more than 1.
         start: First direction, (P,), not zero; in the dtype of the products.
         top: Eigenvalues wanted at the upper end.
         bottom: Eigenvalues wanted at the lower end; top + bottom <= P.
         tol: Tolerance of the residuals, relative to the largest |Ritz value|.
         most: Products at most, those for the residuals included.
         basis: Vectors kept at most; at least top + bottom + 2.
-        again: Whether to look a second time, for multiple eigenvalues.
+        again: Whether to look a second time, for multiple eigenvalues. One search meets one vector of every eigenspace, and one
+            product of the sum of its vectors verifies all residuals; after a second one each has a product of its own.
         seed: Seed of random directions.
         tell: Called with (products, pairs converged) after each product that does not end the search.
 
@@ -209,6 +210,8 @@ def extreme_eigenpairs(
         InputError: A product is not finite, or H is not symmetric.
     """
     pairs, space = top + bottom, LanczosBasis(start, min(basis, start.numel()), seed=seed)
+    verifying = pairs if again else 1  # products after the search
+    goal = tol / 2 if again else 0.9 * tol  # the rest is for residuals that turns leave out, and for rounding
     old_values: Tensor | None = None  # the wanted values when they converged last
     while True:
         space.take(product(space.direction))
@@ -216,8 +219,8 @@ def extreme_eigenpairs(
         n, full = space.n, space.n == len(space.Q)
         columns = sorted({*range(n - min(top, n), n), *range(min(bottom, n))})
         scale = float(values.abs().max())
-        good = space.beta * vectors[-1, columns].abs() <= tol / 2 * scale
-        if n == start.numel() or space.taken >= most - pairs:
+        good = space.beta * vectors[-1, columns].abs() <= goal * scale
+        if n == start.numel() or space.taken >= most - verifying:
             break
         if n >= pairs and bool(good.all()):
             new = old_values is None or bool(((values[columns] - old_values).abs() > tol * scale).any())
@@ -233,14 +236,17 @@ def extreme_eigenpairs(
             restart_columns = {*range(n - top - upper, n), *range(bottom + extra - upper)}
             space.restart(sorted(restart_columns, reverse=True))
         tell(space.taken, int(good.sum()))
-    V = space.combine(vectors[:, columns[::-1]])
+    ends, weights = values[columns[::-1]], vectors[:, columns[::-1]]
+    V = space.combine(weights)
     V = V / V.norm(dim=1, keepdim=True)
-    HV = product(V[0]).unsqueeze(0) if len(V) == 1 else product(V.T).T
-    quotients = (V * HV).sum(1, keepdim=True)
-    residuals = (HV - quotients * V).norm(dim=1).double().cpu()
+    # H V = V diag(values) + direction last^T, but for rounding and the residuals that turns left out
+    last = torch.zeros_like(ends) if again else space.beta * weights[-1]
+    HV = ends.to(V).unsqueeze(1) * V + torch.outer(last.to(V), space.direction)
+    rows, expected = (V, HV) if again else (V.sum(0, keepdim=True), HV.sum(0, keepdim=True))
+    seen = product(rows[0]).unsqueeze(0) if len(rows) == 1 else product(rows.T).T
+    residuals = last.abs() + (seen - expected).norm(dim=1).double().cpu()
     ok = len(V) == pairs and bool((residuals <= tol * scale).all())
-    order = quotients[:, 0].argsort(descending=True, stable=True)
-    return RitzPairs(quotients[order, 0].double().cpu(), V[order], residuals[order.cpu()], space.taken + len(V), ok)
+    return RitzPairs(ends, V, residuals, space.taken + len(rows), ok)
 
 
 def lanczos(product: Product, start: Tensor, *, tol: float = 1e-3, most: int = 60, basis: int = 20) -> RitzValue:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import hessiankit as hk
 from hessiankit.curvature import estimators
 from hessiankit.curvature.estimators import ScalarEstimates
+from hessiankit.curvature.structures import StructuredOperator, dense_block
 
 SEEDS = 200
 
@@ -63,7 +64,7 @@ def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> No
     H, k = draw(12, 12), 4
     H = H + H.T
     signs = draw(12, k, seed=3).sign()
-    sketch = estimators.Sketch(H.matmul, signs, torch.float64)
+    sketch = estimators.Sketch(H.matmul, signs, H @ signs)
     trace, squares, diagonal = sketch.trace().values, sketch.squares().values, sketch.diagonal()
     assert (sketch.block(slice(3, 9)).values - diagonal[3:9].sum(0)).abs().max() <= 1e-10 * diagonal.abs().max()
     for i in range(k):
@@ -78,6 +79,35 @@ def test_leave_one_out_values_are_those_of_bases_made_without_one_vector() -> No
         assert (diagonal[:, i] - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
+SPECTRA = {
+    "flat": torch.linspace(1, 2, 300, dtype=torch.float64),
+    "of either sign": torch.ones(300, dtype=torch.float64) * (-1.0) ** torch.arange(300),
+    **{f"j^-{power}": torch.arange(1, 301, dtype=torch.float64) ** -power for power in (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)},
+}
+
+
+@pytest.mark.parametrize("name", SPECTRA)
+def test_intervals_are_no_wider_than_those_of_the_mean_over_as_many_signs(name: str) -> None:
+    """Girard's and Hutchinson's estimator of the same draws, in a random basis, with Student's interval."""
+    Q = torch.linalg.qr(draw(300, 300))[0]
+    A = (Q * SPECTRA[name]) @ Q.T
+    operator = StructuredOperator(300, [dense_block(torch.arange(300), A)], torch.float64, torch.device("cpu"))
+    widths = []
+    for seed in range(10):
+        found = hk.scalar_estimates(operator, products=40, seed=seed)
+        assert found.products == 40
+        signs = torch.randint(2, (40, 300), generator=torch.Generator().manual_seed(seed)).double() * 2 - 1
+        values = (signs * (signs @ A)).sum(1)
+        plain = 2.0226909 * float(values.std()) / 40**0.5  # Student, 39
+        if name in ("flat", "of either sign", "j^-0.25"):
+            assert found.trace.value == pytest.approx(float(values.mean()), rel=1e-10)
+            assert found.diagonal.tolist() == pytest.approx((signs * (signs @ A)).mean(0).tolist(), abs=1e-10)
+            assert found.frobenius_squared.value == pytest.approx(float((signs @ A).square().sum(1).mean()), rel=1e-10)
+        widths.append(found.trace.half_width / plain)
+    assert max(widths) <= 1 + 1e-6
+    assert name not in ("j^-1.5", "j^-2.0") or max(widths) < 0.2
+
+
 @pytest.mark.parametrize("k", [2, 3])
 def test_the_variance_of_a_mean_is_unbiased_over_all_draws(k: int) -> None:
     """Each vector one of four, with mean square I, so that every draw can be listed: k frames in general position, 4^k draws."""
@@ -86,7 +116,7 @@ def test_the_variance_of_a_mean_is_unbiased_over_all_draws(k: int) -> None:
     means, variances = [], []
     for choice in itertools.product(range(4), repeat=k):
         omega = torch.stack([frame[:, column] for frame, column in zip(frames, choice, strict=True)], 1)
-        sample = estimators.Sketch(H.matmul, omega, torch.float64).block(slice(0, 2))
+        sample = estimators.Sketch(H.matmul, omega, H @ omega).block(slice(0, 2))
         means.append(sample.mean)
         variances.append(float(sample.values.var()) / k + sample.covariance)
     assert statistics.mean(means) == pytest.approx(float(H.diagonal()[:2].sum()), rel=1e-10)

@@ -78,7 +78,7 @@ def test_eigenvalues_are_those_of_the_steps_that_the_optimizer_takes(name: str) 
     matrix = H.matrix / P.outer(P).sqrt()
     every = torch.linalg.eigvalsh(matrix).flip(0)
     scale = float(every.abs().max())
-    found = hk.spectrum(model, x, y, loss="cross_entropy", k=3, preconditioner=optimizer, by="type")
+    found = hk.spectrum(model, x, y, loss="cross_entropy", k=3, bottom=3, preconditioner=optimizer, by="type")
     assert float((found.eigenvalues - every[[0, 1, 2, -3, -2, -1]]).abs().max()) < 1e-8 * scale
     types = hk.block_types(model)
     assert found.groups.keys() == types.entries.keys()

@@ -78,7 +78,7 @@ def test_quadrature_is_exact_for_polynomials() -> None:
 
 
 def test_the_rest_of_a_matrix_whose_rank_is_found_is_zero() -> None:
-    found = hk.spectrum(aslinearoperator(np.ones((50, 50))), k=1, method="lanczos", steps=10)
+    found = hk.spectrum(aslinearoperator(np.ones((50, 50))), k=1, method="lanczos", density=True, steps=10)
     assert (found.trace.value, found.trace.half_width) == (pytest.approx(50), pytest.approx(0, abs=1e-9))
 
 
@@ -103,12 +103,39 @@ def test_the_ends_are_those_of_eigsh_and_of_the_matrix(operator: HessianOperator
     assert off.norm(dim=0).tolist() == pytest.approx(found.residuals.tolist(), abs=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["hessian", "ggn"])
+@pytest.mark.parametrize(("dtype", "tol"), [(torch.float64, 1e-6), (torch.float32, 1e-4)])
+def test_eigenvalues_take_no_more_products_than_eigsh_and_a_density_what_it_says(
+    kind: str, dtype: torch.dtype, tol: float
+) -> None:
+    sizes = {"d_model": 12, "d_ff": 24, "n_layers": 2, "n_heads": 2, "placement": "pre", "max_len": 8, "seed": 0}
+    ids = torch.randint(20, (4, 9), generator=torch.Generator().manual_seed(1))
+    model = hk.Transformer(20, **sizes, causal=True).to(dtype)
+    A = hk.hessian_operator(model, ids[:, :-1], ids[:, 1:], loss="cross_entropy", kind=kind)
+    calls = []
+    counted = LinearOperator(A.shape, dtype=A.dtype, matvec=lambda v: calls.append(1) or A @ v.astype(A.dtype))
+    scale = float(np.abs(eigsh(A, k=1, which="LM", return_eigenvectors=False)).max())
+    start = np.random.default_rng(0).standard_normal(A.shape[0])
+    for k in (1, 3, 5):
+        calls.clear()
+        values = np.sort(eigsh(counted, k=k, which="LA", tol=tol, v0=start)[0])
+        found = hk.spectrum(A, k=k)
+        assert found.method == "lanczos"
+        assert found.converged
+        assert found.products <= len(calls)
+        assert np.abs(found.eigenvalues.numpy() - values[::-1]).max() <= 2 * tol * scale
+        off = (A @ found.eigenvectors).double() - found.eigenvectors.double() * found.eigenvalues
+        assert bool((off.norm(dim=0) <= 1.01 * found.residuals + 0.01 * tol * scale).all())
+    assert hk.spectrum(A, k=5, directions=0).products == found.products
+    assert found.products + 800 < hk.spectrum(A, k=5, density=True).products < found.products + 900
+
+
 def test_sums_and_densities_lie_within_their_errors_of_the_full_spectrum(operator: HessianOperator) -> None:
-    full = hk.spectrum(operator, k=4)
+    full = hk.spectrum(operator, k=4, bottom=4)
     assert (full.method, full.products, len(full.measure.nodes)) == ("full", operator.shape[0], 0)
     assert full.trace.value == pytest.approx(float(operator.to_matrix().trace()))
     assert (full.trace.half_width, full.effective_rank.half_width) == (0.0, 0.0)
-    found = hk.spectrum(operator, k=4, method="lanczos", directions=12, steps=40)
+    found = hk.spectrum(operator, k=4, bottom=4, method="lanczos", directions=12, steps=40)
     for name in ("trace", "frobenius_squared", "effective_rank", "stable_rank"):
         truth, estimate = getattr(full, name).value, getattr(found, name)
         assert 0 < estimate.half_width < 0.5 * abs(truth)
@@ -158,12 +185,12 @@ def test_groups_are_diagonal_blocks(operator: HessianOperator) -> None:
 
 def test_a_computed_hessian_takes_the_place_of_its_operator(operator: HessianOperator) -> None:
     H = hk.hessian(block(), X, T)
-    found, expected = (hk.spectrum(one, k=3, by="parameter", directions=2, steps=3) for one in (H, operator))
+    found, expected = (hk.spectrum(one, k=3, bottom=3, by="parameter", directions=2, steps=3) for one in (H, operator))
     assert (found.method, found.kind, found.loss) == ("full", "hessian", H.loss)  # all eigenvalues, by LAPACK
     assert torch.allclose(found.eigenvalues, H.eigvalsh()[[-1, -2, -3, 2, 1, 0]], rtol=0, atol=1e-12)
     for name, one in expected.groups.items():
         assert torch.allclose(found.groups[name].eigenvalues, one.eigenvalues, rtol=0, atol=1e-10)
-    assert torch.allclose(hk.spectrum(H, k=3, method="lanczos").eigenvalues, found.eigenvalues, rtol=0, atol=1e-10)
+    assert torch.allclose(hk.spectrum(H, k=3, bottom=3, method="lanczos").eigenvalues, found.eigenvalues, rtol=0, atol=1e-10)
     with pytest.raises(hk.InputError, match="a Hessian has its data; pass it alone"):
         hk.spectrum(H, X, T)
 
@@ -219,7 +246,10 @@ def test_products_that_run_out_are_said() -> None:
 
 
 def test_prints_and_pictures(operator: HessianOperator, tmp_path) -> None:
-    found = hk.spectrum(operator, k=3, by="parameter", method="lanczos", directions=2, steps=4)
+    ends = hk.spectrum(operator, k=3, by="parameter", method="lanczos")
+    assert "density=True, 10 directions x 80 steps = 800 more products" in str(ends)
+    assert ends.to_dict()["trace"] is None
+    found = hk.spectrum(operator, k=3, bottom=3, by="parameter", method="lanczos", directions=2, steps=4)
     assert "spectrum of the Hessian, " in str(found)
     assert "attention.W_Q" in found.table()
     assert re.search(rf"^{operator.shape[0]} ", found.table(), re.MULTILINE)  # the number of the smallest eigenvalue
@@ -236,7 +266,7 @@ def nan_operator() -> LinearOperator:
 
 BAD = {
     "k too large": (lambda op: hk.spectrum(op, k=10**6), r"k=1000000 and bottom=0 of \d+ eigenvalues"),
-    "no k": (lambda op: hk.spectrum(op, k=0), "k=0, bottom=None; expected at least one"),
+    "no k": (lambda op: hk.spectrum(op, k=0), "k=0, bottom=0; expected at least one"),
     "NaN, Lanczos": (lambda op: hk.spectrum(nan_operator(), k=1, method="lanczos"), "product 1 with the matrix is NaN"),
     "not symmetric": (
         lambda op: hk.spectrum(aslinearoperator(np.triu(np.ones((30, 30)))), k=1, method="lanczos"),
@@ -252,6 +282,12 @@ BAD = {
     "NaN, full": (lambda op: hk.spectrum(nan_operator(), k=1), "NaN or infinite"),
     "not symmetric, full": (lambda op: hk.spectrum(aslinearoperator(np.triu(np.ones((30, 30)))), k=1), "not symmetric"),
     "directions": (lambda op: hk.spectrum(op, directions=1), "directions=1"),
+    "a density of no direction": (lambda op: hk.spectrum(op, density=True, directions=0), "density=True, directions=0"),
+    "a trace of few eigenvalues": (
+        lambda op: hk.spectrum(op, k=2, method="lanczos").trace,
+        r"2 of 88 eigenvalues are known.*pass density=True, which takes 10 directions x 80 steps = 800 more products",
+    ),
+    "a picture of few eigenvalues": (lambda op: hk.spectrum(op, k=2, method="lanczos").plot(), "pass density=True"),
     "products": (lambda op: hk.spectrum(op, max_products=1), "max_products=1"),
     "no module": (lambda op: hk.spectrum(X), "got Tensor"),
     "part": (lambda op: hk.spectrum(op, by={"a": ["attention.W_X"]}), "attention.W_X"),
@@ -275,7 +311,7 @@ def test_bad_requests(name: str, operator: HessianOperator) -> None:
     call, message = BAD[name]
     with pytest.raises(hk.InputError, match=message) as seen:
         call(operator)
-    assert str(seen.value).startswith(("spectrum: ", "Spectrum."))
+    assert str(seen.value).startswith(("spectrum: ", "Spectrum"))
     assert "\n" not in str(seen.value)
 
 

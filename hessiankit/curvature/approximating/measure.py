@@ -160,7 +160,7 @@ class ProductTruth:
 
     def _norm(self, product: Callable[[Tensor], Tensor]) -> Estimate:
         """Return the Frobenius norm with its interval."""
-        squares = Sketch(product, self._signs, self.operator.torch_dtype).squares()
+        squares = Sketch(product, self._signs, product(self._signs)).squares()
         half, root = squares.half_width(LEVEL), math.sqrt(max(squares.mean, 0.0))
         return Estimate(root, half / (2 * root) if root else 0.0)
 
