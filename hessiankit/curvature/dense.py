@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations_with_replacement
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,15 +22,16 @@ from hessiankit.engine.diagnosis import without_effect
 from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.handshake import UNCOMPARED
 from hessiankit.request.read import read_request
-from hessiankit.request.selection import locate
+from hessiankit.request.selection import chosen
 from hessiankit.request.signature import RequestArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_count
 from hessiankit.support.lanczos import lanczos
 from hessiankit.support.tables import Piece, Printed, sizes, table
-from hessiankit.support.torch_state import one_at_a_time
+from hessiankit.support.torch_state import one_at_a_time, wide
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from typing_extensions import Unpack
 
     from hessiankit.curvature.plot_frame import Picture
@@ -64,6 +66,21 @@ def norm_by_lanczos(A: Tensor) -> tuple[float, Tensor]:
     top = lanczos(lambda v: A @ (A @ v), first, tol=1e-12, most=len(A), basis=40)
     assert top.vector is not None
     return math.sqrt(top.value), top.vector
+
+
+def top_eigenvalues(values: Tensor, k: int | None) -> Tensor:
+    """Return the k eigenvalues of largest magnitude, in the order that they have; None: all of them.
+
+    >>> top_eigenvalues(torch.tensor([-3.0, -1.0, 2.0]), 2).tolist()
+    [-3.0, 2.0]
+    """
+    if k is not None and k < 1:
+        raise InputError(f"eigvalsh: k={k} asks for no eigenvalue; pass 1 or more, or None for all")
+    return values[values.abs().argsort(descending=True)[:k].sort().values]
+
+
+def _joined(parts: Sequence[Tensor], axis: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), axis)
 
 
 @dataclass(frozen=True, repr=False)
@@ -120,20 +137,49 @@ class Hessian(Printed):
         """Time taken."""
         return self._evaluation.seconds
 
-    def block(self, name_i: str, name_j: str) -> Tensor:
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(P, P)."""
+        return (self._evaluation.batches[0].size,) * 2
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of :attr:`matrix`, as torch spells it."""
+        return self._evaluation.batches[0].dtype
+
+    @property
+    def T(self) -> Hessian:
+        """The transpose: the Hessian itself."""
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.matrix.cpu().numpy(), dtype=dtype, copy=copy)  # type: ignore[arg-type]
+
+    def __matmul__(self, other: Any) -> Any:
+        from hessiankit.curvature.tensor_operator import MatrixOperator  # only here: SciPy
+
+        return MatrixOperator(self.matrix) @ other
+
+    def __getitem__(self, key: Any) -> Tensor:
+        """Return ``H[names_i, names_j]`` as :meth:`block` does, ``H[names]`` for both; else index :attr:`matrix` as a tensor."""
+        if not any(isinstance(part, str) for part in torch.utils._pytree.tree_leaves(key)):
+            return self.matrix[key]
+        return self.block(*key) if isinstance(key, tuple) and len(key) == 2 else self.block(key, key)
+
+    def block(self, name_i: Any, name_j: Any) -> Tensor:
         """Return d^2 loss / d vec_r(name_i) d vec_r(name_j)^T, of shape (n_i, n_j).
 
         A name may be followed by an index: ``"attn.c_attn.weight[:, :32]"`` are the entries ``weight[:, :32]``, in vec_r's
         order, and ``"w[0:4; 12:16]"`` two ranges of rows, one after the other. With ``lazy=True`` a small part of a large
-        parameter costs only itself: the whole block is not computed.
+        parameter costs only itself: the whole block is not computed. A pattern such as ``"layers.0.*"``, or a list of names and
+        patterns, means all of its parameters, in the order of ``names``, each once.
 
         Raises:
             InputError: If there is no such parameter, or the index does not fit it.
         """
-        (i, rows), (j, columns) = (locate("Hessian.block", name, self.shapes) for name in (name_i, name_j))
-        if rows is None and columns is None:
-            return self._evaluation.block(i, j)
-        return self._evaluation.part(i, rows, j, columns)
+        down, across = (chosen("Hessian.block", wanted, self.shapes) for wanted in (name_i, name_j))
+        rows = [_joined([self._evaluation.part(i, at, j, to) for j, to in across.items()], 1) for i, at in down.items()]
+        return _joined(rows, 0)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield every pair of names (i, j) with i not after j."""
@@ -166,19 +212,28 @@ class Hessian(Printed):
             )
         return self.matrix if name_i is None else self.block(name_i, name_j or name_i)
 
-    def eigvalsh(self) -> Tensor:
-        """Return the P eigenvalues in ascending order."""
-        return torch.linalg.eigvalsh(self.matrix)
+    def diagonal(self) -> Tensor:
+        """Return the diagonal (P,); with ``lazy=True`` only the diagonal blocks are computed for it."""
+        return torch.cat([self.block(name, name).diagonal() for name in self.names])
 
-    def plot(self, path: Path | str | None = None, *, title: str | None = None) -> Picture:
+    def trace(self) -> float:
+        """Return the trace."""
+        return float(self.diagonal().to(wide(self.diagonal().device)).sum())
+
+    def eigvalsh(self, k: int | None = None) -> Tensor:
+        """Return the eigenvalues in ascending order: all P, or the k of largest magnitude."""
+        return top_eigenvalues(torch.linalg.eigvalsh(self.matrix), k)
+
+    def plot(self, path: Path | str | None = None, *, title: str | None = None, ax: Axes | None = None) -> Picture:
         """Draw the entries in log scale, block by block, under a title; see :func:`hessiankit.curvature.plots.heatmap`.
 
         The Matplotlib figure has a ``caption`` that says how to read the map. It is written to ``path``, as ``.png``, ``.svg`` or
-        ``.pdf``, with the norms of the blocks beside it as CSV; an InputError says why it cannot be.
+        ``.pdf``, with the norms of the blocks beside it as CSV; an InputError says why it cannot be. With ``ax`` map, labels and
+        colour bar are drawn into these axes, and their figure is returned.
         """
         from hessiankit.curvature.plots import heatmap  # only here: Matplotlib
 
-        return heatmap(self.matrix, self.names, self.slices, title=title, path=path)
+        return heatmap(self.matrix, self.names, self.slices, title=title, path=path, ax=ax)
 
     def to_dict(self) -> dict[str, Any]:
         """Return names, sizes and block norms as plain Python numbers (the matrix itself is left out)."""

@@ -142,6 +142,8 @@ class Evaluation:
 
         A few are computed by products with the Hessian of the two parameters, without the block.
         """
+        if rows is None and columns is None:
+            return self.block(i, j)
         first = self._only(i, j)[0]
         every = [torch.arange(rows.start, rows.stop, device="cpu") for rows in (first.slices[i], first.slices[j])]
         down, across = (at if chosen is None else at[chosen] for at, chosen in zip(every, (rows, columns), strict=True))

@@ -21,7 +21,6 @@ from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
 from hessiankit.curvature.structures import StructuredOperator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
-from hessiankit.curvature.tensor_operator import TorchOperator
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
 from hessiankit.engine.linearisation import Constant, LinearisedBatch, Recompute, linearise
@@ -34,7 +33,7 @@ from hessiankit.request.signature import CurvatureArguments, asks
 from hessiankit.support.arguments import checked
 from hessiankit.support.errors import InputError, check_count, check_name
 from hessiankit.support.progress import silent
-from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time
+from hessiankit.support.torch_state import LARGE, computed_later, full_precision, hand_back_memory, one_at_a_time, wide
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -78,8 +77,8 @@ class HessianOperator(SymmetricOperator):
     return the same.
 
     Attributes:
-        torch_dtype: Of vectors; ``dtype`` is the same as NumPy spells it, which SciPy needs. A half-precision module has products
-            in float32.
+        torch_dtype: Of vectors; ``dtype`` is the same as NumPy spells it, which SciPy needs. ``to_torch()`` is the operator with
+            torch's ``dtype``, which the estimators of curvlinops need. A half-precision module has products in float32.
         names: Parameter names, in the order of the entries of a vector.
         slices: Entries of each parameter.
         kind: One of ``"hessian"``, ``"ggn"``, ``"fisher"``, ``"fisher-mc"``, ``"fisher-empirical"``.
@@ -152,10 +151,6 @@ class HessianOperator(SymmetricOperator):
         Hv = self._blocks(v)
         self._check_finite(v, Hv)
         return v[0], Hv[0]
-
-    def to_torch(self) -> TorchOperator:
-        """Return the operator with torch's dtype, for torch vectors only, as the estimators of curvlinops expect it."""
-        return TorchOperator(self)
 
     @torch.no_grad()
     def _rows(self, rows: Tensor) -> Tensor:
@@ -265,14 +260,22 @@ class HessianOperator(SymmetricOperator):
             self._approximations[name] = factored.completed(lambda: self._diagonal(batches, gauss_newton=gauss_newton))
         return self._approximations[name]
 
+    def diagonal(self) -> Tensor:
+        """Return the exact diagonal (P,), as :meth:`approximation` ``("diagonal")`` keeps it; an InputError as there."""
+        return self.approximation("diagonal").structures[0].values
+
+    def trace(self) -> float:
+        """Return the exact trace, the sum of :meth:`diagonal`; :func:`hessiankit.scalar_estimates` has one by products."""
+        return float(self.diagonal().to(wide(self.device)).sum())
+
     def _diagonal(self, batches: list[BatchLoss], *, gauss_newton: bool) -> Tensor:
         sums = DiagonalSum(WHO, batches, None, None, MOST)
         try:
             sums.run(gauss_newton=gauss_newton)
         except TooCostly as error:
             raise InputError(
-                f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; pass "
-                "the result of hessian_diagonal(..., method='auto') as preconditioner, or fewer params=[...]"
+                f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; take "
+                "hessian_diagonal(..., method='auto'), also as preconditioner, or fewer params=[...]"
             ) from None
         return sums.entries
 

@@ -177,10 +177,13 @@ class Frame:
     """Maps of blocks in a row, with their labels and a colour bar.
 
     Every length is a whole pixel, so that one number of a map is one square of the picture: ``cell`` is the side of a block,
-    with one of the ``labels`` along both axes. Empty ``titles`` of the maps take no room.
+    with one of the ``labels`` along both axes. Empty ``titles`` of the maps take no room. ``ax``: axes in which
+    all of it lies.
     """
 
-    def __init__(self, titles: Sequence[str], cell: int, labels: Sequence[str], title: str | None) -> None:
+    def __init__(
+        self, titles: Sequence[str], cell: int, labels: Sequence[str], title: str | None, ax: Axes | None = None
+    ) -> None:
         if title and list(titles) == [""]:
             titles, title = [title], None
         self.cell, self.labels, self.side = cell, list(labels), cell * len(labels)
@@ -192,11 +195,14 @@ class Frame:
         maps = len(titles) * self.side + (len(titles) - 1) * gap
         width = left + maps + 190
         height = pad + max(pad, (46 if title else 0) + (48 if any(titles) else 0)) + self.side + below
-        self.figure = Picture(width / DPI, height / DPI)
+        self.figure: Any = Picture(width / DPI, height / DPI) if ax is None else ax.figure
+        self._add_axes, self._ratio = self.figure.add_axes if ax is None else ax.inset_axes, width / height
         self.axes: list[Axes] = []
+        if ax is not None:
+            ax.set_axis_off()
         for k, text in enumerate(titles):
             place = ((left + k * (self.side + gap)) / width, below / height, self.side / width, self.side / height)
-            axes = self.figure.add_axes(place, xticks=[], yticks=[])
+            axes = self._add_axes(place, xticks=[], yticks=[])
             axes.set_title(text, fontsize=10.5, pad=5)
             self.axes.append(axes)
         self._bar = ((left + maps + 30) / width, below / height, 34 / width, self.side / height)
@@ -228,13 +234,13 @@ class Frame:
         below, above = bool((values < low).any()), bool((values > high * (1 + 1e-6)).any())
         extend = "both" if below and above else "min" if below else "max" if above else "neither"
         x, y, w, h = self._bar
-        square = w * self.figure.get_figwidth() / self.figure.get_figheight()
+        square = w * self._ratio
         lift = 1.8 * square if zeros else 0.0
-        axes = self.figure.add_axes((x, y + lift, w, h - lift))
+        axes = self._add_axes((x, y + lift, w, h - lift))
         self.figure.colorbar(mappable, cax=axes, extend=extend, extendfrac=0.03).set_label(label, fontsize=10, labelpad=4)
         axes.tick_params(labelsize=8.5)
         if zeros:
-            patch = self.figure.add_axes((x, y, w, square), xticks=[], yticks=[], facecolor=ZERO)
+            patch = self._add_axes((x, y, w, square), xticks=[], yticks=[], facecolor=ZERO)
             patch.text(1.35, 0.5, "0", fontsize=8.5, ha="left", va="center_baseline", transform=patch.transAxes)
 
 

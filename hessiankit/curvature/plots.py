@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter
 from torch import Tensor
 
@@ -74,6 +75,7 @@ def side_by_side(
     limits: Limits | None = None,
     zero_below: float | None = None,
     pixels: int = 720,
+    ax: Axes | None = None,
 ) -> Picture:
     """Draw the entries of Hessians of the same parameters next to each other, in one logarithmic colour scale.
 
@@ -91,6 +93,7 @@ def side_by_side(
         limits: Ends of the colour scale; by default the largest entry, and the one that 0.5 % lie below.
         zero_below: Entries up to this size count as zero; by default the rounding error of the largest one.
         pixels: Side of one map; more are taken where the labels need them.
+        ax: Axes to draw all of it into; their figure is returned.
 
     Raises:
         InputError: A matrix is not square, not finite, or does not fit the names and sizes, or a title is missing.
@@ -111,7 +114,7 @@ def side_by_side(
     low, high = limits or colour_range(coloured)
     zeros = coloured.size < sum(m.size for m in maps)
     with mpl.rc_context(STYLE):
-        frame = Frame(titles, cell, shown_labels, title)
+        frame = Frame(titles, cell, shown_labels, title, ax)
         for k, values in enumerate(maps):
             mappable = frame.draw(k, np.ma.masked_less_equal(values, zero), low, high, min(0.7, cell / 60))
         frame.colour_bar(mappable, r"$|H_{ij}|$", coloured, zeros)

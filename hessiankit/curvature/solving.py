@@ -10,8 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse.linalg import eigsh
 from torch import Tensor
 
+from hessiankit.curvature.dense import top_eigenvalues
 from hessiankit.curvature.estimators import scalar_estimates
 from hessiankit.curvature.krylov import SOLVERS, Iterate, System, norm
 from hessiankit.curvature.structures import diagonal_operator
@@ -119,6 +121,16 @@ class SymmetricOperator(TensorOperator):
 
     def __neg__(self) -> Any:
         return self * -1.0
+
+    def eigvalsh(self, k: int | None = None) -> Tensor:
+        """Return the k eigenvalues of largest magnitude, ascending, by ARPACK (``scipy.sparse.linalg.eigsh``), to rounding.
+
+        All of them, from the dense matrix, where ``k`` is None or at least P - 1. :func:`hessiankit.spectrum` has eigenvectors,
+        residuals and the density.
+        """
+        if k is None or not 0 < k < self.shape[0] - 1:
+            return top_eigenvalues(torch.linalg.eigvalsh(self.to_matrix()), k)
+        return torch.as_tensor(np.sort(eigsh(self.to_scipy(), k, return_eigenvectors=False)), device=self.device)
 
     def solve(self, b: Any, **options: Any) -> Solution:
         """Return x with (H + damping I) x = b; options as in :func:`hessiankit.curvature.solving.solve`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from hessiankit.curvature.solving import SymmetricOperator
 from hessiankit.curvature.tensor_operator import TensorOperator
-from hessiankit.request.selection import locate
+from hessiankit.request.selection import chosen
 from hessiankit.support.errors import InputError
 
 Partition: TypeAlias = Callable[[nn.Module | None, Collection[str]], Mapping[str, Any]]
@@ -98,24 +97,6 @@ def positions(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]], slic
     >>> positions("example", ["*.b", "a.w[0]"], {"a.w": (2, 2), "a.b": (2,)}, {"a.w": slice(0, 4), "a.b": slice(4, 6)}).tolist()
     [0, 1, 4, 5]
     """
-    entries = []
-    for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
-        for name in _meant(item, shapes):
-            whole, rows = locate(who, name, shapes)
-            every = torch.arange(slices[whole].start, slices[whole].stop, device="cpu")
-            entries.append(every if rows is None else every[rows])
-    if not entries:
-        raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")
-    return torch.cat(entries).unique()
-
-
-def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
-    """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
-    names = (*shapes, *getattr(shapes, "also", {}))
-    if not isinstance(item, str) or item in names:
-        return [item]
-    matching = [name for name in names if fnmatchcase(name, item)]
-    pattern, bracket, inside = item.rpartition("[")
-    if not matching and bracket and item.endswith("]"):
-        matching = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
-    return matching or [item]
+    parts = chosen(who, wanted, shapes)
+    every = [torch.arange(slices[name].start, slices[name].stop, device="cpu") for name in parts]
+    return torch.cat([at if rows is None else at[rows] for at, rows in zip(every, parts.values(), strict=True)]).unique()

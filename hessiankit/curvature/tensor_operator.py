@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from copy import copy as shallow_copy
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ from hessiankit.support.errors import InputError
 from hessiankit.support.memory import check_matrix
 from hessiankit.support.torch_state import full_precision
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class TensorOperator(LinearOperator):
     """A matrix A (m, n) by its products: ``@`` takes torch vectors (n,) and matrices (n, k), and NumPy arrays of those shapes.
@@ -22,7 +26,9 @@ class TensorOperator(LinearOperator):
 
     Attributes:
         shape: (m, n).
-        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's.
+        dtype: The dtype as NumPy spells it, which SciPy needs; ``torch_dtype`` is torch's. No object is both: SciPy reads
+            ``A.dtype.char``, and torch's functions take nothing but a ``torch.dtype``. So estimators that draw torch vectors by
+            ``A.dtype``, such as those of curvlinops, take ``A.to_torch()``.
         device: Where products are computed.
         block_size: Vectors treated at once.
     """
@@ -33,7 +39,8 @@ class TensorOperator(LinearOperator):
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.torch_dtype, self.device = dtype, device
-        super().__init__(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype, shape)
+        self._numpy_dtype = torch.empty(0, dtype=dtype, device="cpu").numpy().dtype
+        super().__init__(self._numpy_dtype, shape)
 
     @abstractmethod
     def _rows(self, rows: Tensor) -> Tensor:
@@ -71,6 +78,22 @@ class TensorOperator(LinearOperator):
             out[start : start + units.shape[0]] = self._rows(units)
         return out.T
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self.to_matrix().cpu().numpy(), dtype=dtype, copy=copy)  # type: ignore[arg-type]
+
+    def to_torch(self) -> Self:
+        """Return the same operator with torch's ``dtype``, as the estimators of curvlinops expect it."""
+        return self._with_dtype(self.torch_dtype)
+
+    def to_scipy(self) -> Self:
+        """Return the same operator with NumPy's ``dtype``, as SciPy expects it: the operator as it was made."""
+        return self._with_dtype(self._numpy_dtype)
+
+    def _with_dtype(self, dtype: Any) -> Self:
+        operator = shallow_copy(self)
+        operator.dtype = dtype
+        return operator
+
     @property
     def _name(self) -> str:
         return type(self).__name__
@@ -95,9 +118,9 @@ class TensorOperator(LinearOperator):
             x = np.asarray(given)
         except ValueError as error:  # rows of several lengths
             raise InputError(f"{self._name}: cannot multiply with a {type(given).__name__}: {error}") from error
-        if not np.can_cast(x.dtype, self.dtype):
-            raise InputError(f"{self._name}: the array is {x.dtype}, which {self.dtype} cannot hold; convert it")
-        vectors = torch.from_numpy(np.array(x, dtype=self.dtype, order="C")).to(self.device, self.torch_dtype)
+        if not np.can_cast(x.dtype, self._numpy_dtype):
+            raise InputError(f"{self._name}: the array is {x.dtype}, which {self._numpy_dtype} cannot hold; convert it")
+        vectors = torch.from_numpy(np.array(x, dtype=self._numpy_dtype, order="C")).to(self.device, self.torch_dtype)
         result: np.ndarray[Any, Any] = self._product(vectors).cpu().numpy()
         return result
 
@@ -107,23 +130,12 @@ class TensorOperator(LinearOperator):
         return self._adjoint()  # real
 
 
-class TorchOperator:
-    """A symmetric operator for torch vectors only, with the attributes that curvlinops' estimators ask for."""
+class MatrixOperator(TensorOperator):
+    """The matrix of a :class:`hessiankit.Hessian` as an operator, which checks what it is multiplied with."""
 
-    def __init__(self, operator: TensorOperator) -> None:
-        self._operator = operator
-        self.shape: tuple[int, int] = operator.shape
-        self.dtype, self.device = operator.torch_dtype, operator.device
+    def __init__(self, matrix: Tensor) -> None:
+        super().__init__((len(matrix), len(matrix)), matrix.dtype, matrix.device)
+        self.matrix = matrix
 
-    def __matmul__(self, vectors: Tensor) -> Tensor:
-        return self._operator @ vectors  # type: ignore[no-any-return]
-
-    def adjoint(self) -> TorchOperator:
-        """Return the adjoint, and transpose: the operator itself."""
-        return self
-
-    T = property(adjoint)
-
-    def to_scipy(self) -> TensorOperator:
-        """Return the SciPy operator."""
-        return self._operator
+    def _rows(self, rows: Tensor) -> Tensor:
+        return rows @ self.matrix

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import EllipsisType
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -206,6 +206,45 @@ def locate(who: str, text: object, shapes: Mapping[str, tuple[int, ...]]) -> tup
     if name not in shapes:
         raise InputError(f"{who}: no parameter {name!r}; {_close(name, list(shapes))}")
     return name, None if index is None else rows_of_part(shapes[name], index, f"{who}: {text!r}")
+
+
+def chosen(who: str, wanted: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor | None]:
+    """Return the parameters that names, patterns, ``"name[index]"`` or a list of these mean, in the order of ``shapes``.
+
+    Each comes with the positions in its vec_r, each position once; None: all of them.
+
+    Raises:
+        InputError: If nothing is asked for, something is not there, or an index cannot be used.
+
+    >>> chosen("example", ["*.w[1]", "a.b"], {"a.w": (2, 2), "a.b": (2,)})
+    {'a.w': tensor([2, 3]), 'a.b': None}
+    """
+    parts: dict[str, list[Tensor | None]] = {}
+    for item in wanted if isinstance(wanted, (list, tuple, set)) else [wanted]:
+        for name in _meant(item, shapes):
+            whole, rows = locate(who, name, shapes)
+            parts.setdefault(whole, []).append(rows)
+    if not parts:
+        raise InputError(f"{who}: an empty list selects no parameter; pass names or patterns")
+    return {name: _union(parts[name]) for name in shapes if name in parts}
+
+
+def _union(rows: list[Tensor | None]) -> Tensor | None:
+    """Return all positions of several selections; those of a single one in their own order."""
+    known = [at for at in rows if at is not None]
+    return None if len(known) < len(rows) else known[0] if len(known) == 1 else torch.cat(known).unique()
+
+
+def _meant(item: Any, shapes: Mapping[str, tuple[int, ...]]) -> list[Any]:
+    """Return the names that a pattern matches, each with the pattern's index if it has one; anything else as it is."""
+    names = (*shapes, *getattr(shapes, "also", {}))
+    if not isinstance(item, str) or item in names:
+        return [item]
+    matching = [name for name in names if fnmatchcase(name, item)]
+    pattern, bracket, inside = item.rpartition("[")
+    if not matching and bracket and item.endswith("]"):
+        matching = [f"{name}[{inside}" for name in names if fnmatchcase(name, pattern)]
+    return matching or [item]
 
 
 def select(who: str, module: nn.Module, params: Params = None) -> dict[str, Tensor]:

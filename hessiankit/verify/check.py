@@ -26,8 +26,18 @@ from hessiankit.support.progress import Tell, progress_bar
 from hessiankit.support.tables import sizes
 from hessiankit.support.torch_state import one_at_a_time, one_thread, preserved_random_states
 from hessiankit.theory.exact.check import ExactRow, check_exact_blocks
+from hessiankit.verify.analytic import Blocks, analytic_rows, completed, read_analytic
 from hessiankit.verify.check_report import CheckReport
-from hessiankit.verify.comparison import CLOSED, CheckRow, Judge, cells_of_groups, cells_of_pairs, closed_form, method_of
+from hessiankit.verify.comparison import (
+    ANALYTIC,
+    CLOSED,
+    CheckRow,
+    Judge,
+    cells_of_groups,
+    cells_of_pairs,
+    closed_form,
+    method_of,
+)
 from hessiankit.verify.health import AGREEMENT, SideBySide, rounding_noise
 from hessiankit.verify.identities import identities
 from hessiankit.verify.in_place import converted, preserved
@@ -71,6 +81,7 @@ def check(
     formulas: bool = True,
     exact: bool = False,
     params: Params = None,
+    analytic: Any = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> CheckReport:
     """Compare the closed-form Hessian of a module with references that take other routes.
@@ -103,6 +114,12 @@ def check(
         exact: Whether to check the vec_r formulas of every :class:`TransformerBlock` in the module in exact arithmetic too, at
             the smallest sizes of its structure (:func:`hessiankit.verify.check_exact_blocks`): it takes seconds.
         params: The parameters to take, as in :func:`hessiankit.hessian`; all that require grad by default.
+        analytic: Your own closed form, compared with hessiankit's and with every healthy reference, where products are compared
+            by products: a matrix (P, P), parameters in the order of ``named_parameters()`` and entries in row-major order
+            (vec_r); or some of its blocks, ``{(name, name): (n_i, n_j)}``; or a function of a dict name -> tensor, the
+            parameters in the dtype of the check, that returns either. A matrix in float32 is compared to float32's tolerance.
+            For a wrong block the report says where it differs, and whether it would be right transposed, doubled, with another
+            sign or factor, or taken out of column-stacking order (vec_c).
         progress: Called with (what, items done, items in all): of a reference, directions. By default a bar in a terminal.
 
     Up to 5,000 parameters and 32,768 entries of the inputs torch computes in one thread, which is faster for operations as
@@ -116,6 +133,13 @@ def check(
 
     >>> bool(check(TransformerBlock(d_model=4, d_ff=5, d_k=2)))
     True
+
+    The Hessian of a linear map under squared error, 2/(N d_out) I (x) X^T X for a weight (d_out, d_in), with a factor forgotten:
+
+    >>> X, Y = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+    >>> report = check(nn.Linear(3, 2, bias=False), X, Y, analytic=torch.kron(torch.eye(2).double(), X.T @ X / Y.numel()))
+    >>> report.passed, next(row.note for row in report.rows if row.name.startswith("analytic"))[:30]
+    (False, 'your block is right if doubled')
     """
     check_surroundings("check", block_or_module)
     if directions is not None and directions < 0:
@@ -136,7 +160,7 @@ def check(
         with bar as tell, preserved(block_or_module, loss), converted((block_or_module, loss), dtype):
             data, labels = generic_example(block_or_module, loss, seed) if inputs is None else (inputs, target)
             data, labels = (cast(x, dtype) for x in (data, labels))
-            options = _Options(loss, names, against, rtol, seed, directions, formulas, exact, tell)
+            options = _Options(loss, names, analytic, against, rtol, seed, directions, formulas, exact, tell)
             report = _report(block_or_module, data, labels, options)  # refuses a module without parameters
             kinds = f"{type(block_or_module).__name__}, loss {_named(loss)}, inputs {_shapes(data)}"
             asked = f"{kinds}, {method_of(next(block_or_module.parameters()).dtype)}, seed {seed}{drawn}"
@@ -171,6 +195,7 @@ class _Options(NamedTuple):
 
     loss: LossArgument
     params: list[str] | None
+    analytic: Any
     against: Iterable[str] | None
     rtol: float | None
     seed: int
@@ -205,6 +230,7 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
     else:
         closed = hessian_of(Evaluation([batch], None, partial(options.progress, "closed form")))
     problem = Problem(module, inputs, target, options.loss, batch.parameters, batch)
+    blocks = {} if options.analytic is None else read_analytic(options.analytic, problem)
     seen = traits(problem)
     rtol = options.rtol if options.rtol is not None else TOLERANCE.get(seen.precision, 1e-10)
     own = isinstance(module, (TransformerBlock, VisionTransformer)) and not by_products
@@ -212,11 +238,12 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
     probes = None
     if isinstance(closed, HessianOperator):
         groups, per_group = roles(problem.params), options.directions or 1
-        along = directions(groups, per_group, options.seed)
+        along = [Direction(j, (j,), options.seed) for j in dict.fromkeys(j for _, j in blocks)]
+        along += directions(groups, per_group, options.seed)
         comparison = f"products in {per_group} generic direction(s) on each of {len(groups)} groups of parameters, and on all"
         labels = {direction.label: direction for direction in reversed(along)}
         routes = SideBySide(Judge(rounding_noise(problem, names, seen.precision, by_operator, labels)), seen, rtol)
-        results = _along_each(problem, closed, names, along, routes, options.progress)
+        results = _along_each(problem, closed, blocks, names, along, routes, options.progress)
     else:
         groups, comparison = {name: (name,) for name in problem.params}, "every entry"
         if options.directions or (options.directions is None and problem.size > WHOLE):
@@ -227,8 +254,9 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         judge = Judge(rounding_noise(problem, results, seen.precision, closed_form))
         routes = SideBySide(judge, seen, AGREEMENT[seen.precision])
         options.progress("agreement of the references", 0, 1)
-        mine = closed.matrix if probes is None else probes.V.to(closed.matrix) @ closed.matrix
-        routes.add({CLOSED: Outcome(mine), **results}, probes)
+        matrices = ({ANALYTIC: completed(blocks, closed.matrix, problem.slices)} if blocks else {}) | {CLOSED: closed.matrix}
+        mine = {n: Outcome(A if probes is None else probes.V.to(A) @ A.T) for n, A in matrices.items()}
+        routes.add({**mine, **results}, probes)
     judge, health = routes.judge, routes.health(results)
     healthy = [name for name in results if health[name].healthy]
     rows: list[CheckRow] = []
@@ -249,6 +277,12 @@ def _compared(module: nn.Module, inputs: Any, target: Any, options: _Options, *,
         remarks, of_matrix["identities"] = same.remarks, identities(problem, closed.matrix, rtol=rtol)
         formulas, of_matrix["exact"] = _formulas(module, options)
         same.rows += formulas
+    if blocks:
+        kind = max((block.dtype for block in blocks.values()), key=lambda dtype: TOLERANCE.get(dtype, 0.0))
+        allowed = rtol if options.rtol is not None else max(rtol, TOLERANCE.get(kind, 0.0))
+        remarks.append(f"analytic, in {kind}, is compared to {allowed:.0e}; a function has all digits" if allowed > rtol else "")
+        # central differences take no products along the directions on single parameters
+        same.rows += analytic_rows(blocks, routes, (CLOSED, *(exact if by_products else healthy)), closed, allowed)
     notes = tuple(remark for remark in (seen.padding, *remarks) if remark)
     lowered = f"{seen.lowered_by} computes in {seen.precision}" if options.rtol is None and seen.lowered_by else ""
     every = (*rows, *same.rows)
@@ -273,7 +307,13 @@ def _all_at_once(
 
 
 def _along_each(
-    problem: Problem, operator: HessianOperator, names: list[str], along: list[Direction], routes: SideBySide, progress: Tell
+    problem: Problem,
+    operator: HessianOperator,
+    blocks: Blocks,
+    names: list[str],
+    along: list[Direction],
+    routes: SideBySide,
+    progress: Tell,
 ) -> dict[str, Outcome | Unsupported]:
     """Compare products of the operator and the references one direction at a time; return the last of each reference.
 
@@ -286,8 +326,10 @@ def _along_each(
         asked = [n for n in names if n not in left_out and (done == len(along) or not REFERENCES[n].many_calls)]
         now = run_references(problem, V, asked)
         left_out |= {name for name, result in now.items() if isinstance(result, Unsupported)}
-        mine = Outcome((operator @ V[0])[None])
-        routes.add({CLOSED: mine, **now}, Probes(V, (direction.label,)))
+        mine, probes = {CLOSED: Outcome((operator @ V[0])[None])}, Probes(V, (direction.label,))
+        column = {pair: block for pair, block in blocks.items() if pair[1] == direction.label}
+        own = {ANALYTIC: Outcome(completed(column, mine[CLOSED].value, problem.slices, probes))} if column else {}
+        routes.add({**own, **mine, **now}, probes)
         results |= now
         progress("products", done, len(along))
     return {name: results[name] for name in names}

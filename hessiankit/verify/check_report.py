@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hessiankit.curvature.plot_frame import Picture
 
 DRAWN = 30  # rows of a picture
+SHOWN = 3  # wrong blocks of a user's closed form of which print() says more; .table() has all
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,7 +112,7 @@ class CheckReport(Printed, WithDict):
             worst = max(failed, key=lambda row: row.max_rel_error)
             where = f"{worst.name} against {worst.reference}: {worst.max_rel_error:.1e}"
             said = f"FAILED: {len(failed)} of {len(self.rows)} rows disagree; the worst is {where} (tolerance {tolerance})"
-            return said + "".join(f". Note: {r}" for r in self.remarks)
+            return said + "".join(f". Note: {r}" for r in (worst.note, *self.remarks) if r)
         if not self.identities:
             return f"FAILED: the references agree, but an exact identity does not hold. {self.identities.verdict}"
         unequal = [row for row in self.exact if not row.passed]
@@ -204,7 +205,7 @@ class CheckReport(Printed, WithDict):
         for kind, words in SAME_CALL.items():
             rows = [row for row in self.rows if row.of_same_call and row.name.partition(":")[0] == kind]
             if rows:
-                worst = max(rows, key=lambda row: row.max_rel_error)
+                worst = max(rows, key=lambda row: (not row.passed, row.max_rel_error))
                 failed = "" if all(row.passed for row in rows) else " FAIL"
                 agrees = f"agrees with {worst.reference} to {worst.max_rel_error:.1e}"
                 lines.append(f"{words}: {'refused' if math.isinf(worst.max_rel_error) else agrees}{failed}")
@@ -230,6 +231,12 @@ class CheckReport(Printed, WithDict):
         pairs = self.pair_table()
         if pairs.rows:
             yield pairs
+        notes = {
+            row.name: f"{row.name} is off by {row.max_rel_error:.1e} of its largest entry; {row.note}"
+            for row in reversed(self.rows)
+            if row.note  # hessiankit's is the first of a block's rows
+        }
+        yield from (line if k < SHOWN else Detail(line) for k, line in enumerate(reversed(notes.values())))
         if self.identities.rows:
             yield Detail(self.identities.table_of_rows())
         if self.exact:

@@ -24,7 +24,7 @@ from hessiankit.verify.problem import Problem
 Route: TypeAlias = Callable[[Problem, Tensor], Tensor]
 """A problem and directions (k, P) -> products (k, P)."""
 
-CLOSED = "closed form"
+CLOSED = "hessiankit"
 """The name of the result under test."""
 
 ULPS = 16.0
@@ -51,6 +51,9 @@ DIFFERENCES = "differences of the loss"
 MODULE = "the module"
 """The reference of rows that compare loss and gradient with those of the user's own call."""
 
+ANALYTIC = "analytic"
+"""The beginning of the names of rows about the user's own closed form."""
+
 ZERO = "0 (exact)"
 ROUNDED = "0 to rounding"
 
@@ -60,6 +63,7 @@ SAME_CALL = {
     "gradient": "gradient of hessian_operator",
     "operator": "products of hessian_operator",
     "diagonal": "hessian_diagonal",
+    ANALYTIC: "your closed form (analytic)",
     "wide twin": "the same block at widths above 16, four heads, W_O, gelu",
 }
 """Rows other than of block pairs, by the beginning of their names: "gradient: W" is of the parameter W."""
@@ -72,8 +76,8 @@ class CheckRow:
     Attributes:
         name: The block pair, "row parameter x column parameter"; or "loss", "slope" (torch's gradient, against differences of the
             loss), "gradient: parameter", "operator: parameter" (products of ``hessian_operator`` along directions on it),
-            "diagonal: parameter" (``hessian_diagonal``), "wide twin: parameter" (of a block of the same structure at larger
-            widths).
+            "diagonal: parameter" (``hessian_diagonal``), "analytic: row x column" (the user's own closed form), "wide twin:
+            parameter" (of a block of the same structure at larger widths).
         reference: The reference.
         max_rel_error: Largest difference, relative to the largest entry of the block pair.
         passed: Whether it lies within the tolerance plus the reference's estimate of its own error.
@@ -82,6 +86,7 @@ class CheckRow:
         zero: ``ZERO`` where both sides are exactly 0; ``ROUNDED`` where the row passed, but the block has no relative error: the
             closed form is 0 up to rounding of the whole Hessian, and so is the reference, or it is within its own error.
             ``max_rel_error`` then is 0.
+        note: Change that would make a wrong block of a user's closed form right, and the entry that differs most.
     """
 
     name: str
@@ -91,6 +96,7 @@ class CheckRow:
     seconds: float
     method: str = "float64"
     zero: str = ""
+    note: str = ""
 
     @property
     def shown(self) -> str:
@@ -99,7 +105,7 @@ class CheckRow:
 
     @property
     def of_same_call(self) -> bool:
-        """Whether it is about loss, gradient, operator or diagonal instead of a block pair."""
+        """Whether it is about loss, gradient, operator, diagonal or a user's closed form instead of hessiankit's blocks."""
         return self.name.partition(":")[0] in SAME_CALL
 
 

@@ -168,6 +168,66 @@ def test_blocks_slices_and_names(report):
         report.block("W_Q", "attention.W_Q")
 
 
+def test_the_array_protocol(report):
+    matrix, v, V = report.matrix, draw(len(report.matrix)), draw(len(report.matrix), 2)
+    assert (report.shape, report.dtype, report.T) == (tuple(matrix.shape), torch.float64, report)
+    assert np.array_equal(np.asarray(report), matrix.numpy())
+    assert np.asarray(report, dtype=np.float32).dtype == np.float32
+    assert not np.shares_memory(np.array(report), matrix.numpy())
+    for found, expected in ((report @ v, matrix @ v), (report @ V, matrix @ V), (report @ v.numpy(), (matrix @ v).numpy())):
+        assert type(found) is type(expected)
+        assert np.allclose(found, expected, rtol=0, atol=1e-13)
+    assert np.allclose(v.numpy() @ report, v.numpy() @ matrix.numpy(), rtol=0, atol=1e-13)
+    assert torch.equal(report.diagonal(), matrix.diagonal())
+    assert report.trace() == pytest.approx(np.trace(matrix.numpy()), rel=1e-14)
+    every = np.linalg.eigvalsh(matrix.numpy())
+    top = np.sort(every[np.argsort(abs(every))[-4:]])
+    assert np.allclose(report.eigvalsh(4).numpy(), top, rtol=0, atol=1e-13 * abs(top).max())
+
+
+def test_a_lazy_hessian_has_its_shape_and_its_diagonal_without_the_matrix():
+    lazy = hk.hessian(gelu_block(), draw(3, 3, 4), draw(3, 3, 4, seed=7), lazy=True)
+    expected = hk.hessian(gelu_block(), draw(3, 3, 4), draw(3, 3, 4, seed=7)).matrix.diagonal()
+    assert (lazy.shape, lazy.dtype) == ((len(expected), len(expected)), torch.float64)
+    assert (lazy.diagonal() - expected).abs().max() <= 1e-13 * expected.abs().max()
+    assert "computed when it is read" in repr(lazy)
+
+
+def test_blocks_by_names_patterns_and_positions(report):
+    module, matrix = gelu_block(), report.matrix
+    at = {name: range(len(matrix))[where] for name, where in report.slices.items()}
+    norms = [k for name in ("norm_1.weight", "norm_1.bias") for k in at[name]]
+    assert torch.equal(report["norm_1.bias", "attention.W_Q"], report.block("norm_1.bias", "attention.W_Q"))
+    assert torch.equal(report["norm_1.*", "attention.W_Q"], matrix[norms][:, list(at["attention.W_Q"])])
+    assert torch.equal(report["norm_1.*"], matrix[norms][:, norms])
+    assert torch.equal(report.block(["norm_1.bias", "norm_1.*"], "norm_1.bias"), matrix[norms][:, list(at["norm_1.bias"])])
+    columns = list(at["attention.W_Q"])[2:4]
+    assert torch.equal(report["norm_1.bias", "attention.W_Q[1]"], matrix[list(at["norm_1.bias"])][:, columns])
+    assert torch.equal(report["*norm_1.weight[:2]"], matrix[norms[:2]][:, norms[:2]])
+    assert (report[3, 5], report[3].shape, report[:2, -3:].shape) == (matrix[3, 5], (len(matrix),), (2, 3))
+    lazy = hk.hessian(module, draw(3, 3, 4), draw(3, 3, 4, seed=7), lazy=True)
+    assert (lazy["norm_1.*"] - report["norm_1.*"]).abs().max() <= 1e-13 * report["norm_1.*"].abs().max()
+    assert "computed when it is read" in repr(lazy)
+
+
+REFUSED = {
+    "another length": (lambda H: H @ torch.zeros(3).double(), r"cannot multiply with shape \(3,\); expected a vector"),
+    "another dtype": (lambda H: H @ torch.zeros(len(H.matrix)), "the vectors are torch.float32; expected torch.float64"),
+    "no vector": (lambda H: H @ 2.0, "cannot multiply with a float; expected a torch tensor or a NumPy array"),
+    "an unknown name": (lambda H: H["W_Q"], "no parameter 'W_Q'; did you mean 'attention.W_Q'"),
+    "a name beside a position": (lambda H: H["norm_1.bias", 0], "a parameter is asked for by its name, not by a value 0"),
+    "an empty list": (lambda H: H.block([], "norm_1.bias"), "Hessian.block: an empty list selects no parameter"),
+    "no eigenvalue": (lambda H: H.eigvalsh(0), "eigvalsh: k=0 asks for no eigenvalue; pass 1 or more, or None for all"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_hessian_cannot_be_asked_for(report, case):
+    call, message = REFUSED[case]
+    with pytest.raises(hk.InputError, match=message):
+        call(report)
+
+
 def test_dictionary_is_plain_data(report):
     read = json.loads(json.dumps(report.to_dict()))
     assert (read["parameters"], read["dtype"], read["fallbacks"]) == (report.matrix.shape[0], "torch.float64", [])

@@ -70,7 +70,37 @@ def test_what_the_estimators_of_curvlinops_ask_for() -> None:
     A = operator.to_torch()
     assert (A.shape, A.dtype, A.device) == (operator.shape, torch.float64, operator.device)
     assert all(torch.equal(same @ v, operator @ v) for same in (A, A.T, A.adjoint()))
-    assert A.to_scipy() is operator
+    assert np.array_equal(A @ v.numpy(), operator @ v.numpy())
+    assert A.to_scipy().dtype == operator.dtype == np.float64
+    rows = operator["attention.*", "norm_1.*"].to_torch()
+    assert (rows.T.shape, rows.dtype) == (rows.shape[::-1], torch.float64)
+
+
+@pytest.mark.parametrize("kind", ["hessian", "ggn", "fisher", "fisher-mc", "fisher-empirical"])
+def test_diagonal_trace_and_array_are_those_of_the_matrix(kind: str) -> None:
+    logits = torch.randint(0, 4, (2, 3), generator=torch.Generator().manual_seed(0))
+    operator = hessian_operator(block(), X, logits, loss="cross_entropy", kind=kind)
+    matrix = operator.to_matrix()
+    assert np.array_equal(np.asarray(operator), matrix.numpy())
+    assert np.asarray(operator, dtype=np.float32).dtype == np.float32
+    assert error(operator.diagonal(), matrix.diagonal()) <= EXACT
+    assert operator.trace() == pytest.approx(float(matrix.trace()), rel=1e-12)
+
+
+def test_eigenvalues_of_operators() -> None:
+    operator = hessian_operator(block(), X, T)
+    every = torch.linalg.eigvalsh(operator.to_matrix())
+    top = every[every.abs().argsort()[-3:]].sort().values
+    for found, expected in (
+        (operator.eigvalsh(3), top),
+        (operator.to_torch().eigvalsh(3), top),
+        ((-2 * operator).eigvalsh(3), -2 * top.flip(0)),
+        (operator.eigvalsh(), every),
+        (operator.eigvalsh(len(every) - 1), every[every.abs().argsort()[1:]].sort().values),
+    ):
+        assert error(found, expected) <= 1e-10
+    with pytest.raises(InputError, match="k=0 asks for no eigenvalue"):
+        operator.eigvalsh(0)
 
 
 BAD_VECTORS = {

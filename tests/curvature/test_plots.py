@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_both_panels_share_one_scale() -> None:
     shown = np.asarray(images[0].get_array())[::10, ::10]  # 60 pixels a block
     assert np.array_equal(shown[:6, :6], matrix[:6, :6].abs().numpy())
     assert np.array_equal(shown[12::2, :6], matrix[8:, :6].abs().numpy())
+
+
+def test_a_hessian_is_drawn_into_the_axes_of_the_user() -> None:
+    figure, (left, right) = plt.subplots(1, 2)
+    H = hk.hessian(hk.TransformerBlock(4, 5, 2), torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+    assert H.plot(ax=right, title="mine") is figure
+    (maps, *_) = right.child_axes
+    assert maps.get_title() == "mine"
+    (image,) = maps.get_images()
+    assert image.get_array().max() == H.matrix.abs().max()
+    assert len(right.child_axes) >= 2  # the map and its colour bar
+    assert not left.child_axes
+    assert figure.axes == [left, right]
+    plt.close(figure)
 
 
 def test_block_norms(tmp_path: Path) -> None:
