@@ -58,7 +58,7 @@ def llama():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
     config = LlamaConfig(
-        hidden_size=4, num_attention_heads=2, num_key_value_heads=1, intermediate_size=3, attn_implementation="sdpa"
+        hidden_size=4, num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=2, attn_implementation="sdpa"
     )
     turns = LlamaRotaryEmbedding(config)(X.float(), torch.arange(2)[None])
     inputs = {"hidden_states": X, "position_embeddings": tuple(x.double() for x in turns)}

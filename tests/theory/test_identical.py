@@ -163,7 +163,8 @@ def test_ways_of_being_equal():
     x, slope = relu.sympy().inputs["X"][0], next(iter(relu.sympy().parameters))
     assert identical(relu, Matrix([[sympy.Piecewise((1, x > 0), (slope, True))]]))
     assert not identical(relu, Matrix([[sympy.Piecewise((slope, x > 0), (1, True))]]))
-    assert not identical(relu, Matrix([[1]]))  # on one side of the kink
+    assert not identical(relu, Matrix([[1]]))  # which holds on one side of the kink
+    assert not identical(relu, Matrix([[slope]]))
     assert not identical(derive("gain", wrt="X", inputs=torch.zeros(1, 1)), sympy.Abs(Symbol("v_{1}")) * ones(1, 1))
 
 
