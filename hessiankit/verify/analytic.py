@@ -30,7 +30,7 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     """Return the blocks of a user's closed form: of a matrix (P, P), of blocks by pairs of names, or of a function of either.
 
     Raises:
-        InputError: A name is unknown, or a matrix has another shape, is not real or not finite.
+        InputError: A name is unknown, or a matrix is not real or has another shape.
 
     >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     >>> problem = Problem(layer, torch.eye(2).double(), torch.zeros(2, 1).double())
