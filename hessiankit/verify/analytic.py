@@ -30,7 +30,7 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     """Return the blocks of a user's closed form: of a matrix (P, P), of blocks by pairs of names, or of a function of either.
 
     Raises:
-        InputError: A name is unknown, or a matrix has another shape, is not real or not finite.
+        InputError: A name is unknown, or a matrix is not real or has another shape.
 
     >>> layer = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
     >>> problem = Problem(layer, torch.eye(2).double(), torch.zeros(2, 1).double())
@@ -38,11 +38,7 @@ def read_analytic(analytic: Any, problem: Problem) -> Blocks:
     [[1.0, 0.0], [0.0, 1.0]]
     """
     given = analytic({name: x.clone() for name, x in problem.params.items()}) if callable(analytic) else analytic
-    shapes, slices, blocks = (
-        {name: tuple(x.shape) for name, x in problem.params.items()},
-        problem.slices,
-        dict[tuple[str, str], Tensor](),
-    )
+    shapes, slices, blocks = problem.batch.shapes, problem.slices, dict[tuple[str, str], Tensor]()
     if not isinstance(given, Mapping):
         whole = _matrix("analytic", given, (problem.size,) * 2, f"a row for each entry of {', '.join(shapes)}")
         return {(i, j): whole[slices[i], slices[j]] for i in shapes for j in shapes}

@@ -204,6 +204,9 @@ def test_blocks_by_names_patterns_and_positions(report):
     columns = list(at["attention.W_Q"])[2:4]
     assert torch.equal(report["norm_1.bias", "attention.W_Q[1]"], matrix[list(at["norm_1.bias"])][:, columns])
     assert torch.equal(report["*norm_1.weight[:2]"], matrix[norms[:2]][:, norms[:2]])
+    bias = list(at["norm_1.bias"])
+    assert torch.equal(report[["norm_1.bias[1:3]", "norm_1.bias[:2]"]], matrix[bias[:3]][:, bias[:3]])  # each entry once
+    assert torch.equal(report[["norm_1.bias[0]", "norm_1.bias"]], matrix[bias][:, bias])
     assert (report[3, 5], report[3].shape, report[:2, -3:].shape) == (matrix[3, 5], (len(matrix),), (2, 3))
     lazy = hk.hessian(module, draw(3, 3, 4), draw(3, 3, 4, seed=7), lazy=True)
     assert (lazy["norm_1.*"] - report["norm_1.*"]).abs().max() <= 1e-13 * report["norm_1.*"].abs().max()

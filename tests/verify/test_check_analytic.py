@@ -212,6 +212,12 @@ def test_the_function_is_called_with_the_parameters_in_the_dtype_of_the_check() 
     assert layer.weight.any()
 
 
+def test_other_names_of_tied_parameters_are_understood() -> None:
+    module = nn.Sequential(PRODUCT, nn.Identity())
+    module[1].register_parameter("W", PRODUCT.W_1)
+    assert hk.check(module, X, T, against=PLAIN, analytic={("1.W", "0.W_2"): right()["W_1", "W_2"]})
+
+
 def test_a_block_that_is_zero_may_hold_what_rounding_left_of_the_users_formula() -> None:
     keys = hk.TransformerBlock(4, 5, 2, attention_bias=True)
     pair = ("attention.b_K", "attention.b_K")
