@@ -23,10 +23,11 @@ not depend on omega_j, nor x_ji on omega_i. So of the four products of deviation
 With s^2 the sample variance of the x_i, the variance of their mean is E s^2 / k + cov. All of it is arithmetic in the basis and
 takes no further products.
 
-The sketch pays where H is near a matrix of rank k. The first k products show that: y_i = H omega_i and its part outside the span of
-the others have mean squares |H|_F^2 and |(I - P_i) H|_F^2. Where the share of the latter is above :data:`FLAT`, the other k
-products are of k more signs, and the estimates are means over all 2 k: Girard, "A fast 'Monte-Carlo cross-validation' procedure",
-Numer. Math. 56, 1989; Hutchinson, Commun. Statist. Simul. 19, 1990; Bekas, Kokiopoulou and Saad, Appl. Numer. Math. 57, 2007:
+The sketch pays where H is near a matrix of rank k. The first k products show that: y_i = H omega_i and its part outside the
+span of the others have mean squares |H|_F^2 and |(I - P_i) H|_F^2. Where the share of the latter is above :data:`FLAT`, the
+other k products are of k more signs, and the estimates are means over all 2 k: Girard, "A fast 'Monte-Carlo cross-validation'
+procedure", Numer. Math. 56, 1989; Hutchinson, Commun. Statist. Simul. 19, 1990; Bekas, Kokiopoulou and Saad, Appl. Numer. Math.
+57, 2007:
 
     trace      omega^T H omega          diagonal   omega o H omega          |H|_F^2    |H omega|^2
 """
@@ -54,8 +55,8 @@ SMALL = 32  # rows up to which the whole matrix is taken: k vectors of few signs
 SUM_ROUNDING = 16  # times the rounding error of a sum of as many terms as the number has, the least half width
 PAIRED = 64  # vectors of which all pairs are taken for the covariance of two values
 FLAT = 0.25
-"""Share of |H|_F^2 outside the span of k - 1 products from which 2 k signs have the narrower interval. A sketch's half width grows
-with the root of the share: with 20 signs it is Student's t_19 (1.5 2 share / 20)^(1/2), that of 40 signs t_39 (2 / 40)^(1/2)."""
+"""Share of |H|_F^2 outside the span of k - 1 products from which 2 k signs are taken. A sketch's half width grows with the root
+of the share: with 20 signs it is at most Student's t_19 (1.5 2 share / 20)^(1/2), that of 40 signs is t_39 (2 / 40)^(1/2)."""
 SHARED = 0.5  # share of s^2 / k that the covariance is at least: its estimate is noisy, and small where s^2 is too small
 WIDER = 1.25
 """Of an entry of the diagonal, whose covariances would take k^2 numbers each: its errors are 1.0 to 1.25 times what s^2 / k says,
@@ -140,8 +141,8 @@ def scalar_estimates(operator: TensorOperator, *, products: int = 100, level: fl
 
     Sources and formulas: at the head of the file. Intervals are Student's, of leave-one-out values and the covariance of two of
     them; for |H|_F^2 with fewer degrees of freedom, as its values are skewed. From 20 products on those of 95 % held 91 to 100 %
-    of the time on the matrices of ``docs/intervals.md``; with 10, those of |H|_F^2 87 %, and 77 % those of entries of a diagonal of
-    which three are nearly all. Of a matrix with a flat spectrum the intervals are those of plain random signs. Where
+    of the time on the matrices of ``docs/intervals.md``; with 10, those of |H|_F^2 87 %, and those of entries of a diagonal of
+    which three are nearly all 77 %. Of a matrix with a flat spectrum the intervals are those of plain random signs. Where
     ``products`` is P or more, or P at most 32, P products with the unit vectors give everything exactly. Memory: about four times
     as many vectors (P,) in float64 as products.
 
@@ -224,15 +225,16 @@ def random_signs(size: int, count: int, generator: torch.Generator) -> Tensor:
 def share_outside(Y: Tensor) -> float:
     """Return the share of the squared norms of the columns (P, k) that lies outside the span of the other columns.
 
-    From the Gram matrix G: that of a column is 1 / (G^-1)_ii. G gets a ridge of its rounding, so that dependent columns have none.
+    From the Gram matrix G: that of a column is 1 / (G^-1)_ii. G gets a ridge of its rounding: dependent columns have none.
 
     >>> share_outside(torch.eye(3)[:, :2]), round(share_outside(torch.ones(3, 2)), 5)
     (1.0, 0.0)
     """
     G = (Y.T @ Y).double()
-    ridge = len(G) * torch.finfo(Y.dtype).eps * float(G.trace())
-    outside = 1 / torch.linalg.inv(G + ridge * torch.eye(len(G)).to(G)).diagonal() - ridge
-    return float(outside.sum() / G.trace()) if ridge else 0.0
+    total = float(G.trace())
+    ridge = len(G) * torch.finfo(Y.dtype).eps * total
+    G.diagonal().add_(ridge)
+    return float((1 / torch.linalg.inv(G).diagonal() - ridge).sum()) / total if ridge else 0.0
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +26,11 @@ from hessiankit.request.batch_loss import BatchLoss
 from hessiankit.request.checks import IGNORE_INDEX
 from hessiankit.request.fisher import Curvature
 from hessiankit.request.loss import NAMES
-from hessiankit.request.loss_trace import samples_are_independent
 from hessiankit.support.errors import InputError
 from hessiankit.tracing.trace import Trace
 
 ENTRIES = 2**23  # numbers of one chunk of gradients
+ROUNDING = 64  # times the rounding error of the terms' sum, which a gradient of zero may have
 PULLED, DRAWS = 4096, 16
 """Columns of L'' with a label that are pulled back one by one at most; the labels drawn for each term in their place where there
 are more."""
@@ -90,6 +91,11 @@ def reached_inputs(step: Step, bar: Tensor) -> list[Tensor | None]:
     return masks
 
 
+def generic(count: int) -> Tensor:
+    """Return generic numbers, float64 (count,) on the CPU, the same always."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
+
+
 @dataclass
 class LayerFactors:
     """A parameter's use at one site, with its Kronecker factors as they are summed."""
@@ -110,77 +116,133 @@ class LayerFactors:
 
 
 class FactoredBatch(JacobianOperator):
-    """The Jacobian of the output of one batch, with the sites of weights and biases on the way, and the columns of L''.
+    """The Jacobian of the output of one batch, with the sites of parameters on the way, and the columns of L''.
 
     Where the rows of all sites are those of the samples, one after the other, that do not depend on each other, samples are
     treated ``together``: one covector holds a column of every sample. A column that holds the ``drawn`` labels of all terms is
-    pulled back at once. ``held`` are the weights and biases whose whole gradient comes from one site, by the id of its value.
+    pulled back at once, ``pooled`` labels of a sampled Fisher too. ``held`` are the weights and biases whose whole gradient comes
+    from one site, by the id of its value; ``uses`` all sites of the parameters whose whole gradient comes from sites.
     """
 
-    def __init__(self, batch: BatchLoss, seed: int) -> None:
+    def __init__(self, batch: BatchLoss, seed: int, *, pooled: bool) -> None:
         super().__init__(batch)
-        Z = self.output
-        together = Z.ndim > 0 and len(Z) == batch.n_samples > 1 and samples_are_independent(batch)
-        self.together = together and all(n == batch.n_samples for n in self.leading.values())
+        Z, self.samples = self.output, batch.n_samples
+        self._find_uses(pooled=pooled)
         labelled, classes = has_label(batch, Z), Z.shape[-1] if Z.ndim else 1
-        self.reached, self.samples = self._reached(labelled), batch.n_samples
+        self.reached = self._reached(labelled)
         sweeps = int((labelled.reshape(len(Z), -1).any(0) if self.together else labelled).sum())
         self.drawn = sweeps > PULLED and classes > 1 and batch.loss.name in NAMES
         self.columns = columns(Curvature("fisher-mc", seed, DRAWS).of(batch) if self.drawn else batch, Z)
-        self.held = self._used_once()
+        self.pooled = pooled or self.drawn
 
     def _prepare(self, batch: BatchLoss, trace: Trace) -> None:
         super()._prepare(batch, trace)
         reached = {step.output for step in self._steps}
         self.sites = {at: site for at, site in find_sites(trace).items() if at in reached}
+        uses = Counter(at for a in trace.applications for at in a.inputs)
+        for a in trace.applications:
+            site = self.sites.get(a.output)
+            # rows of a table enter once: where they are added, or where they are read if they are not only added
+            for place, one in list(zip(site.covered, site.jacobians, strict=False)) if site is not None else ():
+                if uses[a.inputs[place]] == 1:
+                    self.sites.pop(a.inputs[place], None)  # type: ignore[arg-type]
+                elif site is not None and a.inputs[place] in self.sites:
+                    site.jacobians.remove(one)
         self.leading = {at: trace.values[at].shape[0] for at in self.sites}
-        self.output = trace.values[self._output]
+        self.output, self._widest = trace.values[self._output], max(trace.values[step.output].numel() for step in self._steps)
 
-    def _at_sites(self, rows: Tensor) -> dict[int, Tensor]:
-        """Return covectors (S, outputs) pulled back to the value of each site: (S, rows, p)."""
+    def _at_sites(self, rows: Tensor) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Return covectors (S, outputs) pulled back to the value of each site, (S, rows, p), and to the parameters."""
         covectors_of: dict[int, Tensor] = {}
         with self._at_the_point():
-            self._pulled(rows, self.sites, covectors_of.__setitem__)
-        return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}
+            whole = self._pulled(rows, self.sites, covectors_of.__setitem__)
+        return {at: bar.reshape(len(bar), -1, bar.shape[-1]) for at, bar in covectors_of.items()}, whole
 
     def _reached(self, output: Tensor) -> dict[int, Tensor]:
         """Return the rows of each site on which the masked entries of the output depend, as masks."""
-        generator = torch.Generator().manual_seed(0)
+        numbers = generic(self._widest).to(self.output)
         masks = {self._output: output}
         with self._at_the_point():
             for step in reversed(self._steps):
                 if step.output not in masks:
                     continue
-                u = torch.randn(masks[step.output].shape, generator=generator, dtype=torch.float64, device="cpu").to(self.output)
+                u = numbers[: masks[step.output].numel()].reshape(masks[step.output].shape)
                 for at, mask in zip(step.inputs, reached_inputs(step, u * masks[step.output]), strict=True):
                     if at is not None and mask is not None:
                         masks[at] = masks[at] | mask if at in masks else mask
         return {at: masks[at].any(-1).reshape(-1) for at in self.sites if at in masks}
 
-    def _used_once(self) -> list[tuple[int, ParameterJacobian]]:
-        generator = torch.Generator().manual_seed(0)
-        u = torch.randn(1, self.shape[0], generator=generator, dtype=torch.float64, device="cpu")
-        u = u.to(self.device, self.torch_dtype)
-        bars, whole = self._at_sites(u), self.pull(u)[0]
-        used = []
+    def _find_uses(self, *, pooled: bool) -> None:
+        """Set ``held`` and ``uses`` by the gradient of a generic combination of the outputs, and ``groups`` of each site's rows.
+
+        The groups are the samples where the gradients of halves of them are zero at the rows of the others: of all halves by a
+        digit of their numbers, or of ``pooled`` labels, whose mean is the same for any groups, of one.
+        """
+        n = self.samples
+        digits = 2 ** torch.arange(1 if pooled else max(n - 1, 1).bit_length(), device=self.device).unsqueeze(1)
+        odd = torch.arange(n, device=self.device) // digits % 2 == 1  # any two samples are apart in one of these rows
+        halves = (odd if pooled else torch.cat([odd, ~odd])) if self.output.ndim and len(self.output) == n > 1 else None
+        u = generic(self.shape[0]).to(self.output).reshape(1, n if halves is not None else 1, -1)
+        parts, whole = dict[int, list[Tensor]](), u.new_zeros(self.shape[1])
+        for rows in (u if halves is None else u * halves.unsqueeze(2)).flatten(1).split(self.block_size):
+            at_sites, ends = self._at_sites(rows)
+            for at, bar in at_sites.items():
+                parts.setdefault(at, []).append(bar)
+            for name, at in self._ids.items():
+                if at in ends:
+                    whole[self.slices[name]] += ends[at].sum(0).reshape(-1)
+        bars = {at: torch.cat(part) for at, part in parts.items()}
+        self.groups = dict.fromkeys(self.sites, 1)
+        for at, bar in bars.items():
+            if halves is not None and self.leading[at] == n and not bool(bar.reshape(len(bar), n, -1)[~halves].any()):
+                self.groups[at] = n
+        self.together = min((self.groups[at] for at in bars), default=1) > 1
+        bars = {at: bar.sum(0, keepdim=True) for at, bar in bars.items()}
+        self.held: list[tuple[int, ParameterJacobian]] = []
+        self.uses: dict[str, list[tuple[int, ParameterJacobian]]] = {name: [] for name in self.slices}
+        rest, eps = whole.clone(), torch.finfo(self.torch_dtype).eps
+        allowed = eps**0.5 * whole.abs()  # and the rounding of terms that cancel, as those of a key's bias behind a softmax
         for at, site in self.sites.items():
-            for one in site.jacobians:
-                bias = isinstance(one, GainJacobian) and one.is_ones
-                if at not in bars or not (isinstance(one, WeightJacobian) or bias):
-                    continue
-                own = one.vjp(bars[at][0].unsqueeze(-1))[:, 0]
-                of_whole = whole[self.slices[one.parameter]]
-                of_whole = of_whole if one.at is None else of_whole[one.at.to(self.device)]
-                if float((own - of_whole).abs().max()) <= torch.finfo(self.torch_dtype).eps ** 0.5 * float(own.abs().max()):
-                    used.append((at, one))
-        return used
+            for one in site.jacobians if at in bars else ():
+                own, entries = one.vjp(bars[at][0].unsqueeze(-1))[:, 0], self.entries(one)
+                rest[entries] -= own
+                if isinstance(one, GainJacobian):
+                    allowed[entries] += ROUNDING * eps * one.vjp(bars[at][0].abs().unsqueeze(-1))[:, 0].abs()
+                self.uses[one.parameter].append((at, one))
+                has_factors = isinstance(one, WeightJacobian) or (isinstance(one, GainJacobian) and one.is_ones)
+                if has_factors and bool((own - whole[entries]).abs().max() <= allowed[entries].max()):
+                    self.held.append((at, one))
+        for name, span in self.slices.items():
+            if not bool(rest[span].abs().max() <= allowed[span].max()):
+                del self.uses[name]
+
+    def entries(self, one: ParameterJacobian) -> Tensor:
+        """Return the positions of the entries of a Jacobian in a vector of all parameters."""
+        rows = self.slices[one.parameter]
+        every = torch.arange(rows.start, rows.stop, device=self.device)
+        return every if one.at is None else every[one.at.reshape(-1).to(self.device)]
+
+    def add_squares(self, name: str, bars: dict[int, Tensor], total: Tensor) -> None:
+        """Add the squares of a parameter's gradients, by covector and sample, to the diagonal ``total`` (P,)."""
+        used = [(at, one, self.entries(one)) for at, one in self.uses[name] if at in bars]
+        if not used:
+            return
+        groups, count = min(self.groups[at] for at, _, _ in used), len(bars[used[0][0]])
+        entries = torch.cat([at for _, _, at in used]).unique()
+        for chunk in torch.arange(count, device=self.device).split(max(1, ENTRIES // (groups * len(entries)))):
+            gradients = total.new_zeros(groups, len(entries), len(chunk))
+            for at, one, places in used:
+                g = bars[at][chunk]
+                x = g.reshape(len(chunk), groups, -1, g.shape[-1]).permute(1, 2, 3, 0)
+                gradients[:, torch.searchsorted(entries, places)] += one.vjp_by_group(x)
+            total[entries] += gradients.square().sum((0, 2))
 
     def bars(self) -> Iterator[dict[int, Tensor]]:
         """Yield gradients at the sites for some columns of L'' at a time."""
         K, B, T, C = self.columns.shape
         most = max(1, min(self.block_size, ENTRIES // self.output.numel()))
-        samples: list[Any] = [slice(None)] if self.together else list(range(B))
-        terms: list[Any] = [slice(None)] if self.drawn else list(range(T))
+        samples: list[Any] = [slice(None)] if self.together or self.pooled else list(range(B))
+        terms: list[Any] = [slice(None)] if self.pooled else list(range(T))
         counts = (self.columns != 0).any(0).any(-1).cpu()  # (B, T); rows without a label give nothing
         rows_of = [(t, b) for t in terms for b in samples if bool(counts[b, t].any())]
         places = [(k, t, b) for k in range(K) for t, b in rows_of]
@@ -189,7 +251,7 @@ class FactoredBatch(JacobianOperator):
             rows = self.columns.new_zeros(len(chunk), B, T, C)
             for n, (k, t, b) in enumerate(chunk):
                 rows[n, b, t] = self.columns[k, b, t]
-            yield self._at_sites(rows.reshape(len(chunk), -1))
+            yield self._at_sites(rows.reshape(len(chunk), -1))[0]
 
 
 class KroneckerFactors:
@@ -202,15 +264,19 @@ class KroneckerFactors:
     with a label attends to; and rows that a mask or an index leaves out. So they change neither A nor R. Where that expectation
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
-    other ways, have no factors. The batches have named losses, or those of a sampled Fisher.
+    other ways, have no factors. With ``diagonal``, which makes the exact one, embeddings, gains and weights at several sites have
+    the sum of the squares of their gradients instead. The batches have named losses, or those of a sampled Fisher, whose drawn
+    labels may be ``pooled``: all terms are pulled back at once, for the same mean over labels.
     """
 
-    def __init__(self, batches: Sequence[BatchLoss], *, seed: int = 0) -> None:
+    def __init__(
+        self, batches: Sequence[BatchLoss], *, seed: int = 0, pooled: bool = False, diagonal: Callable[[], Tensor] | None = None
+    ) -> None:
         if not all(batch.loss.name for batch in batches):
             raise InputError("KFAC needs a loss with known second derivative, 'mse' or 'cross_entropy'")
         self.slices = batches[0].slices
         self.weights: list[LayerFactors] = []
-        self._batches = [FactoredBatch(batch, seed) for batch in batches]
+        self._batches = [FactoredBatch(batch, seed, pooled=pooled) for batch in batches]
         self.is_drawn = any(batch.drawn for batch in self._batches)
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:
@@ -223,6 +289,13 @@ class KroneckerFactors:
             else:
                 factors = LayerFactors(one.parameter, one.at, False, None, zeros(one.size, one.size))
             self.weights.append(factors)
+        covered = torch.zeros(batches[0].size, dtype=torch.bool, device=zeros(0).device)
+        for weight in self.weights:
+            covered[self.positions(weight)] = True
+        rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
+        known = all(name in batch.uses for batch in self._batches for name in rest)
+        self.diagonal = zeros(batches[0].size) if diagonal is None or known else diagonal()  # before the sums: it may be refused
+        self._squared = rest if known else []
         for batch in self._batches:
             self._add(batch)
 
@@ -241,6 +314,8 @@ class KroneckerFactors:
                 if at in bars:
                     g = bars[at].reshape(-1, bars[at].shape[-1])
                     weight.gradients += g.T @ g
+            for name in self._squared:
+                batch.add_squares(name, bars, self.diagonal)
 
     def positions(self, weight: LayerFactors) -> Tensor:
         """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
@@ -248,10 +323,14 @@ class KroneckerFactors:
         every = torch.arange(rows.start, rows.stop, device=weight.gradients.device)
         return every if weight.at is None else every[weight.at.to(every.device)]
 
-    def kfac(self) -> list[Structure]:
-        """Return A (x) G for every weight, G for every bias."""
+    def check(self) -> None:
+        """Raise InputError where there are no factors."""
         if not self.weights:
             raise InputError("no weight or bias occurs just once, so that there are no Kronecker factors")
+
+    def kfac(self) -> list[Structure]:
+        """Return A (x) G for every weight, G for every bias."""
+        self.check()
         structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:

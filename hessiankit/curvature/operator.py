@@ -19,7 +19,7 @@ from hessiankit.curvature.cuda_graph import Replayed
 from hessiankit.curvature.evaluation import automatic
 from hessiankit.curvature.kronecker import KroneckerFactors
 from hessiankit.curvature.solving import PRECONDITIONERS, Solution, SymmetricOperator
-from hessiankit.curvature.structures import StructuredOperator
+from hessiankit.curvature.structures import StructuredOperator, diagonal_operator
 from hessiankit.curvature.suboperators import BlockDiagonalOperator, SubOperator, positions
 from hessiankit.engine.diagnosis import REMEDY, without_effect
 from hessiankit.engine.diagonal_sum import DiagonalSum, TooCostly
@@ -236,11 +236,13 @@ class HessianOperator(SymmetricOperator):
         """Return an approximation C of the matrix by name, built at the operator's point at the first call and kept.
 
         ``"diagonal"`` is the exact diagonal. ``"kfac"`` and ``"ekfac"`` are those of :func:`hessiankit.approximations`, of the
-        Gauss-Newton part where ``kind="hessian"``; what has no factors has its exact diagonal. ``.inverse(damping)`` of it is
-        what ``solve(b, damping=damping, preconditioner=name)`` takes.
+        Gauss-Newton part where ``kind="hessian"``; of ``kind="fisher-mc"`` all labels of a draw are pulled back at once. What has
+        no factors, as embeddings and gains, has a diagonal: the sum of the squares of the gradients that the factors take. It is
+        exact unless labels are drawn. ``.inverse(damping)`` is what ``solve(b, damping=damping, preconditioner=name)`` takes.
 
         Raises:
-            InputError: It cannot be made for this loss or module, or the exact diagonal takes longer than 1000 products.
+            InputError: It cannot be made for this loss or module, or the exact diagonal, which ``"diagonal"`` and parameters that
+                enter in another way than row by row need, takes longer than 1000 products; raised before other work.
 
         KFAC of one linear layer is its Hessian 2/(L d_out) X^T X (x) I:
 
@@ -254,10 +256,15 @@ class HessianOperator(SymmetricOperator):
         if name not in self._approximations:
             self._check_shared()
             batches = list(map(_at_the_point, self._batches, self._linearised))
-            parts = [] if name == "diagonal" else getattr(KroneckerFactors(batches), name)()
-            gauss_newton = self.kind != "hessian" or name != "diagonal"
-            factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
-            self._approximations[name] = factored.completed(lambda: self._diagonal(batches, gauss_newton=gauss_newton))
+            exact = partial(self._diagonal, batches, gauss_newton=self.kind != "hessian" or name != "diagonal")
+            if name == "diagonal":
+                self._approximations[name] = diagonal_operator(exact())
+            else:
+                factors = KroneckerFactors(batches, pooled=self.kind == "fisher-mc", diagonal=exact)
+                factors.check()
+                parts = factors.kfac if name == "kfac" else factors.ekfac()
+                factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+                self._approximations[name] = factored.completed(lambda: factors.diagonal)
         return self._approximations[name]
 
     def diagonal(self) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -91,15 +92,33 @@ def kronecker_block(at: Tensor, left: Tensor, right: Tensor) -> KroneckerBlock:
 
 
 class StructuredOperator(TensorOperator):
-    """A symmetric matrix that is a direct sum of structures on disjoint entries; entries in none of them are zero."""
+    """A symmetric matrix that is a direct sum of structures on disjoint entries; entries in none of them are zero.
 
-    def __init__(self, size: int, structures: Sequence[Structure], dtype: torch.dtype, device: torch.device) -> None:
+    A function in place of the structures makes them at the first use, as the eigenvectors of Kronecker factors take time.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        structures: Sequence[Structure] | Callable[[], Sequence[Structure]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         super().__init__((size, size), dtype, device)
-        self.structures, self.block_size = tuple(structures), 64
-        covered = torch.zeros(size, dtype=torch.bool, device="cpu")
-        for part in structures:
+        self._make, self.block_size = structures, 64
+
+    @cached_property
+    def structures(self) -> tuple[Structure, ...]:
+        """The structures."""
+        return tuple(self._make() if callable(self._make) else self._make)
+
+    @cached_property
+    def rest(self) -> Tensor:
+        """Positions of the entries that no structure has."""
+        covered = torch.zeros(self.shape[0], dtype=torch.bool, device="cpu")
+        for part in self.structures:
             covered[part.at.cpu()] = True
-        self.rest = (~covered).nonzero()[:, 0].to(device)
+        return (~covered).nonzero()[:, 0].to(self.device)
 
     @property
     def numbers(self) -> int:
@@ -108,9 +127,10 @@ class StructuredOperator(TensorOperator):
 
     def completed(self, whole: Callable[[], Tensor]) -> StructuredOperator:
         """Return the matrix with the diagonal that ``whole`` makes, (P,), on the entries that no structure has."""
-        if not len(self.rest):
-            return self
-        structures = [*self.structures, diagonal(self.rest, whole()[self.rest])]
+
+        def structures() -> Sequence[Structure]:
+            return [*self.structures, diagonal(self.rest, whole()[self.rest])] if len(self.rest) else self.structures
+
         return StructuredOperator(self.shape[0], structures, self.torch_dtype, self.device)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> StructuredOperator:

@@ -275,6 +275,62 @@ def test_parameters_that_occur_twice_have_no_factors() -> None:
         assert error(one.model("kfac")[0].to_matrix()[rows, rows], torch.diag(at.matrix.diagonal()[rows])) <= AGREED
 
 
+class Positions(nn.Module):
+    """Tokens with positions of their own table, between norms; the head is another weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(5, 4), nn.Embedding(3, 4)
+        self.first, self.norm, self.head = (
+            nn.TransformerEncoderLayer(4, 2, 6, 0.0, batch_first=True),
+            nn.LayerNorm(4),
+            nn.Linear(4, 5),
+        )
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.norm(self.first(self.tokens(ids) + self.places(torch.arange(ids.shape[1])))))
+
+
+EMBEDDED = {"tied": (TiedBlock, TOKENS, LABELS), "positions": (Positions, tokens(4, 3) % 5, tokens(4, 3, seed=5) % 5)}
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embeddings_and_gains_have_their_exact_diagonal_at_the_price_of_the_factors(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, ids, labels = EMBEDDED[name]
+    monkeypatch.setattr("hessiankit.curvature.operator.MOST", 0)  # of the products that an exact diagonal may take
+    batches = [(ids[:1], labels[:1]), (ids[1:], labels[1:])]
+    for data in ((ids, labels), (batches, None)):
+        G = hessian_operator(randomised(made().double()), *data, loss="cross_entropy", kind="ggn")
+        exact = G.to_matrix()
+        for which in ("kfac", "ekfac"):
+            C = G.approximation(which).to_matrix()
+            rest = [
+                n
+                for n in G.names
+                if ("norm" in n.lower() and n.endswith("weight")) or n in ("tokens.weight", "places.weight", "table.weight")
+            ]
+            assert len(rest) > 2
+            for n in rest:
+                rows = G.slices[n]
+                assert error(C[rows, rows], torch.diag(exact.diagonal()[rows])) <= AGREED
+        with pytest.raises(hk.InputError, match="the exact diagonal would take as long as"):
+            G.approximation("diagonal")
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_labels_that_are_drawn_together_tend_to_the_expectation(name: str) -> None:
+    made, ids, labels = EMBEDDED[name]
+    module = randomised(made().double())
+    expected = hessian_operator(module, ids, labels, loss="cross_entropy", kind="ggn").approximation("kfac").to_matrix()
+    errors = []
+    for draws in (4, 4096):
+        F_mc = hessian_operator(module, ids, labels, loss="cross_entropy", kind="fisher-mc", draws=draws)
+        errors.append(float((F_mc.approximation("kfac").to_matrix() - expected).norm() / expected.norm()))
+    assert errors[1] < min(0.1, errors[0] / 4)
+
+
 def test_sampled_fishers_have_their_own_factors() -> None:
     module = perceptron()
     for kind in ("fisher-mc", "fisher-empirical"):
