@@ -25,6 +25,7 @@ UNREAD = {
     ("blockwise_lr", "model"): STRUCTURE, ("Monitor", "model"): STRUCTURE,
     ("angular_distance", "x"): {"NaN"}, ("angular_distance", "y"): {"NaN"},
     ("blockwise_lr", "power"): {"nan"}, ("blockwise_lr", "cap"): {"nan"},
+    ("from_function", "params"): {"NaN", "no entries"},
     ("TransformerBlock", "rotary_theta"): {"nan"}, ("growth_laws", "theory"): {"number", "object"},
 }  # fmt: skip
 """(function, argument) -> wrong values that are taken: values of a model whose structure alone is read, data that are read at the
