@@ -257,7 +257,7 @@ class Hessian(Printed):
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         known = self._evaluation.is_complete
         for n in self.names:
-            norms = (f"{self.spectral_norm(n):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
+            norms = (f"{float(self.block(n, n).trace()):.4g}", f"{self.frobenius_norm(n):.4g}") if known else ("", "")
             yield n, sizes(self.shapes[n]), *norms
 
     def _headline(self) -> str:
@@ -274,7 +274,7 @@ class Hessian(Printed):
         yield table(_HEADERS, self._rows(), left=2, names=self.names, drop=("shape",))
 
 
-_HEADERS = ("parameter", "shape", "||H_ii||_2", "||H_ii||_F")
+_HEADERS = ("parameter", "shape", "trace", "||H_ii||_F")
 
 
 @checked("hessian")
