@@ -102,6 +102,7 @@ class LayerFactors:
 
     parameter: str
     at: Tensor | None  # positions in the parameter's vec_r; None: all
+    entries: Tensor  # the same in a vector of all parameters
     transposed: bool  # whether it is stored as (outputs, inputs)
     inputs: Tensor | None  # sum of x x^T; None for a bias
     gradients: Tensor  # sum of g g^T
@@ -281,17 +282,17 @@ class KroneckerFactors:
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:
             batch.held = [(at, one) for at, one in batch.held if one.parameter in names]
-        zeros = self._batches[0].output.new_zeros
+        zeros, entries = self._batches[0].output.new_zeros, self._batches[0].entries
         for _, one in self._batches[0].held:
             if isinstance(one, WeightJacobian):
                 n, width, transposed = one.X.shape[1], one.width, one.transposed
-                factors = LayerFactors(one.parameter, one.at, transposed, zeros(n, n), zeros(width, width))
+                factors = LayerFactors(one.parameter, one.at, entries(one), transposed, zeros(n, n), zeros(width, width))
             else:
-                factors = LayerFactors(one.parameter, one.at, False, None, zeros(one.size, one.size))
+                factors = LayerFactors(one.parameter, one.at, entries(one), False, None, zeros(one.size, one.size))
             self.weights.append(factors)
         covered = torch.zeros(batches[0].size, dtype=torch.bool, device=zeros(0).device)
         for weight in self.weights:
-            covered[self.positions(weight)] = True
+            covered[weight.entries] = True
         rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
         known = all(name in batch.uses for batch in self._batches for name in rest)
         self.diagonal = zeros(batches[0].size) if diagonal is None or known else diagonal()  # before the sums: it may be refused
@@ -317,12 +318,6 @@ class KroneckerFactors:
             for name in self._squared:
                 batch.add_squares(name, bars, self.diagonal)
 
-    def positions(self, weight: LayerFactors) -> Tensor:
-        """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
-        rows = self.slices[weight.parameter]
-        every = torch.arange(rows.start, rows.stop, device=weight.gradients.device)
-        return every if weight.at is None else every[weight.at.to(every.device)]
-
     def check(self) -> None:
         """Raise InputError where there are no factors."""
         if not self.weights:
@@ -334,10 +329,10 @@ class KroneckerFactors:
         structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:
-                structures.append(dense_block(self.positions(w), w.gradients))
+                structures.append(dense_block(w.entries, w.gradients))
             else:
                 pair = (w.moment, w.gradients)
-                structures.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
+                structures.append(kronecker_block(w.entries, *(pair[::-1] if w.transposed else pair)))
         return structures
 
     def ekfac(self) -> list[Structure]:
@@ -348,8 +343,7 @@ class KroneckerFactors:
             for bars in batch.bars():
                 for part, total, (at, one) in zip(kfac, squares, batch.held, strict=True):
                     if at in bars:
-                        groups = batch.leading[at] if batch.together else 1
-                        total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
+                        total += _squares(part, one, bars[at].reshape(len(bars[at]), batch.groups[at], -1, bars[at].shape[-1]))
         return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
 
 
