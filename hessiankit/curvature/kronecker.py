@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.engine.diagonal_sum import TooCostly
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
 from hessiankit.primitives.binary import Binary
@@ -223,6 +224,10 @@ class FactoredBatch(JacobianOperator):
         every = torch.arange(rows.start, rows.stop, device=self.device)
         return every if one.at is None else every[one.at.reshape(-1).to(self.device)]
 
+    def uses_weight(self, names: Sequence[str]) -> bool:
+        """Tell whether one of some parameters is a weight at some site."""
+        return any(isinstance(one, WeightJacobian) for name in names for _, one in self.uses.get(name, ()))
+
     def add_squares(self, name: str, bars: dict[int, Tensor], total: Tensor) -> None:
         """Add the squares of a parameter's gradients, by covector and sample, to the diagonal ``total`` (P,)."""
         used = [(at, one, self.entries(one)) for at, one in self.uses[name] if at in bars]
@@ -265,9 +270,10 @@ class KroneckerFactors:
     with a label attends to; and rows that a mask or an index leaves out. So they change neither A nor R. Where that expectation
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
-    other ways, have no factors. With ``diagonal``, which makes the exact one, embeddings, gains and weights at several sites have
-    the sum of the squares of their gradients instead. The batches have named losses, or those of a sampled Fisher, whose drawn
-    labels may be ``pooled``: all terms are pulled back at once, for the same mean over labels.
+    other ways, have no factors. ``diagonal`` makes their exact diagonal. Where labels are drawn, or where it is too costly,
+    embeddings, gains and weights at several sites have the sum of the squares of their gradients instead. The batches have named
+    losses, or those of a sampled Fisher, whose drawn labels may be ``pooled``: all terms are pulled back at once, for the same
+    mean over labels.
     """
 
     def __init__(
@@ -295,8 +301,15 @@ class KroneckerFactors:
             covered[weight.entries] = True
         rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
         known = all(name in batch.uses for batch in self._batches for name in rest)
-        self.diagonal = zeros(batches[0].size) if diagonal is None or known else diagonal()  # before the sums: it may be refused
-        self._squared = rest if known else []
+        self.diagonal, self._squared = zeros(batches[0].size), rest
+        # gradients of a weight take as long as all of its block's diagonal, for every column
+        dear = [batch for batch in self._batches if not batch.pooled and batch.uses_weight(rest)]
+        if diagonal is not None and (dear or not known):
+            try:  # before the sums
+                self.diagonal, self._squared = diagonal(), []
+            except TooCostly:
+                if not known:
+                    raise
         for batch in self._batches:
             self._add(batch)
 
