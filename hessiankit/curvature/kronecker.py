@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hessiankit.curvature.jacobian import JacobianOperator
 from hessiankit.curvature.structures import DenseBlock, KroneckerBlock, Structure, dense_block, kronecker_block
+from hessiankit.engine.diagonal_sum import TooCostly
 from hessiankit.engine.entrywise_fusion import Step
 from hessiankit.engine.jacobians import GainJacobian, ParameterJacobian, WeightJacobian, find_sites
 from hessiankit.primitives.binary import Binary
@@ -102,6 +103,7 @@ class LayerFactors:
 
     parameter: str
     at: Tensor | None  # positions in the parameter's vec_r; None: all
+    entries: Tensor  # the same in a vector of all parameters
     transposed: bool  # whether it is stored as (outputs, inputs)
     inputs: Tensor | None  # sum of x x^T; None for a bias
     gradients: Tensor  # sum of g g^T
@@ -222,6 +224,10 @@ class FactoredBatch(JacobianOperator):
         every = torch.arange(rows.start, rows.stop, device=self.device)
         return every if one.at is None else every[one.at.reshape(-1).to(self.device)]
 
+    def uses_weight(self, names: Sequence[str]) -> bool:
+        """Tell whether one of some parameters is a weight at some site."""
+        return any(isinstance(one, WeightJacobian) for name in names for _, one in self.uses.get(name, ()))
+
     def add_squares(self, name: str, bars: dict[int, Tensor], total: Tensor) -> None:
         """Add the squares of a parameter's gradients, by covector and sample, to the diagonal ``total`` (P,)."""
         used = [(at, one, self.entries(one)) for at, one in self.uses[name] if at in bars]
@@ -264,9 +270,10 @@ class KroneckerFactors:
     with a label attends to; and rows that a mask or an index leaves out. So they change neither A nor R. Where that expectation
     takes more than :data:`PULLED` sweeps of a batch, :data:`DRAWS` labels are drawn for each term, and one draw for all terms is
     pulled back at once: its mean is the same. Weights and biases are separate. Parameters that occur at several sites, or in
-    other ways, have no factors. With ``diagonal``, which makes the exact one, embeddings, gains and weights at several sites have
-    the sum of the squares of their gradients instead. The batches have named losses, or those of a sampled Fisher, whose drawn
-    labels may be ``pooled``: all terms are pulled back at once, for the same mean over labels.
+    other ways, have no factors. ``diagonal`` makes their exact diagonal. Where labels are drawn, or where it is too costly,
+    embeddings, gains and weights at several sites have the sum of the squares of their gradients instead. The batches have named
+    losses, or those of a sampled Fisher, whose drawn labels may be ``pooled``: all terms are pulled back at once, for the same
+    mean over labels.
     """
 
     def __init__(
@@ -281,21 +288,28 @@ class KroneckerFactors:
         names = set.intersection(*({one.parameter for _, one in batch.held} for batch in self._batches))
         for batch in self._batches:
             batch.held = [(at, one) for at, one in batch.held if one.parameter in names]
-        zeros = self._batches[0].output.new_zeros
+        zeros, entries = self._batches[0].output.new_zeros, self._batches[0].entries
         for _, one in self._batches[0].held:
             if isinstance(one, WeightJacobian):
                 n, width, transposed = one.X.shape[1], one.width, one.transposed
-                factors = LayerFactors(one.parameter, one.at, transposed, zeros(n, n), zeros(width, width))
+                factors = LayerFactors(one.parameter, one.at, entries(one), transposed, zeros(n, n), zeros(width, width))
             else:
-                factors = LayerFactors(one.parameter, one.at, False, None, zeros(one.size, one.size))
+                factors = LayerFactors(one.parameter, one.at, entries(one), False, None, zeros(one.size, one.size))
             self.weights.append(factors)
         covered = torch.zeros(batches[0].size, dtype=torch.bool, device=zeros(0).device)
         for weight in self.weights:
-            covered[self.positions(weight)] = True
+            covered[weight.entries] = True
         rest = [name for name, rows in self.slices.items() if diagonal is not None and not bool(covered[rows].all())]
         known = all(name in batch.uses for batch in self._batches for name in rest)
-        self.diagonal = zeros(batches[0].size) if diagonal is None or known else diagonal()  # before the sums: it may be refused
-        self._squared = rest if known else []
+        self.diagonal, self._squared = zeros(batches[0].size), rest
+        # gradients of a weight take as long as all of its block's diagonal, for every column
+        dear = [batch for batch in self._batches if not batch.pooled and batch.uses_weight(rest)]
+        if diagonal is not None and (dear or not known):
+            try:  # before the sums
+                self.diagonal, self._squared = diagonal(), []
+            except TooCostly:
+                if not known:
+                    raise
         for batch in self._batches:
             self._add(batch)
 
@@ -317,12 +331,6 @@ class KroneckerFactors:
             for name in self._squared:
                 batch.add_squares(name, bars, self.diagonal)
 
-    def positions(self, weight: LayerFactors) -> Tensor:
-        """Return the positions of a weight's entries in a vector of all parameters, (i p,) in vec_r of how it is stored."""
-        rows = self.slices[weight.parameter]
-        every = torch.arange(rows.start, rows.stop, device=weight.gradients.device)
-        return every if weight.at is None else every[weight.at.to(every.device)]
-
     def check(self) -> None:
         """Raise InputError where there are no factors."""
         if not self.weights:
@@ -334,10 +342,10 @@ class KroneckerFactors:
         structures: list[Structure] = []
         for w in self.weights:
             if w.inputs is None:
-                structures.append(dense_block(self.positions(w), w.gradients))
+                structures.append(dense_block(w.entries, w.gradients))
             else:
                 pair = (w.moment, w.gradients)
-                structures.append(kronecker_block(self.positions(w), *(pair[::-1] if w.transposed else pair)))
+                structures.append(kronecker_block(w.entries, *(pair[::-1] if w.transposed else pair)))
         return structures
 
     def ekfac(self) -> list[Structure]:
@@ -348,8 +356,7 @@ class KroneckerFactors:
             for bars in batch.bars():
                 for part, total, (at, one) in zip(kfac, squares, batch.held, strict=True):
                     if at in bars:
-                        groups = batch.leading[at] if batch.together else 1
-                        total += _squares(part, one, bars[at].reshape(len(bars[at]), groups, -1, bars[at].shape[-1]))
+                        total += _squares(part, one, bars[at].reshape(len(bars[at]), batch.groups[at], -1, bars[at].shape[-1]))
         return [replace(part, values=total) for part, total in zip(kfac, squares, strict=True)]
 
 

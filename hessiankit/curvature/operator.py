@@ -237,8 +237,9 @@ class HessianOperator(SymmetricOperator):
 
         ``"diagonal"`` is the exact diagonal. ``"kfac"`` and ``"ekfac"`` are those of :func:`hessiankit.approximations`, of the
         Gauss-Newton part where ``kind="hessian"``; of ``kind="fisher-mc"`` all labels of a draw are pulled back at once. What has
-        no factors, as embeddings and gains, has a diagonal: the sum of the squares of the gradients that the factors take. It is
-        exact unless labels are drawn. ``.inverse(damping)`` is what ``solve(b, damping=damping, preconditioner=name)`` takes.
+        no factors, as embeddings and gains, has its exact diagonal: the sum of the squares of the gradients that the factors
+        take, an estimate where labels are drawn. ``.inverse(damping)`` is what ``solve(b, damping=damping,
+        preconditioner=name)`` takes.
 
         Raises:
             InputError: It cannot be made for this loss or module, or the exact diagonal, which ``"diagonal"`` and parameters that
@@ -255,16 +256,13 @@ class HessianOperator(SymmetricOperator):
         check_name(WHO, "approximation", name, PRECONDITIONERS)
         if name not in self._approximations:
             self._check_shared()
-            batches = list(map(_at_the_point, self._batches, self._linearised))
-            exact = partial(self._diagonal, batches, gauss_newton=self.kind != "hessian" or name != "diagonal")
-            if name == "diagonal":
-                self._approximations[name] = diagonal_operator(exact())
-            else:
-                factors = KroneckerFactors(batches, pooled=self.kind == "fisher-mc", diagonal=exact)
-                factors.check()
-                parts = factors.kfac if name == "kfac" else factors.ekfac()
-                factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
-                self._approximations[name] = factored.completed(lambda: factors.diagonal)
+            try:
+                self._approximations[name] = self._approximated(name)
+            except TooCostly as error:
+                raise InputError(
+                    f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; "
+                    "take hessian_diagonal(..., method='auto'), also as preconditioner, or fewer params=[...]"
+                ) from None
         return self._approximations[name]
 
     def diagonal(self) -> Tensor:
@@ -275,16 +273,21 @@ class HessianOperator(SymmetricOperator):
         """Return the exact trace, the sum of :meth:`diagonal`; :func:`hessiankit.scalar_estimates` has one by products."""
         return float(self.diagonal().to(wide(self.device)).sum())
 
-    def _diagonal(self, batches: list[BatchLoss], *, gauss_newton: bool) -> Tensor:
-        sums = DiagonalSum(WHO, batches, None, None, MOST)
-        try:
-            sums.run(gauss_newton=gauss_newton)
-        except TooCostly as error:
-            raise InputError(
-                f"{WHO}: the exact diagonal would take as long as about {error.products:,.0f} products, more than {MOST:,}; take "
-                "hessian_diagonal(..., method='auto'), also as preconditioner, or fewer params=[...]"
-            ) from None
-        return sums.entries
+    def _approximated(self, name: str) -> StructuredOperator:
+        batches = list(map(_at_the_point, self._batches, self._linearised))
+
+        def diagonal() -> Tensor:
+            sums = DiagonalSum(WHO, batches, None, None, MOST)
+            sums.run(gauss_newton=self.kind != "hessian" or name != "diagonal")
+            return sums.entries
+
+        if name == "diagonal":
+            return diagonal_operator(diagonal())
+        factors = KroneckerFactors(batches, pooled=self.kind == "fisher-mc", diagonal=diagonal)
+        factors.check()
+        parts = factors.kfac if name == "kfac" else factors.ekfac()
+        factored = StructuredOperator(self.shape[0], parts, self.torch_dtype, self.device)
+        return factored.completed(lambda: factors.diagonal)
 
     def _test_symmetry(self, rows: Tensor, products: Tensor) -> None:
         """Test the first products, (S, P): are they finite, and is <u, H v> = <v, H u> for the first two vectors?

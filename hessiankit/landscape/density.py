@@ -79,8 +79,6 @@ class SpectralMeasure:
         s, rest = len(self.nodes), self.size - len(self.located)
         if not s:
             return Estimate(value, 0.0)
-        if s < 2:
-            return Estimate(value, math.nan)
         level = (1 + LEVEL) / 2
         largest = float((f(self.nodes).abs() * (self.weights > 0)).max())
         one = math.sqrt(2 * (rest - 1) / (rest + 2)) * largest
@@ -97,7 +95,7 @@ class Density(WithDict):
         scale: ``"linear"``: per unit of the eigenvalue; ``"log"``: per decade of |eigenvalue|.
         points: Eigenvalues, or |eigenvalues|, (n,).
         values: The density there; of the positive eigenvalues where the scale is logarithmic.
-        standard_errors: Over the random directions; 0 where all eigenvalues are known, NaN for one direction.
+        standard_errors: Over the random directions; 0 where all eigenvalues are known.
         negative: The density of the negative eigenvalues per decade of |eigenvalue|; None for a linear scale.
         negative_errors: Its standard errors; None for a linear scale.
         zeros: Share of the eigenvalues that are zero to rounding, which a logarithmic scale does not show; 0 for a linear one.
@@ -168,6 +166,4 @@ def _mean(measure: SpectralMeasure, f: Callable[[Tensor], Tensor]) -> tuple[Tens
     values = measure.sums(f) / measure.size
     if not len(measure.nodes):
         return values[0], torch.zeros_like(values[0])
-    if len(values) < 2:
-        return values[0], torch.full_like(values[0], math.nan)
     return values.mean(0), values.std(0) / math.sqrt(len(values))

@@ -331,13 +331,6 @@ def test_sums_are_over_all_eigenvalues_and_linear_ones_have_the_error_of_a_mean(
     assert found.stable_rank.half_width == pytest.approx(found.frobenius_squared.half_width / scale, rel=1e-9)
 
 
-def test_a_measure_of_one_direction_has_no_error() -> None:
-    one = torch.ones(1, 1, **DOUBLE)
-    found = SpectralMeasure(3, torch.zeros(0, **DOUBLE), 1e-16, one, one)
-    estimate = found.estimate(lambda t: t)
-    assert (estimate.value, math.isnan(estimate.half_width)) == (3.0, True)
-
-
 def test_an_eigenvalue_that_few_directions_see_is_in_the_error() -> None:
     """Directions with equal and tiny shares of one eigenvalue 7 have no spread; n q^2 has the variance 2 (n - 1) / (n + 2)."""
     nodes = torch.tensor([[0.0, 7.0]], **DOUBLE).repeat(4, 1)
