@@ -129,17 +129,17 @@ def _vjp(
 
 
 def by_route(
-    route: str, size: int, most: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
+    route: str, size: int, limit: int, closed_forms: tuple[str, Callable[[], T]], autograd: Callable[[], T]
 ) -> tuple[T, str, str]:
     """Return the result by closed forms or autograd, the name of that route, and the reason if nobody asked for it.
 
-    ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``most`` parameters, unless
+    ``route`` is the name of the ``closed_forms``, ``"autograd"`` or ``"auto"``: closed forms up to ``limit`` parameters, unless
     they raise one of the library's errors.
     """
     name, exact = closed_forms
     why = ""
-    if route == "auto" and size > most:
-        why = f"{size:,} parameters, more than {most:,}"
+    if route == "auto" and size > limit:
+        why = f"{size:,} parameters, more than {limit:,}"
     elif route != "autograd":
         try:
             return exact(), name, ""
