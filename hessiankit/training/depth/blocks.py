@@ -114,8 +114,8 @@ def find_blocks(model: nn.Module, run: Callable[[], object], blocks: str | Itera
     """
     lists = [(name, m) for name, m in model.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential)) and len(m)]
     blocks_of_user = None if blocks is None else _named(model, blocks)
-    watched = [child for _, m in lists for child in m.children()] if blocks_of_user is None else blocks_of_user.modules
-    with watching({id(m): m for m in watched}.values()) as calls:
+    modules = [child for _, m in lists for child in m.children()] if blocks_of_user is None else blocks_of_user.modules
+    with watching({id(m): m for m in modules}.values()) as calls:
         run()
     if blocks_of_user is not None:
         if (fault := _fault(blocks_of_user, calls)) is not None:

@@ -235,24 +235,24 @@ def depth_diagnostics(
     start = time.perf_counter()
     with quiet(model):
         needs_labels = any(q not in UNLABELLED for q in quantities)
-        batched = read_data(model, data, target, loss, micro_batch=micro_batch, labelled=needs_labels)
+        mean_loss = read_data(model, data, target, loss, micro_batch=micro_batch, needs_labels=needs_labels)
         with torch.no_grad():
-            stack = find_blocks(model, lambda: batched.output(batched.batches[0]), blocks)
+            stack = find_blocks(model, lambda: mean_loss.output(mean_loss.batches[0]), blocks)
         _require_gradients(model, requires_grad=True)
-        memory = expected_memory(batched, stack, quantities)
+        memory = expected_memory(mean_loss, stack, quantities)
 
         def tell(name: str) -> Callable[[int, int], None]:
             return partial(progress or silent, f"{name} ({memory.get(name, 0) / 2**20:,.0f} MiB)")
 
-        stream, angles = _stream(batched, stack, quantities, tokens, tell)
-        drop = pruning_drop(batched, stack, tell=tell("drop")) if "drop" in quantities else None
+        stream, angles = _stream(mean_loss, stack, quantities, tokens, tell)
+        drop = pruning_drop(mean_loss, stack, tell=tell("drop")) if "drop" in quantities else None
         parameters = stack.parameters(model)
         _require_gradients(model, requires_grad=False)  # Jacobians are with respect to states
-        jacobian = jacobians(batched, stack, estimator, tell=tell("jacobian")) if "jacobian" in quantities else None
+        jacobian = jacobians(mean_loss, stack, estimator, tell=tell("jacobian")) if "jacobian" in quantities else None
         _require_gradients(model, requires_grad=True)
-        gradient = gradient_norms(batched, parameters) if "gradient" in quantities else None
+        gradient = gradient_norms(mean_loss, parameters) if "gradient" in quantities else None
         curvatures = {
-            kind: layer_curvature(batched, parameters, kind, method=curvature, estimator=estimator, tell=tell(kind))
+            kind: layer_curvature(mean_loss, parameters, kind, method=curvature, estimator=estimator, tell=tell(kind))
             for kind in KINDS
             if kind in quantities
         }
@@ -312,10 +312,10 @@ def _require_gradients(model: nn.Module, *, requires_grad: bool) -> None:
         p.requires_grad_(requires_grad and p.is_floating_point())
 
 
-def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, labelled: bool) -> BatchedLoss:
-    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; where ``labelled`` is False, without labels too."""
+def read_data(model: nn.Module, data: Any, target: Any, loss: str, *, micro_batch: int | None, needs_labels: bool) -> BatchedLoss:
+    """Return the loss on data in the forms of :func:`hessiankit.sharpness`; labels may be missing unless ``needs_labels``."""
     check_name(WHO, "loss", loss, LOSSES)
-    if target is None and not labelled:
+    if target is None and not needs_labels:
         first = data if isinstance(data, Tensor) else None
         if isinstance(data, Mapping) and data.get("labels") is None:
             first = next((x for x in data.values() if isinstance(x, Tensor) and x.ndim), None)

@@ -136,10 +136,10 @@ def _exponential(layers: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[f
     return a * math.exp(-b * (layers[-1] if b > 0 else layers[0])), b
 
 
-def _r_squared(y: NDArray[np.float64], fitted: NDArray[np.float64]) -> float:
+def _r_squared(y: NDArray[np.float64], prediction: NDArray[np.float64]) -> float:
     total = float(np.square(y - y.mean()).sum())
     constant = float(np.ptp(y)) <= CONSTANT * float(np.abs(y).max())
-    return math.nan if constant else 1 - float(np.square(y - fitted).sum()) / total
+    return math.nan if constant else 1 - float(np.square(y - prediction).sum()) / total
 
 
 def _exponent(layers: NDArray[np.float64], y: NDArray[np.float64]) -> float:

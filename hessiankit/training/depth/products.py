@@ -110,8 +110,8 @@ class HessianProducts:
             if k not in jacobians:
                 jacobians.clear()  # one block after the other
                 jacobians[k] = JacobianProducts(out, *self.blocks[k])
-            (curved,) = torch.autograd.grad(slope, z, jacobians[k].forward(*v), retain_graph=True)
-            return jacobians[k].adjoint(curved)
+            (curvature,) = torch.autograd.grad(slope, z, jacobians[k].forward(*v), retain_graph=True)
+            return jacobians[k].adjoint(curvature)
 
         return multiply
 

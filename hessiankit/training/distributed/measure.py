@@ -38,8 +38,8 @@ def local_batches(ranks: Ranks, module: nn.Module, data: Any, target: Any, optio
     if numbers is None:
         first = sum(map(len, numbers_by_rank[: ranks.rank]))
         return [replace(batch, numbers=tuple(first + number for number in batch.numbers)) for batch in batches]
-    claimed = Counter(number for of_rank in numbers_by_rank for number in of_rank)
-    duplicate = next((number for number, times in claimed.items() if times > 1), None)
+    counts = Counter(number for of_rank in numbers_by_rank for number in of_rank)
+    duplicate = next((number for number, times in counts.items() if times > 1), None)
     if duplicate is not None:
         raise InputError(f"{ranks.who}: two ranks hold a sequence of number {duplicate}; give each sequence of all data its own")
     return batches

@@ -55,9 +55,9 @@ class DistributedOperator(HessianOperator):
         self, ranks: Ranks, batches_of_rank: list[BatchLoss], linearised: list[LinearisedBatch], kind: str, block_size: int | None
     ) -> None:
         self.ranks = ranks
-        parts = linearised or [_Nothing(batches_of_rank[0])]
-        largest = max(ranks.gather(max(batch.bytes_per_vector for batch in parts)))
-        super().__init__(batches_of_rank, parts, kind, block_size or max(1, WORKSPACE // largest), total=partial(_sum, ranks))
+        batches = linearised or [_Nothing(batches_of_rank[0])]
+        largest = max(ranks.gather(max(batch.bytes_per_vector for batch in batches)))
+        super().__init__(batches_of_rank, batches, kind, block_size or max(1, WORKSPACE // largest), total=partial(_sum, ranks))
         self.loss = math.fsum(ranks.gather(float(self.loss)))
         _ = self.gradient, self.symmetry_error  # all ranks take part; later one may read them alone
         self.fallbacks = tuple(dict.fromkeys(name for names in ranks.gather(self.fallbacks) for name in names))
@@ -197,8 +197,8 @@ def _check_same_function(ranks: Ranks, batch: BatchLoss, has_data: bool) -> None
     *data, reads = map_tensors(lambda x: x.to(batch.device), shared_data)
     sample = replace(batch, args=data[0], kwargs=data[1], target=data[2], loss=replace(batch.loss, reads=reads), reference=None)
 
-    def run(watched: AbstractContextManager[Any]) -> None:
-        with sample.at(), watched:
+    def run(recorder: AbstractContextManager[Any]) -> None:
+        with sample.at(), recorder:
             result = sample.result()
             if not batch.loss.name:
                 sample.loss.value(result, sample.target)

@@ -104,11 +104,11 @@ class Ranks:
         text = named(self.who, " ".join(str(fault).split())).removeprefix(f"{self.who}: ")
         report = (type(fault), text) if isinstance(fault, HessiankitError) else (RankError, f"{type(fault).__name__}: {text}")
         reports = self.gather(None if fault is None else report)
-        failed = [rank for rank, line in enumerate(reports) if line is not None]
-        if failed:
-            kind, text = reports[failed[0]]
-            everywhere = len(failed) == self.size and len(set(reports)) == 1
-            prefix = "" if everywhere or self.size == 1 else f"on rank {failed[0]} of {self.size}: "
+        failures = [rank for rank, line in enumerate(reports) if line is not None]
+        if failures:
+            kind, text = reports[failures[0]]
+            everywhere = len(failures) == self.size and len(set(reports)) == 1
+            prefix = "" if everywhere or self.size == 1 else f"on rank {failures[0]} of {self.size}: "
             raise kind(f"{self.who}: {prefix}{text}") from fault
         return result  # type: ignore[return-value]
 
@@ -228,8 +228,8 @@ def check_same_forward(ranks: Ranks, model: nn.Module, one: MicroBatch | None, *
         return
     one = one.on(next(model.parameters()).device)
 
-    def run(watched: AbstractContextManager[Any]) -> None:
-        with evaluating(model), torch.no_grad(), watched:
+    def run(recorder: AbstractContextManager[Any]) -> None:
+        with evaluating(model), torch.no_grad(), recorder:
             forward(model, one)
 
     state = [] if sharded else [*model.named_parameters(), *model.named_buffers()]

@@ -181,8 +181,8 @@ def labels_are_later(ranks: Ranks, model: nn.Module, pairs: Iterable[tuple[Any, 
 
     def first() -> list[Any]:
         mappings = (dict(inputs) for inputs, target in pairs if target is None and isinstance(inputs, Mapping))
-        labelled = (x for x in mappings if isinstance(x.get("labels"), Tensor) and x["labels"].ndim > 1)
-        rows = ((x, with_a_label(x["labels"])[:1]) for x in labelled)
+        examples = (x for x in mappings if isinstance(x.get("labels"), Tensor) and x["labels"].ndim > 1)
+        rows = ((x, with_a_label(x["labels"])[:1]) for x in examples)
         return [samples(x, row, len(x["labels"])) for x, row in islice((pair for pair in rows if len(pair[1])), 1)]
 
     one = common(ranks, map_tensors(torch.Tensor.cpu, ranks.together(first)))

@@ -160,9 +160,7 @@ class MonitorLog(Printed):
         drop = [header for header in reversed(headers[1:]) if header not in (*order, "loss")]
         yield self._headline()
         yield table(headers, rows, left=2 if order else 1, prose=order, drop=drop, spread=True)
-        yield from (
-            f"step {step}: {section} failed: {text}" for step, failed in self.errors.items() for section, text in failed.items()
-        )
+        yield from (f"step {step}: {key} failed: {text}" for step, texts in self.errors.items() for key, text in texts.items())
 
     def _table(self) -> tuple[list[str], list[list[str]]]:
         """Return headers and rows: the types from flat to sharp, the loss, the norm of all parameters, the top eigenvalue."""

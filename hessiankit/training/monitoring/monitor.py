@@ -38,8 +38,8 @@ def due(step: int, every: int, *, log_spaced: bool = False) -> bool:
         raise InputError(f"monitor: every={every} measures at no step; pass 1 or more")
     if step < 0:
         raise InputError(f"monitor: step={step}; expected the number of updates done, 0 or more")
-    early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
-    return step % every == 0 or early
+    is_early = log_spaced and step < every and str(step).rstrip("0") in ("1", "2", "5")
+    return step % every == 0 or is_early
 
 
 WHO = "monitor"
@@ -203,18 +203,18 @@ class Monitor:
     def _measure(self, step: int, extra: dict[str, Any]) -> dict[str, Any]:
         """Measure all sections, write the line and log the numbers; say what took the time if it was long."""
         _check_whole(self._model)
-        record, failed, seconds = self._values(step)
+        record, failures, seconds = self._values(step)
         if sum(seconds.values()) > LONG:
             durations = ", ".join(f"{name} {duration:.1f}" for name, duration in seconds.items())
             print(f"monitor: step {step} took {sum(seconds.values()):.1f} s ({durations})", file=sys.stderr, flush=True)
         record["seconds"] = seconds
         record |= {"extra": extra} if extra else {}
-        record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failed.items()}} if failed else {}
+        record |= {"errors": {name: f"{type(e).__name__}: {e}" for name, e in failures.items()}} if failures else {}
         self._write(record)
         if self._log is not None:
             self._log(scalars(record), step=step)
-        if failed and self._on_error == "raise":
-            name, error = next(iter(failed.items()))
+        if failures and self._on_error == "raise":
+            name, error = next(iter(failures.items()))
             raise InputError(
                 f"{WHO}: {name} at step {step} failed: {record['errors'][name]}. The rest of the measurement is in {self.path}; "
                 f"{'mend your function' if name in self._custom else 'leave it out of what='}, or pass on_error='record' to go on"
@@ -224,7 +224,7 @@ class Monitor:
     def _values(self, step: int) -> tuple[dict[str, Any], dict[str, Exception], dict[str, float]]:
         """Return what the sections measure, the errors of those that failed, and the seconds of each."""
         record: dict[str, Any] = {"step": step}
-        failed: dict[str, Exception] = {}
+        failures: dict[str, Exception] = {}
         seconds: dict[str, float] = {}
         batches: list[Any] = []
         with preserved_state(self._model), ordinary_path():
@@ -234,10 +234,10 @@ class Monitor:
                     batches = batches or [on_device_of(self._model, batch) for batch in self._batches]
                     record[name] = section(batches, step)
                 except Exception as error:
-                    failed[name] = error
+                    failures[name] = error
                 seconds[name] = round(time.perf_counter() - start, 4)
         self._last_step = step
-        return record, failed, seconds
+        return record, failures, seconds
 
     def _write(self, record: dict[str, Any]) -> None:
         try:

@@ -99,8 +99,8 @@ def parts_by_parameter(model: nn.Module, parts: Iterable[Part]) -> dict[str, lis
         axis = axes.pop()
         length = shapes[name][axis] if axis is not None and 0 <= axis < len(shapes[name]) else 0
         cuts = [segment for part in pieces for segment in part.segments]
-        covered = sorted(at for start, stop in cuts for at in range(start, stop))
-        if axes or not covered or covered != list(range(length)) or not all(start < stop for start, stop in cuts):
+        places = sorted(at for start, stop in cuts for at in range(start, stop))
+        if axes or not places or places != list(range(length)) or not all(start < stop for start, stop in cuts):
             raise InputError(
                 f"blockwise_lr: {', '.join(part.name for part in pieces)} do not cover {name!r} of shape {tuple(shapes[name])} "
                 "exactly once."

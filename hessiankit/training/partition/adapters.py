@@ -100,8 +100,8 @@ def adapted_parameters(model: nn.Module) -> dict[str, Adapted]:
         base = without_adapters(inner)
         base_ids = {id(p) for p in inner.parameters()}
         for name, p in module.named_parameters():
-            if id(p) not in base_ids and (adapted := _of_parameter(name, module, base)) is not None:
-                targets.setdefault(child_path(path, name), adapted)
+            if id(p) not in base_ids and (target := _of_parameter(name, module, base)) is not None:
+                targets.setdefault(child_path(path, name), target)
     return targets
 
 

@@ -84,8 +84,8 @@ def _add_thirds(unit: AttentionUnit, module: nn.Module) -> None:
 
 def _add_torch(unit: AttentionUnit, module: nn.MultiheadAttention) -> None:
     weights = {f"{role[0]}_proj_weight": (role, role) for role in ("query", "key", "value")}
-    learned = {f"bias_{role[0]}": (role, f"learned {role}") for role in ("key", "value")}
-    for leaf, (role, role_name) in (weights | learned).items():
+    biases = {f"bias_{role[0]}": (role, f"learned {role}") for role in ("key", "value")}
+    for leaf, (role, role_name) in (weights | biases).items():
         if isinstance(p := getattr(module, leaf), Tensor):
             unit.roles[id(p)] = [Finding(TYPE_OF_ROLE[role], role_name, f"{leaf} of nn.MultiheadAttention")]
     _add(unit, module.out_proj, "output", "out_proj of nn.MultiheadAttention")

@@ -135,7 +135,7 @@ CONFLICT, UNKNOWN = "!", "?"
 """Types of a part for which the modules and the flow of data contradict each other, and of one that is not recognised."""
 
 
-def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list[Finding]:
+def merged(inferences: list[Finding], structural: list[Finding], p: Tensor) -> list[Finding]:
     """Return the findings of the flow of data where there are any, completed by those of the modules.
 
     A certain finding of the modules precedes an inference of the flow. Two certain ones must have one type wherever they overlap;
@@ -146,15 +146,15 @@ def merged(flowing: list[Finding], structural: list[Finding], p: Tensor) -> list
     >>> merged([scale], [norm], torch.ones(2))[0].reason
     'by its module Norm (LayerNorm), by the flow of data FFN (...)'
     """
-    if not flowing:
+    if not inferences:
         return structural
-    if structural and {f.type for f in structural + flowing} == {"Emb", "Head"}:  # of one parameter: it is tied
-        return structural if len(structural) > 1 else [*structural, *(f for f in flowing if f.type != structural[0].type)]
+    if structural and {f.type for f in structural + inferences} == {"Emb", "Head"}:  # of one parameter: it is tied
+        return structural if len(structural) > 1 else [*structural, *(f for f in inferences if f.type != structural[0].type)]
     if not structural or not structural[0].certain:
-        return _whole(flowing, structural, p)
-    if not flowing[0].certain:
+        return _whole(inferences, structural, p)
+    if not inferences[0].certain:
         return structural
-    for one, rival in product(structural, [f for f in flowing if f.certain]):
+    for one, rival in product(structural, [f for f in inferences if f.certain]):
         if one.type != rival.type and _overlap(one, rival):
             flow_reason = rival.reason.removeprefix("flow: ")
             reason = f"by its module {one.type} ({one.reason}), by the flow of data {rival.type} ({flow_reason})"
@@ -217,18 +217,18 @@ def override(parts: Sequence[Part], overrides: Mapping[str, str] | None) -> tupl
     >>> override([part], {r"^a\\.": "VO"})[0].type
     'VO'
     """
-    compiled, overrides = dict[str, re.Pattern[str]](), overrides or {}
+    expressions, overrides = dict[str, re.Pattern[str]](), overrides or {}
     for pattern, block_type in overrides.items():
         if block_type not in TYPES:
             raise InputError(f"model_parts: overrides[{pattern!r}] is {block_type!r}; expected one of {', '.join(TYPES)}")
         try:
-            compiled[pattern] = re.compile(pattern)
+            expressions[pattern] = re.compile(pattern)
         except (re.error, TypeError) as error:
             raise InputError(f"model_parts: override {pattern!r} is no regular expression ({error})") from error
-    unmatched = set(compiled)
+    unmatched = set(expressions)
     result = []
     for part in parts:
-        hits = [pattern for pattern, rule in compiled.items() if rule.search(part.name) or rule.search(part.parameter)]
+        hits = [pattern for pattern, rule in expressions.items() if rule.search(part.name) or rule.search(part.parameter)]
         unmatched -= set(hits)
         types = {overrides[pattern] for pattern in hits}
         if len(types) > 1:

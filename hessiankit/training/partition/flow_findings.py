@@ -104,12 +104,12 @@ class _FlowFindings:
         yield from self._of_product(name, p, " bias" if is_bias and not is_weight else "")
 
     def _of_product(self, name: str, p: Tensor, suffix: str) -> Iterator[Finding]:
-        sliced = list(_slices(p, self.run.masks.get(name, {}), suffix))
-        yield from sliced
-        rest = uncovered_segments(sliced, p)
+        slices = list(_slices(p, self.run.masks.get(name, {}), suffix))
+        yield from slices
+        rest = uncovered_segments(slices, p)
         if not rest:
             return
-        axis = sliced[0].axis if sliced else None
+        axis = slices[0].axis if slices else None
         numbers = {n for n, m in self.run.multiplications.items() if name in m.weight} | self.run.biases.get(name, set())
         results = [of_one for n in sorted(numbers) if (of_one := self._of_multiplication(n)) is not None]
         types = {block_type for block_type, *_ in results}
@@ -163,8 +163,8 @@ def _slices(p: Tensor, masks: dict[str, Tensor], suffix: str) -> Iterator[Findin
         return
     for axis in range(p.ndim):
         lines = {role: _along(mask, axis) for role, mask in masks.items()}
-        covered = torch.stack(list(lines.values())).sum(0)
-        if int(covered.max()) <= 1 and (len(lines) > 1 or not bool(covered.bool().all())):
+        counts = torch.stack(list(lines.values())).sum(0)
+        if int(counts.max()) <= 1 and (len(lines) > 1 or not bool(counts.bool().all())):
             for role, line in lines.items():
                 why = f"flow: {_ATTENTION[role]}"
                 yield Finding(TYPE_OF_ROLE[role], role + suffix, why, axis, tuple(segments_of(line)))

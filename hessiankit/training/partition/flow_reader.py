@@ -220,10 +220,10 @@ class Run:
     # -- products ----------------------------------------------------------------------------------------------------------
 
     def _product(self, number: int, node: Node, name: str) -> FlowValue | None:
-        factored = factors(name, node.args)
-        if factored is None or not all(isinstance(f, Node) and f in self.values for f in factored[0]):
+        product = factors(name, node.args)
+        if product is None or not all(isinstance(f, Node) and f in self.values for f in product[0]):
             return None
-        (first, second), bias, is_ordered = factored
+        (first, second), bias, is_ordered = product
         a, b = self.values[first], self.values[second]
         if is_ordered and b.is_weight:
             weight, source = second, first
@@ -276,15 +276,15 @@ class Run:
 
     def _attention(self, number: int, node: Node, name: str) -> FlowValue | None:
         if "scaled_dot_product" in name and "attention" in name:
-            made_of: tuple[Any, ...] = node.args[:3]
-            for role, operand in zip(("query", "key", "value"), made_of, strict=True):
+            operands: tuple[Any, ...] = node.args[:3]
+            for role, operand in zip(("query", "key", "value"), operands, strict=True):
                 self._mask(role, self.tensors[operand])
                 self._read(self.values[operand])
             for extra in self._of([*node.args[3:], *node.kwargs.values()]):
                 self._use(extra, "added to scores")
                 for _, name, _ in extra.summands:
                     self.uses[name].add("added to scores")
-            self._run(node, cut=made_of)
+            self._run(node, cut=operands)
             self.contexts.add(number)
             one = frozenset({number})
             return FlowValue(Rank.DATA, products=one, context=one, summands=summand(number), has_weight=True)

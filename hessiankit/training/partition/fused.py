@@ -189,12 +189,12 @@ def _codegen(heads: int, head_dim: int) -> Layout:
 
 def _latent(module: nn.Module, heads: int) -> Iterator[Fused]:
     """Multi-head latent attention: [latent][rotated key], and [head][key, value] made of the latent."""
-    rank, rotated, plain, value = (
+    rank, rotary, plain, value = (
         _own(module, (name,)) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     )
-    if heads and rank and rotated and plain and value:
+    if heads and rank and rotary and plain and value:
         yield from _of_linear(getattr(module, "kv_b_proj", None), _layout([("key", plain), ("value", value)] * heads))
-        layout = _layout([("latent", rank), ("shared_key", rotated)])
+        layout = _layout([("latent", rank), ("shared_key", rotary)])
         yield from _of_linear(getattr(module, "kv_a_proj_with_mqa", None), layout)
 
 

@@ -80,13 +80,13 @@ class Sums:
 
     def _places(self) -> Callable[[Summand], Ids]:
         """Return a function that numbers the sums that a summand is in, as it is or before it was sliced."""
-        where: dict[tuple[int, str], dict[Ids, set[int]]] = defaultdict(lambda: defaultdict(set))
+        sums_of: dict[tuple[int, str], dict[Ids, set[int]]] = defaultdict(lambda: defaultdict(set))
         for k, members in enumerate(self._read):
             for number, name, cuts in members:
-                where[number, name][cuts].add(k)
+                sums_of[number, name][cuts].add(k)
 
         @cache
         def places(one: Summand) -> Ids:
-            return frozenset().union(*(sums for cuts, sums in where[one[:2]].items() if cuts <= one[2]))
+            return frozenset().union(*(sums for cuts, sums in sums_of[one[:2]].items() if cuts <= one[2]))
 
         return places

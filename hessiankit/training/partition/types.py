@@ -88,10 +88,10 @@ def _typed(model: nn.Module, inputs: Any, policy: Policy, overrides: Mapping[str
     bare = without_adapters(model)
     places = owners(bare)
     layers, findings = structure(bare, places)
-    flowing = flow(model, inputs) if inputs is not None else {}
-    flows = {id(p): flowing[name] for name, p in model.named_parameters() if name in flowing}
+    by_parameter = flow(model, inputs) if inputs is not None else {}
+    flows = {id(p): by_parameter[name] for name, p in model.named_parameters() if name in by_parameter}
     plain = {id(p): name for name, p in bare.named_parameters()}
-    adapted = adapted_parameters(model)
+    adapters = adapted_parameters(model)
 
     def found_of(p: Tensor) -> tuple[list[Finding], str]:
         """Return the findings on a parameter of the model without adapters, and the path of the module that holds it."""
@@ -105,28 +105,28 @@ def _typed(model: nn.Module, inputs: Any, policy: Policy, overrides: Mapping[str
     for name, p in model.named_parameters():
         if id(p) in plain:
             part_findings, path = found_of(p)
-        elif name in adapted:
-            base, path = found_of(adapted[name].parameter)
-            part_findings = adapted[name].findings(base, p)
+        elif name in adapters:
+            base, path = found_of(adapters[name].parameter)
+            part_findings = adapters[name].findings(base, p)
         else:
             part_findings, path = flows.get(id(p), [Finding(UNKNOWN, "", "a parameter of an adapter")]), ""
         parts += _of_parameter(name, p, part_findings, path, layers, policy)
     return override(parts, overrides)
 
 
-def _recognised(typed: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
+def _recognised(parts: tuple[Part, ...], inputs: Any) -> tuple[Part, ...]:
     """Return parts of which every one has a type; else raise an error."""
-    if conflicts := [part for part in typed if part.type == CONFLICT]:
+    if conflicts := [part for part in parts if part.type == CONFLICT]:
         text = "; ".join(f"{part.name!r} is {part.reason}" for part in conflicts)
         raise InputError(f"model_parts: modules and flow of data contradict each other: {text}; say which with overrides=")
-    if unknowns := [part for part in typed if part.type == UNKNOWN]:
+    if unknowns := [part for part in parts if part.type == UNKNOWN]:
         text = ", ".join(f"{part.name!r} ({part.reason})" for part in unknowns)
         hint = "" if inputs is not None else "inputs=..., example inputs whose flow shows the types, or "
         raise InputError(
             f"model_parts: not recognised: {text}; pass {hint}overrides={{regular expression: type}} "
             "to hessiankit.block_types; spectrum takes the result as by=, sharpness, blockwise_lr and Monitor its .parts"
         )
-    return typed
+    return parts
 
 
 @checked("block_types")
